@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error that mmcache raises on purpose.
+
+    MMCacheError
+    +-- SettingsError        a setting is unknown or has a value that is not allowed
+    +-- EnvironmentProblem   this Python environment can't do what was asked (missing package, port in use)
+    +-- ZooError             an unknown model family, or a directory that can't be written
+    +-- SwapError            a vLLM symbol could not be replaced
+        +-- VersionUnsupported   this vLLM is outside the tested range
+        +-- SymbolMissing        the symbol is not there
+        +-- SymbolChanged        the symbol is there, but is not what we wrap
+        +-- SwapDisturbed        someone else replaced the symbol after us
+
+A message says what failed, what was seen, what was expected, and what to do.
+"""
+
+
+class MMCacheError(Exception):
+    """Base of all errors of mmcache; the command line prints its message and exits with 2."""
+
+
+class SettingsError(MMCacheError):
+    """A setting is unknown or has a value that is not allowed."""
+
+
+class EnvironmentProblem(MMCacheError):
+    """This environment lacks what was asked for."""
+
+
+class ZooError(MMCacheError):
+    """A zoo model can't be built as asked."""
+
+
+class SwapError(MMCacheError):
+    """A vLLM symbol could not be replaced."""
+
+
+class VersionUnsupported(SwapError):
+    """The installed vLLM is outside the range that this swap was tested on."""
+
+
+class SymbolMissing(SwapError):
+    """The vLLM symbol to replace is not there."""
+
+
+class SymbolChanged(SwapError):
+    """The vLLM symbol is there, but its kind or its arguments are not those that the swap was written for."""
+
+
+class SwapDisturbed(SwapError):
+    """The slot does not hold our replacement any more, so it can't be put back safely."""
