@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target makes .venv when it is missing or older than pyproject.toml. Choose the interpreter with
+# `make PYTHON=python3.12 ...`; pip's own configuration says where packages come from.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint check-upstream bench-block-keys soak clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml scripts/make_venv
+	@scripts/make_venv "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+venv: $(STAMP)  ## make .venv with vLLM for CPU and the development tools (about 2 minutes, once)
+
+demo: $(STAMP)  ## the same conversation with and without the plugin, side by side (about 3 minutes)
+	@$(BIN)/mmcache demo $(ARGS)
+
+test: $(STAMP)  ## all tests that this machine can run; ARGS="-k block_keys" for a part
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## ruff check, ruff format --check, mypy --strict
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+check-upstream: $(STAMP)  ## compare every replaced vLLM symbol with the versions it was written for
+	@$(BIN)/python -m vllm_mmcache.upstream.check $(ARGS)
+
+bench-block-keys: $(STAMP)  ## time the block keys
+	@$(BIN)/python -m benchmarks.block_keys.run $(ARGS)
+
+soak: $(STAMP)  ## long random run against a cold oracle
+	@$(BIN)/python -m tests.soak $(ARGS)
+
+clean:  ## remove .venv, built models, logs and tool caches
+	rm -rf $(VENV) .artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

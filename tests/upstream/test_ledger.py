@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger on the installed vLLM: complete entries, and every group through the orderings of import, install, undo.
+
+Each ordering runs in a process of its own, since what is imported when is what it is about.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from vllm_mmcache.upstream import bodies, vllm_version
+from vllm_mmcache.upstream.ledger import LEDGER, groups
+from vllm_mmcache.upstream.swap import Swap
+
+ORDERINGS = {
+    "import, install, undo": "IMPORT; before = raw(); INSTALL; assert ours(); UNDO; assert same(before)",
+    "install, undo": "INSTALL; assert ours(); UNDO; assert not ours()",
+    "install, import, undo": "INSTALL; IMPORT; assert ours(); UNDO; assert not ours()",
+    "install twice": "IMPORT; before = raw(); INSTALL; INSTALL; assert ours(); UNDO; assert same(before)",
+    "install, undo, install, undo": (
+        "IMPORT; before = raw(); INSTALL; UNDO; INSTALL; assert ours(); UNDO; assert same(before)"
+    ),
+    "undo without install": "IMPORT; before = raw(); UNDO; assert same(before)",
+    "register twice, undo all": "IMPORT; before = raw(); REGISTER; REGISTER; assert ours(); UNDO; assert same(before)",
+}
+
+PRELUDE = """
+import importlib, inspect
+from vllm_mmcache.upstream import swap, vllm_version
+from vllm_mmcache.upstream.ledger import groups
+group = {group!r}
+members = groups()[group]
+targets = [t for m in members for t in (m.target, *m.also)]
+
+def raw():
+    out = []
+    for target in targets:
+        owner, name = swap.resolve_owner(target)
+        out.append(vars(owner).get(name, None))
+    return out
+
+def same(before):
+    return all(a is b for a, b in zip(before, raw(), strict=True))
+
+def ours():
+    return all(swap.is_replaced(t) for t in targets)
+
+def install():
+    outcome = swap.install(group, members, vllm_version())
+    assert outcome.state == "on", outcome
+"""
+
+
+def in_process(code: str, **environment: str) -> str:
+    """Run code in a fresh interpreter without the plugin being loaded by vLLM; returns stdout."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("MMCACHE_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ | environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("group", groups())
+def test_orderings(group: str) -> None:
+    """All orderings of one group, each in a forked child of one interpreter that has only torch imported."""
+    steps = {
+        "IMPORT": "[importlib.import_module(t.partition(':')[0]) for t in targets]",
+        "INSTALL": "install()",
+        "UNDO": "swap.undo_all()",
+        "REGISTER": "__import__('vllm_mmcache.plugin').plugin.register()",
+    }
+    code = "import os, sys, torch\n"
+    for name, ordering in ORDERINGS.items():
+        body = PRELUDE.format(group=group)
+        for step in ordering.split("; "):
+            body += steps.get(step, step) + "\n"
+        code += (
+            "sys.stdout.flush()\nchild = os.fork()\nif child == 0:\n    try:\n"
+            + textwrap.indent(body, " " * 8)
+            + f"\n        print('passed:', {name!r}, flush=True)\n    except BaseException:\n"
+            + "        import traceback; traceback.print_exc()\n        os._exit(1)\n    os._exit(0)\n"
+            + f"assert os.waitpid(child, 0)[1] == 0, {name!r}\n"
+        )
+    out = in_process(code)
+    assert out.count("passed:") == len(ORDERINGS)
+
+
+def test_disable_leaves_stock_vllm() -> None:
+    """MMCACHE_DISABLE=1: register imports and replaces nothing."""
+    out = in_process(
+        "import sys\nfrom vllm_mmcache.plugin import register\nregister()\n"
+        "assert not [m for m in sys.modules if m.startswith(('vllm.', 'vllm_mmcache.upstream', 'wrapt'))]\n"
+        "from vllm_mmcache.upstream import swap\nfrom vllm_mmcache.upstream.ledger import LEDGER\n"
+        "assert not any(swap.is_replaced(t) for m in LEDGER for t in (m.target, *m.also))\nprint('stock')",
+        MMCACHE_DISABLE="1",
+    )
+    assert "stock" in out
+
+
+def test_entry_module_imports_only_the_standard_library() -> None:
+    """A broken dependency must not make vLLM log an ImportError and run silently without us."""
+    out = in_process(
+        "import sys\nbefore = set(sys.modules)\nimport vllm_mmcache.plugin\n"
+        "new = {m.partition('.')[0] for m in set(sys.modules) - before}\n"
+        "print(sorted(new - set(sys.stdlib_module_names) - {'vllm_mmcache'}))"
+    )
+    assert out.strip() == "[]"
+
+
+def test_wrong_variable_stops_register() -> None:
+    code = (
+        "from vllm_mmcache.errors import SettingsError\nfrom vllm_mmcache.plugin import register\n"
+        "try:\n    register()\nexcept SettingsError as error:\n    print(error)\n"
+    )
+    out = in_process(code, MMCACHE_BLOCK_KEY="0")
+    assert "MMCACHE_BLOCK_KEY" in out
+    assert "did you mean MMCACHE_BLOCK_KEYS" in out
+
+
+@pytest.mark.parametrize("swap", LEDGER, ids=lambda swap: swap.name)
+def test_entry_is_complete(swap: Swap) -> None:
+    assert all((swap.why, swap.upstream, swap.remove_when, swap.vllm, swap.make))
+    assert "<" in swap.vllm, "both ends of the version range"
+    assert ">=" in swap.vllm, "both ends of the version range"
+    assert bodies.compare_installed(swap.target, vllm_version()) == "tested"
+
+
+def test_changed_body_is_noticed() -> None:
+    """Negative control of the digests: a docstring does not change them, a statement does."""
+    plain = bodies.digest(bodies.find("def f(a):\n    return a\n", "f"))
+    assert plain == bodies.digest(bodies.find('def f(a):\n    """Doc."""\n    return a  # why\n', "f"))
+    assert plain != bodies.digest(bodies.find("def f(a):\n    return a + 1\n", "f"))

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mechanism of swaps on modules made for the test: atomic groups, aliases, undo, disturbance, versions."""
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from vllm_mmcache.errors import SwapDisturbed
+from vllm_mmcache.upstream import swap as machine
+from vllm_mmcache.upstream.swap import Swap
+
+
+def loud(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """A wrapper that shows that it ran."""
+    return f"{wrapped(*args, **kwargs)}!"
+
+
+@pytest.fixture
+def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    module = types.ModuleType("swap_owner")
+    exec(
+        "def speak(word):\n    return word\n"
+        "class Base:\n    def inherited(self, word):\n        return word\n"
+        "class Child(Base):\n"
+        "    @staticmethod\n    def static(word):\n        return word\n"
+        "    @classmethod\n    def of_class(cls, word):\n        return cls.__name__ + word\n",
+        vars(module),
+    )
+    alias = types.ModuleType("swap_alias")
+    alias.speak = module.speak  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "swap_owner", module)
+    monkeypatch.setitem(sys.modules, "swap_alias", alias)
+    yield module
+    machine._installed.pop("g", None)
+
+
+def entry(target: str, **fields: Any) -> Swap:
+    defaults: dict[str, Any] = {
+        "name": target,
+        "group": "g",
+        "target": target,
+        "make": f"{__name__}:loud",
+        "vllm": ">=0.32,<0.34",
+        "process": "any",
+        "args_used": ("word",),
+        "on_mismatch": "off",
+        "why": "test",
+        "upstream": "none",
+        "remove_when": "never",
+    }
+    return Swap(**{**defaults, **fields})
+
+
+def test_install_and_undo_function_with_alias(owner: Any) -> None:
+    original = owner.speak
+    alias: Any = sys.modules["swap_alias"]
+    group = [entry("swap_owner:speak", also=("swap_alias:speak",))]
+    assert machine.install("g", group, "0.32.0").state == "on"
+    assert owner.speak("a") == alias.speak("a") == "a!"
+    assert machine.install("g", group, "0.32.0").state == "on"
+    assert owner.speak("a") == "a!"  # not wrapped twice
+    machine.undo("g")
+    assert owner.speak is original
+    assert alias.speak is original
+
+
+def test_methods_keep_their_kind_and_inherited_slots_are_deleted(owner: Any) -> None:
+    raw = dict(vars(owner.Child))
+    group = [entry(f"swap_owner:Child.{name}") for name in ("static", "of_class", "inherited")]
+    assert machine.install("g", group, "0.32.0").state == "on"
+    child = owner.Child()
+    assert child.static("a") == owner.Child.static("a") == "a!"
+    assert child.of_class("a") == owner.Child.of_class("a") == "Childa!"
+    assert child.inherited("a") == "a!"
+    assert owner.Base().inherited("a") == "a"
+    machine.undo("g")
+    assert {k: vars(owner.Child)[k] for k in ("static", "of_class")} == {k: raw[k] for k in ("static", "of_class")}
+    assert "inherited" not in vars(owner.Child)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (entry("swap_owner:gone"), "renamed or removed"),
+        (entry("swap_nowhere:gone"), "can't be imported"),
+        (entry("swap_owner:Child.static", args_used=("volume",)), "no argument volume"),
+        (entry("swap_owner:Child.static", vllm=">=0.40,<0.41"), "not in the tested range"),
+        (entry("swap_owner:Child.static", reads=("swap_owner:gone",)), "renamed or removed"),
+        (entry("swap_owner:Child.static", also=("swap_owner:speak",)), "is not the object"),
+    ],
+)
+def test_a_group_is_all_or_nothing(owner: Any, bad: Swap, reason: str) -> None:
+    original = owner.speak
+    outcome = machine.install("g", [entry("swap_owner:speak"), bad], "0.32.0")
+    assert outcome.state == "off"
+    assert reason in outcome.reason
+    assert owner.speak is original
+
+
+def test_failure_midway_takes_back_what_was_set(owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = owner.speak
+
+    class Stubborn(types.ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            raise RuntimeError("read-only")
+
+    stubborn = Stubborn("swap_stubborn")
+    vars(stubborn)["speak"] = owner.Base.inherited
+    monkeypatch.setitem(sys.modules, "swap_stubborn", stubborn)
+    with pytest.raises(RuntimeError, match="read-only"):
+        machine.install("g", [entry("swap_owner:speak"), entry("swap_stubborn:speak")], "0.32.0")
+    assert owner.speak is original
+
+
+def test_refuse_wins_over_off(owner: Any) -> None:
+    group = [entry("swap_owner:speak", on_mismatch="refuse"), entry("swap_owner:gone")]
+    assert machine.install("g", group, "0.32.0").state == "refused"
+
+
+def test_undo_refuses_when_someone_is_on_top(owner: Any) -> None:
+    assert machine.install("g", [entry("swap_owner:speak")], "0.32.0").state == "on"
+    ours = owner.speak
+    owner.speak = lambda word: word
+    with pytest.raises(SwapDisturbed, match="speak"):
+        machine.undo("g")
+    owner.speak = ours
+    machine.undo("g")
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [("0.32.0", True), ("0.32.1", True), ("0.33.9", True), ("0.34.0", False), ("0.31.9", False), ("dev", False),
+     ("0.33.0.dev1", False), ("0.33.0+cpu", True), ("0.33.0rc1", False)],
+)  # fmt: skip
+def test_versions(version: str, supported: bool) -> None:
+    assert machine.version_supported(version, ">=0.32.0,<0.34") is supported
+
+
+def test_untested_version_can_be_tried(owner: Any) -> None:
+    group = [entry("swap_owner:speak")]
+    assert machine.install("g", group, "0.99.0").state == "off"
+    assert machine.install("g", group, "0.99.0", allow_untested=True).state == "on"
+    machine.undo("g")

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m vllm_mmcache.environment`: repair this environment and print what was done, one line each.
+
+Runs on its own, before any server. Exit status 0 when all is well afterwards, 2 when something is left that
+this can't cure.
+"""
+
+import sys
+
+from vllm_mmcache.environment import repair
+from vllm_mmcache.errors import MMCacheError
+
+
+def main() -> int:
+    try:
+        done = repair(force="--force" in sys.argv[1:])
+    except MMCacheError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for line in done:
+        print(f"environment: {line}")
+    if not done:
+        print("environment: nothing to repair")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

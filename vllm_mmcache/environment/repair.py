@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repairs what `diagnose` found: uninstalls what can't be imported, and installs the torchvision hook.
+
+Runs in the process of the command line. It writes three files, all in this environment's site-packages: the
+hook, the `.pth` file that loads it, and a stamp that makes the next run a matter of milliseconds while the
+builds are the same.
+"""
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from vllm_mmcache.environment import hook
+from vllm_mmcache.environment.checks import CHECKED, diagnose
+from vllm_mmcache.errors import EnvironmentProblem
+
+HOOK_NAME = "_mmcache_torchvision_hook"
+# Python prints a traceback for each line of a .pth file that raises, so a missing hook must stay silent.
+PTH_LINE = f"import importlib.util as u; u.find_spec('{HOOK_NAME}') and __import__('{HOOK_NAME}')\n"
+
+
+def site_packages() -> Path:
+    """Where this environment's own packages are."""
+    return Path(sysconfig.get_paths()["purelib"])
+
+
+def hook_files() -> tuple[Path, Path]:
+    """The hook and the .pth file that loads it, whether they exist or not."""
+    return site_packages() / f"{HOOK_NAME}.py", site_packages() / f"{HOOK_NAME}.pth"
+
+
+def install_hook(torch: str, torchvision: str) -> None:
+    """Write the hook for exactly this pair of builds."""
+    text = Path(hook.__file__).read_text(encoding="utf-8")
+    text = text.replace('TORCH = ""', f"TORCH = {torch!r}", 1)
+    text = text.replace('TORCHVISION = ""', f"TORCHVISION = {torchvision!r}", 1)
+    module, pth = hook_files()
+    module.write_text(text, encoding="utf-8")
+    pth.write_text(PTH_LINE, encoding="utf-8")
+
+
+def remove_hook() -> None:
+    """Take the hook away again."""
+    for path in reversed(hook_files()):
+        path.unlink(missing_ok=True)
+
+
+def stamp_path() -> Path:
+    return site_packages() / "_mmcache_environment.json"
+
+
+def fingerprint() -> dict[str, str | None]:
+    """What the verdict depends on: Python, the builds, the hook in place and the one to be written."""
+    module, pth = hook_files()
+    return {
+        "python": platform.python_version(),
+        "torch": hook.installed_version("torch"),
+        **{package: hook.installed_version(package) or _distribution(package) for package in CHECKED},
+        "hook": module.read_text(encoding="utf-8") if module.exists() and pth.exists() else None,
+        "hook_source": Path(hook.__file__).read_text(encoding="utf-8"),
+    }
+
+
+def _distribution(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def is_stamped() -> bool:
+    """True when this very set of builds was already found well."""
+    try:
+        return bool(json.loads(stamp_path().read_text(encoding="utf-8")) == fingerprint())
+    except (OSError, ValueError):
+        return False
+
+
+def repair(force: bool = False) -> list[str]:
+    """Repair this environment and say, one line each, what was done.
+
+    Raises: EnvironmentProblem when something is broken that this can't cure, or still is after the cure.
+    """
+    if not force and is_stamped():
+        return []
+    done: list[str] = []
+    try:
+        hook_module, _ = hook_files()
+        if hook_module.exists() and not _hook_fits(hook_module):
+            remove_hook()
+            done.append("removed the torchvision hook: it was for other builds of torch and torchvision")
+        problems = diagnose()
+        for problem in problems:
+            if not problem.repairable:
+                continue
+            if problem.package == "torchvision":
+                torch = hook.installed_version("torch")
+                torchvision = hook.installed_version("torchvision")
+                assert torch is not None
+                assert torchvision is not None
+                install_hook(torch, torchvision)
+                done.append(
+                    f"installed a start-up hook for torchvision {torchvision} beside torch {torch}: {problem.seen}"
+                )
+            else:
+                _uninstall(problem.package)
+                done.append(f"uninstalled {problem.package}: {problem.seen}")
+        left = diagnose() if problems else []
+        if left:
+            raise EnvironmentProblem(
+                "; ".join(f"{problem.package}: {problem.seen}: {problem.cure}" for problem in left)
+            )
+        stamp_path().write_text(json.dumps(fingerprint(), indent=1), encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"can't write in {site_packages()}: {error}: run this in a virtual environment of your own"
+        ) from error
+    return done
+
+
+def _hook_fits(module: Path) -> bool:
+    text = module.read_text(encoding="utf-8")
+    return all(
+        f"{name} = {hook.installed_version(package)!r}\n" in text
+        for name, package in (("TORCH", "torch"), ("TORCHVISION", "torchvision"))
+    )
+
+
+def _uninstall(package: str) -> None:
+    outcome = subprocess.run(
+        [sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", package],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if outcome.returncode != 0:
+        raise EnvironmentProblem(
+            f"pip could not uninstall {package}: {' '.join(outcome.stderr.split())[-300:]}: uninstall it by hand"
+        )

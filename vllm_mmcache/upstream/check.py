@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make check-upstream`: resolve the ledger against the vLLM 0.32.0 and 0.33.0 wheels without importing them.
+
+    python -m vllm_mmcache.upstream.check [--wheels DIR] [--record]
+
+Downloads the wheels with pip where they are not in DIR yet, reads the sources out of them, and checks each symbol,
+its aliases, its arguments and its body digest. --record writes bodies.json anew. Exit code 1 on any finding.
+"""
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from vllm_mmcache.errors import SwapError, SymbolChanged, SymbolMissing
+from vllm_mmcache.upstream import bodies
+from vllm_mmcache.upstream.ledger import LEDGER
+from vllm_mmcache.upstream.swap import Swap
+
+VERSIONS = ("0.32.0", "0.33.0")
+
+
+def wheel(version: str, folder: Path) -> Path:
+    """The vLLM wheel of a version in `folder`, fetched by pip if it is not there. Raises: CalledProcessError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = sorted(folder.glob(f"vllm-{version}-*.whl"))
+    if found:
+        return found[0]
+    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (28, 31, 35)]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", *platforms]
+    subprocess.run([*command, "-d", str(folder), f"vllm=={version}"], check=True)
+    return next(iter(sorted(folder.glob(f"vllm-{version}-*.whl"))))
+
+
+def source_of(archive: zipfile.ZipFile, target: str) -> str:
+    """The source of the module of "module:Owner.attr". Raises: SymbolMissing."""
+    module = target.partition(":")[0].replace(".", "/")
+    for member in (f"{module}.py", f"{module}/__init__.py"):
+        if member in archive.namelist():
+            return archive.read(member).decode()
+    raise SymbolMissing(f"{target}: the wheel has no {module}.py")
+
+
+def check_swap(archive: zipfile.ZipFile, swap: Swap) -> str:
+    """Check one entry; returns its body digest. Raises: SwapError."""
+    node = bodies.find(source_of(archive, swap.target), swap.target.partition(":")[2])
+    if isinstance(node, ast.ImportFrom):
+        raise SymbolChanged(f"{swap.target} is imported from {node.module}, no longer defined there")
+    arguments = node.args
+    names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    missing = [name for name in swap.args_used if name not in names]
+    if missing:
+        raise SymbolChanged(f"{swap.target} has no argument {', '.join(missing)}; it has {sorted(names)}")
+    for target in (*swap.also, *swap.reads):
+        bodies.find(source_of(archive, target), target.partition(":")[2])
+    return bodies.digest(node)
+
+
+def main() -> int:
+    """Run the check; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m vllm_mmcache.upstream.check", description=__doc__)
+    parser.add_argument("--wheels", type=Path, default=Path(".artifacts/wheels"))
+    parser.add_argument("--record", action="store_true", help="write bodies.json anew")
+    options = parser.parse_args()
+    findings = 0
+    table: dict[str, dict[str, str]] = {}
+    for version in VERSIONS:
+        with zipfile.ZipFile(wheel(version, options.wheels)) as archive:
+            for swap in LEDGER:
+                try:
+                    seen = check_swap(archive, swap)
+                except SwapError as error:
+                    print(f"{version} {swap.name}: {error}")
+                    findings += 1
+                    continue
+                table.setdefault(swap.target, {})[version] = seen
+                if not options.record and bodies.table().get(swap.target, {}).get(version) != seen:
+                    print(f"{version} {swap.name}: body changed; read it, then run with --record")
+                    findings += 1
+                else:
+                    print(f"{version} {swap.name}: ok ({seen})")
+    if options.record and not findings:
+        bodies.TABLE.write_text(json.dumps(table, indent=2) + "\n")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
