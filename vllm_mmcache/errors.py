@@ -4,6 +4,8 @@
     MMCacheError
     +-- SettingsError        a setting is unknown or has a value that is not allowed
     +-- EnvironmentProblem   this Python environment can't do what was asked (missing package, port in use)
+    +-- CausalImages         the attention backend would run a model's images causally, silently wrong
+    +-- UnschedulableImage   an image of the model is longer than a step may be
     +-- ZooError             an unknown model family, or a directory that can't be written
     +-- SwapError            a vLLM symbol could not be replaced
         +-- VersionUnsupported   this vLLM is outside the tested range
@@ -25,6 +27,14 @@ class SettingsError(MMCacheError):
 
 class EnvironmentProblem(MMCacheError):
     """This environment lacks what was asked for."""
+
+
+class CausalImages(MMCacheError):
+    """The attention backend would let image tokens see earlier tokens only, where the model lets them see all."""
+
+
+class UnschedulableImage(MMCacheError):
+    """An image that must be computed in one step is longer than a step may be."""
 
 
 class ZooError(MMCacheError):

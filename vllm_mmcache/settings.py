@@ -29,11 +29,29 @@ class Settings(BaseSettings):
         default=False,
         description="Leave vLLM as it is: nothing is replaced in any process. Only as the variable MMCACHE_DISABLE.",
     )
-    block_keys: bool = Field(
-        default=True,
+    block_keys: bool | None = Field(
+        default=None,
         description=(
             "Compute KV block keys with the cumulative image state. Fixed at start: switching it midway would mix "
-            "two key spaces. False leaves vLLM's own keys."
+            "two key spaces. Unset: on where this room is proven (CPU). False leaves vLLM's own keys."
+        ),
+    )
+    image_spans: bool | None = Field(
+        default=None,
+        description=(
+            "For models whose images attend both ways (Gemma 3): attention that does so on the CPU, and a scheduler "
+            "that never splits an image. Fixed at start. Unset: on where this room is proven (CPU)."
+        ),
+    )
+    allow_causal_images: bool = Field(
+        default=False,
+        description="Run a model whose images attend both ways on a backend that can't, with wrong answers.",
+    )
+    attention_reference: bool = Field(
+        default=False,
+        description=(
+            "Compute attention over images in the naive form: gather all K and V from the pages, then attend with a "
+            "mask. Slow; for tests and for reproducing a doubt. CPU only."
         ),
     )
     allow_untested_vllm: bool = Field(
@@ -116,6 +134,6 @@ def _known(where: str, name: str, names: set[str] | frozenset[str], spell: Any) 
 
 def _allowed(name: str) -> str:
     annotation = Settings.model_fields[name].annotation
-    if annotation is bool:
+    if annotation in (bool, bool | None):
         return "allowed: 1, true, yes, on, 0, false, no, off"
     return f"allowed: {getattr(annotation, '__name__', annotation)}"

@@ -32,7 +32,7 @@ def make_block_hasher(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
         name = "unknown"
     layout_name, why = layout_report(
         name,
-        enabled=settings.current().block_keys,
+        enabled=settings.current().block_keys is not False,
         num_lookahead_tokens=bound.arguments.get("num_hash_lookahead_tokens", 0),
     )
     logger.info("mmcache block keys: %s layout (%s)", layout_name, why)

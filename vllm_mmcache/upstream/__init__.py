@@ -20,16 +20,13 @@ def report() -> list[dict[str, Any]]:
     from vllm_mmcache.errors import SwapError
     from vllm_mmcache.upstream import bodies, swap
     from vllm_mmcache.upstream.ledger import groups
+    from vllm_mmcache.upstream.start import why_off
 
     version = vllm_version()
     in_force = settings.current()
     rows: list[dict[str, Any]] = []
     for group, members in groups().items():
-        reason = ""
-        if in_force.disable:
-            reason = "MMCACHE_DISABLE is set"
-        elif not getattr(in_force, group, True):
-            reason = f"switched off by the setting {group}"
+        reason = "MMCACHE_DISABLE is set" if in_force.disable else why_off(group)
         state = "off" if reason else "on"
         if not reason:
             try:

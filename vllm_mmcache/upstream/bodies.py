@@ -55,12 +55,16 @@ def compare_installed(target: str, version: str) -> Literal["tested", "changed",
     expected = table().get(target, {}).get(version)
     if expected is None:
         return "unknown"
+    try:
+        return "tested" if _installed_digest(target) == expected else "changed"
+    except (SymbolMissing, ImportError):
+        return "changed"
+
+
+def _installed_digest(target: str) -> str:
     module_name, _, path = target.partition(":")
     spec = importlib.util.find_spec(module_name)
     if spec is None or spec.origin is None:
-        return "unknown"
-    try:
-        seen = digest(find(Path(spec.origin).read_text(), path))
-    except SymbolMissing:
-        return "changed"
-    return "tested" if seen == expected else "changed"
+        raise SymbolMissing(f"module {module_name} is not installed")
+    node = find(Path(spec.origin).read_text(), path)
+    return _installed_digest(f"{node.module}:{path}") if isinstance(node, ast.ImportFrom) else digest(node)

@@ -75,7 +75,80 @@ LEDGER: tuple[Swap, ...] = (
         upstream="none: stock keys are right with right ids, the seam is missing",
         remove_when="vLLM has a public seam for the block hasher",
     ),
+    Swap(
+        name="image_spans.atomic",
+        group="image_spans",
+        target="vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs",
+        make="vllm_mmcache.scheduler.vllm_side:make_atomic",
+        vllm=TESTED_VLLM,
+        process="engine",
+        args_used=("request", "num_computed_tokens", "num_new_tokens"),
+        on_mismatch="off",
+        why="a chunk that ends inside a bidirectional image gives wrong KV, cached under the right key",
+        upstream="52306; 0.33 covers a chunk that starts on the image, not a prefix hit inside it",
+        remove_when="vLLM never splits such a span",
+    ),
+    Swap(
+        name="image_spans.free",
+        group="image_spans",
+        target="vllm.v1.core.sched.scheduler:Scheduler._free_encoder_inputs",
+        make="vllm_mmcache.scheduler.vllm_side:free_after_last_embedding",
+        vllm=TESTED_VLLM,
+        process="engine",
+        args_used=("request",),
+        on_mismatch="off",
+        why="adjacent images whose ranges overlap wait for each other for ever in a small encoder cache",
+        upstream="none yet",
+        remove_when="vLLM frees an encoder output after its last embedding",
+    ),
+    Swap(
+        name="image_spans.window",
+        group="image_spans",
+        target="vllm.v1.core.sched.scheduler:get_mm_features_in_window",
+        make="vllm_mmcache.scheduler.vllm_side:skip_computed_images",
+        vllm=TESTED_VLLM,
+        process="engine",
+        args_used=("mm_features", "start", "end"),
+        on_mismatch="off",
+        why="the scheduler asks again for an image of which only trailing text is left",
+        upstream="none yet",
+        remove_when="vLLM leaves out images whose embeddings are all computed",
+    ),
+    Swap(
+        name="image_spans.endless",
+        group="image_spans",
+        target="vllm.v1.core.sched.scheduler:Scheduler.__init__",
+        make="vllm_mmcache.scheduler.vllm_side:refuse_endless",
+        vllm=TESTED_VLLM,
+        process="engine",
+        args_used=(),
+        on_mismatch="off",
+        why="a span longer than a step would never be scheduled",
+        upstream="none yet",
+        remove_when="vLLM checks it on every platform",
+    ),
+    Swap(
+        name="image_spans.guard",
+        group="image_spans",
+        target="vllm.model_executor.layers.attention.attention:Attention.__init__",
+        make="vllm_mmcache.attention.guard:demand_image_spans",
+        vllm=TESTED_VLLM,
+        process="worker",
+        args_used=(),
+        on_mismatch="off",
+        why="a backend that runs images causally is silently wrong",
+        upstream="none: the CPU platform ignores use_mm_prefix",
+        remove_when="every platform refuses such a backend",
+    ),
 )
+
+
+# Where each group that touches the engine was exercised by this project's tests; elsewhere it is off unless its
+# setting says on. Groups that are not listed work everywhere.
+PROVEN_ON: dict[str, frozenset[str]] = {
+    "block_keys": frozenset({"cpu"}),
+    "image_spans": frozenset({"cpu"}),
+}
 
 
 def groups() -> dict[str, list[Swap]]:

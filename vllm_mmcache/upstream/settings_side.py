@@ -8,6 +8,7 @@ executor or the worker is built from the configuration that was handed to them.
 from typing import Any
 
 from vllm_mmcache import settings
+from vllm_mmcache.upstream.start import say_pending
 
 
 def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -25,6 +26,7 @@ def read_before_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
 
 
 def _read(vllm_config: Any) -> None:
+    say_pending()
     part = settings.config_of(vllm_config)
     if part:
         settings.use(settings.load_settings(part))

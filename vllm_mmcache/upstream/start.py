@@ -7,11 +7,13 @@ import multiprocessing
 from vllm_mmcache import __version__, settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.upstream import swap, vllm_version
-from vllm_mmcache.upstream.ledger import groups
+from vllm_mmcache.upstream.ledger import PROVEN_ON, groups
+from vllm_mmcache.upstream.seams import SEAMS
 
 logger = logging.getLogger("vllm.mmcache")
 
-_last_line: str | None = None
+_line = ""  # what this process has said, or is about to
+_pending = ""
 
 
 def start() -> list[swap.Outcome]:
@@ -19,23 +21,58 @@ def start() -> list[swap.Outcome]:
 
     Raises: SettingsError; SwapError where a group must not be missing.
     """
-    in_force = settings.current()
     version = vllm_version()
     outcomes = []
     for group, members in groups().items():
-        if not getattr(in_force, group, True):
-            outcomes.append(swap.Outcome(group, "off", f"switched off by the setting {group}"))
-            continue
-        outcomes.append(swap.install(group, members, version, allow_untested=in_force.allow_untested_vllm))
+        reason = why_off(group)
+        if reason:
+            outcomes.append(swap.Outcome(group, "off", reason))
+        else:
+            outcomes.append(_install(group, members, version))
     for outcome in outcomes:
         if outcome.state == "refused":
-            swap.undo_all()
+            stop()
             raise SwapError(
                 f"mmcache refuses to start, since answers could be wrong without {outcome.group}: "
                 f"{outcome.reason}. MMCACHE_DISABLE=1 runs vLLM as it is."
             )
     _say(version, outcomes)
     return outcomes
+
+
+def stop() -> None:
+    """Undo every seam and every swap."""
+    for seam in reversed(SEAMS):
+        seam.undo()
+    swap.undo_all()
+
+
+def why_off(group: str) -> str:
+    """Why a group is not wanted here; empty if it is."""
+    wanted = getattr(settings.current(), group, True)
+    if wanted is False:
+        return f"switched off by the setting {group}"
+    if wanted is None and group in PROVEN_ON:
+        from vllm.platforms import current_platform
+
+        platform = current_platform.device_type
+        if platform not in PROVEN_ON[group]:
+            return f"not yet proven on {platform}: switch on with MMCACHE_{group.upper()}=1"
+    return ""
+
+
+def _install(group: str, members: list[swap.Swap], version: str) -> swap.Outcome:
+    outcome = swap.install(group, members, version, allow_untested=settings.current().allow_untested_vllm)
+    if outcome.state != "on":
+        return outcome
+    try:
+        for seam in SEAMS:
+            if seam.group == group:
+                seam.install()
+    except SwapError as error:
+        swap.undo(group)
+        return swap.Outcome(group, "off", str(error))
+    return outcome
 
 
 def process_name() -> str:
@@ -48,13 +85,20 @@ def process_name() -> str:
     return "api"
 
 
+def say_pending() -> None:
+    """Log this process's line once vLLM has set logging up; offline, that is after plugins are loaded."""
+    global _pending
+    if _pending and logging.getLogger("vllm").hasHandlers():
+        logger.info(_pending)
+        _pending = ""
+
+
 def _say(version: str, outcomes: list[swap.Outcome]) -> None:
-    global _last_line
+    global _line, _pending
     on = [outcome.group for outcome in outcomes if outcome.state == "on"]
     off = [f"{outcome.group}: {outcome.reason}" for outcome in outcomes if outcome.state != "on"]
-    line = f"mmcache {__version__} on vLLM {version} [{process_name()}]: {len(on)} on ({', '.join(on)}), {len(off)} off"
-    if off:
-        line += f" ({'; '.join(off)})"
-    if line != _last_line:
-        _last_line = line
-        logger.info(line)
+    line = f"mmcache {__version__} on vLLM {version} [{process_name()}]: {len(on)} on ({', '.join(on)}), "
+    line += f"{len(off)} off" + (f" ({'; '.join(off)})" if off else "")
+    if line != _line:
+        _line = _pending = line
+    say_pending()

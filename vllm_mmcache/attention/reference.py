@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The naive form: gather a sequence's whole K and V from its pages, then masked scaled-dot-product attention.
+
+This is what the optimised kernel is tested against, and the answer to the question how attention over images can see
+more than the current step's keys: it reads all of them back from the paged cache. Slow on purpose; worker process.
+"""
+
+import torch
+
+
+def gather_pages(
+    pages: torch.Tensor, block_table: torch.Tensor, seq_len: int, order: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The first seq_len tokens of a sequence out of its pages.
+
+    Shapes: pages (num_blocks, num_kv_heads, block_size, head_size), block_table (max_blocks,) int32; order int64
+    (block_size * head_size,) says where in a page each element lies, where the kernel packs its pages.
+    Returns (num_kv_heads, seq_len, head_size).
+    """
+    _, kv_heads, block_size, head_size = pages.shape
+    blocks = pages[block_table[: (seq_len + block_size - 1) // block_size].long()]  # (blocks, kv_heads, size, dim)
+    if order is not None:
+        blocks = blocks.flatten(2)[..., order].view(-1, kv_heads, block_size, head_size)
+    return blocks.permute(1, 0, 2, 3).reshape(kv_heads, -1, head_size)[:, :seq_len]
+
+
+def allowed(
+    start: int, end: int, spans: list[tuple[int, int]], sliding_window: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """Which keys each row may see: (causal and in the window) or of the same image span.
+
+    Rows are positions start to end (exclusive), keys positions 0 to end. sliding_window is in tokens, 0 or less is
+    none. Returns: bool (end - start, end).
+    """
+    row = torch.arange(start, end, device=device)[:, None]
+    key = torch.arange(end, device=device)[None, :]
+    mask = key <= row
+    if sliding_window > 0:
+        mask &= key > row - sliding_window
+    for first, last in spans:
+        mask |= (row >= first) & (row <= last) & (key >= first) & (key <= last)
+    return mask
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Masked attention of one sequence with grouped heads, computed in float32.
+
+    Shapes: query (rows, num_heads, head_size), key and value (num_kv_heads, keys, head_size), mask bool (rows, keys);
+    returns (rows, num_heads, head_size) in the query's dtype.
+    """
+    groups = query.shape[1] // key.shape[0]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1).float(),  # (heads, rows, dim)
+        key.repeat_interleave(groups, 0).float(),
+        value.repeat_interleave(groups, 0).float(),
+        attn_mask=mask[None],
+        scale=scale,
+    )
+    return out.transpose(0, 1).to(query.dtype)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the scheduler from splitting the span of a bidirectional image. Engine process, scheduler thread.
+
+Wraps the one place where vLLM decides how much of a request with images goes into a step. Also lets go of an encoder
+output as soon as its last embedding is computed: vLLM holds it to the end of the placeholder range, and Gemma 3's
+ranges overlap by a newline token, so two adjacent images with a small encoder cache waited for each other for ever.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_mmcache import settings
+from vllm_mmcache.errors import UnschedulableImage
+from vllm_mmcache.scheduler.spans import Span, whole_spans
+
+_SPANS = "_mmcache_spans"
+_TRY = inspect.signature(Scheduler._try_schedule_encoder_inputs)
+
+
+def make_atomic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler._try_schedule_encoder_inputs: the same answer for a chunk that splits no span."""
+    if not _bidirectional(instance):
+        return wrapped(*args, **kwargs)
+    call = _TRY.bind(instance, *args, **kwargs)
+    call.apply_defaults()
+    given = dict(call.arguments)
+    given.pop("self")
+    spans = image_spans(given["request"])
+    start = given["num_computed_tokens"]
+    while True:
+        given["num_new_tokens"] = whole_spans(start, given["num_new_tokens"], spans)
+        answer = wrapped(**given)
+        fits = whole_spans(start, answer[1], spans)
+        if fits == answer[1]:
+            return answer
+        given["num_new_tokens"] = fits
+
+
+def free_after_last_embedding(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler._free_encoder_inputs: also frees outputs whose embeddings are all computed."""
+    outcome = wrapped(*args, **kwargs)
+    request = args[0] if args else kwargs["request"]
+    if not _bidirectional(instance):
+        return outcome
+    computed = request.num_computed_tokens - request.num_output_placeholders - instance.num_prefill_lookahead
+    for input_id in list(instance.encoder_cache_manager.get_cached_input_ids(request)):
+        if _last_embedding(request.mm_features[input_id]) < computed:
+            instance._free_encoder_input(request, input_id)
+    return outcome
+
+
+def skip_computed_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of get_mm_features_in_window as the scheduler sees it: leaves out images that need nothing more.
+
+    An image whose last embedding lies before the window overlaps it with text only, so its output isn't needed again.
+    """
+    lo, hi = wrapped(*args, **kwargs)
+    mm_features: Sequence[Any] = args[0] if args else kwargs["mm_features"]
+    start = kwargs["start"] if "start" in kwargs else args[1]
+    while lo < hi and _last_embedding(mm_features[lo]) < start:
+        lo += 1
+    return lo, hi
+
+
+def refuse_endless(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler.__init__: a span that no step can hold is an error at start, not a hang.
+
+    Raises: UnschedulableImage naming the two settings of vLLM that are at odds.
+    """
+    outcome = wrapped(*args, **kwargs)
+    if _bidirectional(instance):
+        config = instance.scheduler_config
+        step = min(config.long_prefill_token_threshold or config.max_num_batched_tokens, config.max_num_batched_tokens)
+        span = getattr(instance.vllm_config.model_config.hf_config, "mm_tokens_per_image", 0)
+        if span > step:
+            raise UnschedulableImage(
+                f"an image of this model has {span} tokens that must be computed in one step, but a step holds "
+                f"{step} tokens of a request (max_num_batched_tokens={config.max_num_batched_tokens}, "
+                f"long_prefill_token_threshold={config.long_prefill_token_threshold}); raise these to {span} or more"
+            )
+    return outcome
+
+
+def image_spans(request: Any) -> list[Span]:
+    """The spans of a request's images, kept on the request while its images stay the same."""
+    kept = getattr(request, _SPANS, None)
+    if kept is None or kept[0] != len(request.mm_features):
+        spans = [
+            span
+            for feature in request.mm_features
+            if feature.modality != "audio"
+            for span in feature.mm_position.extract_embeds_range()
+        ]
+        kept = (len(request.mm_features), sorted(spans))
+        setattr(request, _SPANS, kept)
+    found: list[Span] = kept[1]
+    return found
+
+
+def _bidirectional(scheduler: Any) -> bool:
+    model_config = scheduler.vllm_config.model_config
+    return settings.current().image_spans is not False and bool(model_config.is_mm_prefix_lm)
+
+
+def _last_embedding(feature: Any) -> int:
+    """Position of the last embedding of an image's placeholder range."""
+    position = feature.mm_position
+    if position.is_embed is None:
+        return int(position.offset + position.length - 1)
+    spans = position.extract_embeds_range()
+    return int(spans[-1][1]) if spans else int(position.offset - 1)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every public extension point of vLLM that mmcache uses at start. Data only; a seam belongs to a group of the ledger.
+
+A group's seams are installed after its swaps, and undone before them.
+"""
+
+import importlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One public extension point: room is a module with install() and undo(), both re-entrant."""
+
+    name: str
+    group: str
+    point: str
+    room: str
+    why: str
+
+    def install(self) -> None:
+        """Use the extension point. Raises: SwapError if another plugin already does."""
+        importlib.import_module(self.room).install()
+
+    def undo(self) -> None:
+        """Give it back."""
+        importlib.import_module(self.room).undo()
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        name="image_spans.backend",
+        group="image_spans",
+        point="vllm.v1.attention.backends.registry:register_backend",
+        room="vllm_mmcache.attention.seam",
+        why="vLLM's CPU backend runs the images of Gemma 3 causally",
+    ),
+)
