@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM model classes with what mmcache adds. Worker process."""

@@ -35,4 +35,11 @@ SEAMS: tuple[Seam, ...] = (
         room="vllm_mmcache.attention.seam",
         why="vLLM's CPU backend runs the images of Gemma 3 causally",
     ),
+    Seam(
+        name="image_spans.gemma3",
+        group="image_spans",
+        point="vllm.model_executor.models:ModelRegistry.register_model",
+        room="vllm_mmcache.models.seam",
+        why="the class refuses attention that would run its images causally",
+    ),
 )

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3 that refuses to be served by attention that would run its images causally. Worker process, at start.
+
+vLLM's own class plus two checks; weights, processor and forward pass are vLLM's.
+"""
+
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
+
+from vllm_mmcache import settings
+from vllm_mmcache.attention import guard
+from vllm_mmcache.errors import CausalImages
+
+
+class ImageSpanGemma3(Gemma3ForConditionalGeneration):
+    """Gemma3ForConditionalGeneration whose decoder layers are checked to honour image spans.
+
+    Raises: CausalImages for a backend that can't, or for images longer than the sliding window, which vLLM's runner
+    leaves out of the spans and so runs causally.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        for layer in self.modules():
+            if isinstance(layer, Attention):
+                guard.check(layer)
+        config = vllm_config.model_config.hf_config
+        window = getattr(config.text_config, "sliding_window", None)
+        tokens = config.mm_tokens_per_image
+        if window and tokens > window and not settings.current().allow_causal_images:
+            raise CausalImages(
+                f"an image has {tokens} tokens (mm_tokens_per_image) and the sliding window {window}; vLLM runs "
+                "images that are longer than the window causally, so answers would be wrong. Serve a model whose "
+                "images fit its window, or set MMCACHE_ALLOW_CAUSAL_IMAGES=1 to run it all the same"
+            )
