@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3 on the CPU, stock and plugin: exactness, splits under load, the endless request, prefill time.
+
+python -m benchmarks.gemma3_attention.run [--steps 2000] [--rounds 15] [--repeats 3] [--save]
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import provenance
+from benchmarks.sides import SIDES, run_worker
+
+RESULTS = Path(__file__).parent / "results"
+WORKER = "benchmarks.gemma3_attention.worker"
+
+
+def main() -> None:
+    """Measure, print a table, and write the result with --save."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gemma3_attention.run", description=__doc__)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+
+    result: dict[str, Any] = {}
+    for side in SIDES:
+        found = [run_worker(WORKER, side, {"kind": "exactness", "window": window}) for window in (128, 512, 1024)]
+        result[side] = {
+            "max_delta_logprob": max(row["max_delta_logprob"] for row in found),
+            "answers_wrong_of_24": sum(row["answers_wrong"] for row in found),
+            "exactness": found,
+            "load": run_worker(WORKER, side, {"kind": "splits", "steps": options.steps}),
+            "adjacent": run_worker(WORKER, side, {"kind": "adjacent"}),
+        }
+        print(side, json.dumps(result[side]), flush=True)
+    times: dict[str, dict[str, list[float]]] = {side: {"images": [], "text": []} for side in SIDES}
+    for _ in range(options.repeats):
+        for side in SIDES:
+            for kind, seconds in run_worker(WORKER, side, {"kind": "prefill", "rounds": options.rounds}).items():
+                times[side][kind] += seconds
+    for kind in ("images", "text"):
+        stock, ours = (statistics.median(times[side][kind]) for side in SIDES)
+        result[f"prefill_{kind}"] = {"stock_cpu_s": stock, "mmcache_cpu_s": ours, "ratio": ours / stock}
+        print(f"prefill {kind:6} stock {stock:.4f} s  mmcache {ours:.4f} s  ratio {ours / stock:.3f}", flush=True)
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        payload = {**provenance(), "options": vars(options), **result}
+        (RESULTS / "gemma3_attention.json").write_text(json.dumps(payload, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One side's measurements of Gemma 3, in a process of its own: exactness, splits under load, prefill time."""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.exactness.engines import EngineConfig, EnginePool, Rig
+from tests.exactness.expect import step_deltas
+from tests.exactness.scenarios import filler, picture, user
+from tests.scheduler.test_atomic import LOAD, conversations, counted
+from vllm_mmcache.zoo import ZooOptions, build
+
+
+def exactness(pool: EnginePool, window: int) -> dict[str, Any]:
+    """Largest |delta logprob| to Transformers on the cold prompt, contexts to 4,096 tokens, up to 6 images."""
+    directory = build("gemma3", pool.zoo_root / f"window-{window}", options=ZooOptions(sliding_window=window))
+    rig = Rig(EngineConfig("gemma3", max_tokens=4224, batched_tokens=1024), directory)
+    worst, wrong, longest = 0.0, 0, 0
+    for num_images, num_words in ((1, 40), (2, 300), (6, 900), (6, 3500)):
+        parts: list[Any] = []
+        for i in range(num_images):
+            parts += [filler(num_words // num_images, start=i), picture(i)]
+        for question in ("what is this", "and what else"):  # the second finds the first's prefix
+            (answer,) = rig.ask([user(*parts, question)])
+            _, expected = rig.oracle.log_probabilities(answer.prompt, answer.images, answer.token_ids)
+            worst = max(worst, *step_deltas(answer, expected))
+            wrong += expected.argmax(-1).tolist() != list(answer.token_ids)
+            longest = max(longest, len(answer.prompt_ids))
+    rig.close()
+    return {"window": window, "max_delta_logprob": worst, "answers_wrong": wrong, "longest_prompt_tokens": longest}
+
+
+def splits(pool: EnginePool, steps: int) -> dict[str, int]:
+    """Spans split over at least `steps` steps of random load, with vLLM's own guard on on both sides."""
+    rig = pool.get(LOAD)
+    rig.llm.llm_engine.vllm_config.scheduler_config.disable_chunked_mm_input = True
+    with counted(rig) as counts:
+        seed = requests = 0
+        while counts["steps"] < steps:
+            seed += 1
+            lengths = [random.Random(seed + i).randint(1, 12) for i in range(64)]
+            answers = rig.ask(*conversations(64, seed), max_tokens=lengths)
+            assert len(answers) == 64
+            requests += 64
+    return {"steps": counts["steps"], "spans_split": counts["split"], "requests_finished": requests}
+
+
+def prefill(pool: EnginePool, rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of this process per cold prompt of about 1,500 tokens, with six images and with text alone."""
+    rig = pool.get(EngineConfig("gemma3", max_tokens=2048, batched_tokens=2048))
+    times: dict[str, list[float]] = {"images": [], "text": []}
+    for round_ in range(-2, rounds):
+        for kind in times:
+            parts: list[Any] = [filler(1100 if kind == "images" else 1500, start=round_ % 7)]
+            parts += [picture(i) for i in range(6)] if kind == "images" else []
+            rig.make_cold()
+            start = time.process_time()
+            rig.ask([user(*parts, "what")], max_tokens=1)
+            if round_ >= 0:
+                times[kind].append(time.process_time() - start)
+    return times
+
+
+def adjacent(pool: EnginePool) -> dict[str, Any]:
+    """Whether two adjacent images finish where the encoder cache holds one image and a half."""
+    rig = pool.get(EngineConfig("gemma3", batched_tokens=100, max_tokens=1024))
+    engine = rig.llm.llm_engine
+    from vllm import SamplingParams
+
+    prompt, images = rig.render([user(picture(1), picture(2), "compare")])
+    engine.add_request(
+        "a", {"prompt": prompt, "multi_modal_data": {"image": list(images)}}, SamplingParams(max_tokens=4)
+    )
+    for step in range(500):
+        if any(output.finished for output in engine.step()):
+            return {"finished": True, "steps": step + 1}
+    return {"finished": False, "steps": 500}
+
+
+def main() -> None:
+    """Read a task from stdin, print its result as the last line."""
+    argparse.ArgumentParser().add_argument("--worker", action="store_true")
+    task = json.load(sys.stdin)
+    kinds = {"exactness": exactness, "splits": splits, "prefill": prefill, "adjacent": adjacent}
+    with tempfile.TemporaryDirectory() as root:
+        pool = EnginePool(Path(root))
+        result = kinds[task.pop("kind")](pool, **task)
+        print(json.dumps(result), flush=True)
+        pool.close()
+
+
+if __name__ == "__main__":
+    main()

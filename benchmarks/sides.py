@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stock and plugin side by side: each side in processes of its own, in turn, on one machine.
+
+A benchmark's worker is a module that is run with `python -m MODULE --worker`, gets its task as JSON on stdin, and
+prints its result as the last line. The only difference between the sides is MMCACHE_DISABLE.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+SIDES = ("stock", "mmcache")
+
+
+def run_worker(module: str, side: str, task: dict[str, Any]) -> Any:
+    """Run one task on one side in a fresh process. Raises: RuntimeError with the end of the worker's stderr."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("MMCACHE_")}
+    environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    if side == "stock":
+        environ["MMCACHE_DISABLE"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--worker"], input=json.dumps(task), env=environ, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{module} on {side} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
