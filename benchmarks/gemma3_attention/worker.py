@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm import SamplingParams
+
 from tests.exactness.engines import EngineConfig, EnginePool, Rig
 from tests.exactness.expect import step_deltas
 from tests.exactness.scenarios import filler, picture, user
@@ -37,18 +39,40 @@ def exactness(pool: EnginePool, window: int) -> dict[str, Any]:
 
 
 def splits(pool: EnginePool, steps: int) -> dict[str, int]:
-    """Spans split over at least `steps` steps of random load, with vLLM's own guard on on both sides."""
+    """Spans split over at least `steps` steps of random load, with vLLM's own guard on on both sides.
+
+    A batch of 64 requests in which nothing happens for 50 steps hangs; its unfinished requests are counted and aborted.
+    """
     rig = pool.get(LOAD)
-    rig.llm.llm_engine.vllm_config.scheduler_config.disable_chunked_mm_input = True
+    engine = rig.llm.llm_engine
+    engine.vllm_config.scheduler_config.disable_chunked_mm_input = True
+    finished = unfinished = seed = 0
     with counted(rig) as counts:
-        seed = requests = 0
         while counts["steps"] < steps:
             seed += 1
-            lengths = [random.Random(seed + i).randint(1, 12) for i in range(64)]
-            answers = rig.ask(*conversations(64, seed), max_tokens=lengths)
-            assert len(answers) == 64
-            requests += 64
-    return {"steps": counts["steps"], "spans_split": counts["split"], "requests_finished": requests}
+            waiting = set()
+            for i, conversation in enumerate(conversations(64, seed)):
+                prompt, images = rig.render(conversation)
+                params = SamplingParams(max_tokens=random.Random(seed + i).randint(1, 12), ignore_eos=True)
+                question = {"prompt": prompt, "multi_modal_data": {"image": list(images)}} if images else prompt
+                engine.add_request(f"{seed}-{i}", question, params)
+                waiting.add(f"{seed}-{i}")
+            idle, tokens = 0, counts["tokens"]
+            while waiting and idle < 50:
+                waiting -= {output.request_id for output in engine.step() if output.finished}
+                idle = idle + 1 if counts["tokens"] == tokens else 0
+                tokens = counts["tokens"]
+            finished += 64 - len(waiting)
+            unfinished += len(waiting)
+            if waiting:
+                engine.abort_request(list(waiting))
+                engine.step()
+    return {
+        "steps": counts["steps"],
+        "spans_split": counts["split"],
+        "requests_finished": finished,
+        "requests_hung": unfinished,
+    }
 
 
 def prefill(pool: EnginePool, rounds: int) -> dict[str, list[float]]:
@@ -71,8 +95,6 @@ def adjacent(pool: EnginePool) -> dict[str, Any]:
     """Whether two adjacent images finish where the encoder cache holds one image and a half."""
     rig = pool.get(EngineConfig("gemma3", batched_tokens=100, max_tokens=1024))
     engine = rig.llm.llm_engine
-    from vllm import SamplingParams
-
     prompt, images = rig.render([user(picture(1), picture(2), "compare")])
     engine.add_request(
         "a", {"prompt": prompt, "multi_modal_data": {"image": list(images)}}, SamplingParams(max_tokens=4)

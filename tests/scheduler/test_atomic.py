@@ -42,12 +42,13 @@ def conversations(count: int, seed: int) -> list[Any]:
 def counted(rig: Rig) -> Iterator[dict[str, int]]:
     """Counts the steps and the spans that a step's end splits, from what the scheduler really put into each step."""
     scheduler = rig.llm.llm_engine.engine_core.engine_core.scheduler
-    counts = {"steps": 0, "split": 0}
+    counts = {"steps": 0, "tokens": 0, "split": 0}
     original = scheduler.schedule
 
     def schedule(*args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
         counts["steps"] += 1
+        counts["tokens"] += output.total_num_scheduled_tokens
         for request_id in output.num_scheduled_tokens:
             request = scheduler.requests[request_id]
             end = request.num_computed_tokens  # vLLM advances it when it schedules
