@@ -8,6 +8,7 @@ Importing this package loads neither torch nor Transformers; building a model do
 """
 
 from vllm_mmcache.zoo.build import FORMAT_VERSION, build, build_cached
-from vllm_mmcache.zoo.families import FAMILIES, ZooOptions
+from vllm_mmcache.zoo.configs import ZooOptions
+from vllm_mmcache.zoo.families import FAMILIES
 
 __all__ = ["FAMILIES", "FORMAT_VERSION", "ZooOptions", "build", "build_cached"]

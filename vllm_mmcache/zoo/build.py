@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mmcache.errors import ZooError
-from vllm_mmcache.zoo.families import BY_NAME, FAMILIES, Family, ZooOptions
+from vllm_mmcache.zoo.configs import ZooOptions
+from vllm_mmcache.zoo.families import BY_NAME, FAMILIES, Family
 
 FORMAT_VERSION = 1  # goes up with every change of a written byte, so that cached models are built anew
 _MARK = "zoo.json"
@@ -45,6 +46,7 @@ def build(family: str, directory: Path, seed: int = 0, options: ZooOptions | Non
     directory = Path(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        (directory / _MARK).unlink(missing_ok=True)  # not complete while it is being written
         _write_model(spec, directory, seed, options)
     except OSError as error:
         raise ZooError(
@@ -67,7 +69,11 @@ def _write_model(spec: Family, directory: Path, seed: int, options: ZooOptions) 
     config = spec.config(ids, len(ids), options) | {"dtype": spec.dtype}
     _write_json(directory / "config.json", config)
     eos = [ids[spec.eos], ids[str(spec.tokenizer["pad_token"] if not spec.bos else "<eos>")]]
-    generation: dict[str, Any] = {"do_sample": False, "eos_token_id": eos, "pad_token_id": ids[spec.tokenizer["pad_token"]]}
+    generation: dict[str, Any] = {
+        "do_sample": False,
+        "eos_token_id": eos,
+        "pad_token_id": ids[spec.tokenizer["pad_token"]],
+    }
     if spec.bos:
         generation["bos_token_id"] = ids[spec.bos]
     _write_json(directory / "generation_config.json", generation)

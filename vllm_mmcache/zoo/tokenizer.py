@@ -20,17 +20,22 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-_THINGS = (
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_THINGS = _words(
     "cat dog bird horse tree river mountain house window door table chair lamp bridge boat train street garden "
     "cloud shadow mirror bottle camera clock coin flower fence ladder basket letter map number chart invoice "
     "receipt button screen page table cell sign road wheel engine rocket galaxy page coffee cup astronaut"
-).split()
-_LOOKS = (
+)
+_LOOKS = _words(
     "red green blue yellow white black grey orange small large round square bright dark old new empty full broken "
     "clean distant near wooden metal paper glass striped blurred sharp quiet"
-).split()
-_PLACES = "left right top bottom centre corner edge front back middle foreground background".split()
-_VERBS = "shows holds covers touches follows hides carries reflects contains faces crosses supports".split()
+)
+_PLACES = _words("left right top bottom centre corner edge front back middle foreground background")
+_VERBS = _words("shows holds covers touches follows hides carries reflects contains faces crosses supports")
 _ASKS = (
     "What is in this picture?",
     "Describe the image in one sentence.",

@@ -56,7 +56,7 @@ def write_weights(family: Family, directory: Path, seed: int, mute: list[int]) -
     """
     import numpy as np
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(directory)
@@ -85,5 +85,7 @@ def write_weights(family: Family, directory: Path, seed: int, mute: list[int]) -
                 key = published + key.removeprefix(prefix)
                 break
         tensors[key] = torch.from_numpy(values).to(getattr(torch, family.dtype)).contiguous()
-    save_file(dict(sorted(tensors.items())), directory / "model.safetensors", metadata={"format": "pt"})
+    # Through Path, so that a full disk is an OSError like everywhere else, and not safetensors' own error.
+    content = save(dict(sorted(tensors.items())), metadata={"format": "pt"})
+    (directory / "model.safetensors").write_bytes(content)
     return sum(t.numel() for t in tensors.values())

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM engines for the exactness tests: at most one alive, and the questions that are put to it.
+
+An engine takes 15 to 40 s to start on two cores, so a test asks the pool for a configuration, and the pool closes
+the engine of another one first. Everything runs in this process: the tests look at the scheduler and the KV cache.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from PIL import Image
+from vllm import LLM, SamplingParams
+
+from tests.exactness.oracle import Oracle
+from vllm_mmcache.zoo import build_cached
+
+NUM_LOGPROBS = 10  # of each step that are compared; the vocabulary has about 1000
+
+Message = dict[str, Any]  # content: str, or parts {"type": "text"|"image", "text"|"image": ...}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What distinguishes two engines. Units: tokens, blocks and sequences, as named."""
+
+    family: str
+    block_tokens: int = 32
+    batched_tokens: int = 2048
+    num_blocks: int | None = None
+    num_seqs: int = 4  # fewer than the requests of the batch scenarios, so that some wait
+    max_tokens: int = 2048
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """GDN on the CPU wants bfloat16; everything else runs in float32."""
+        return torch.bfloat16 if self.family == "qwen3.5" else torch.float32
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question and what the engine said: greedy tokens, and per step the log-probabilities of the best ones."""
+
+    prompt: str
+    images: tuple[Image.Image, ...]
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...]  # per step: token id -> log-probability, NUM_LOGPROBS of them or more
+    num_cached_tokens: int
+    text: str
+
+
+class Rig:
+    """One engine with its oracle. `ask` puts conversations; the `expect` module judges the answers."""
+
+    def __init__(self, config: EngineConfig, directory: Path) -> None:
+        self.config = config
+        self.directory = directory
+        self.oracle = Oracle(directory)
+        limits = {"image": 8} if config.family == "gemma3" else {"image": 8, "video": 0}
+        self.llm = LLM(
+            str(directory),
+            dtype=config.dtype,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            block_size=config.block_tokens,
+            max_model_len=config.max_tokens,
+            max_num_batched_tokens=config.batched_tokens,
+            max_num_seqs=config.num_seqs,
+            num_gpu_blocks_override=config.num_blocks,
+            limit_mm_per_prompt=limits,
+            max_logprobs=NUM_LOGPROBS,
+            disable_log_stats=False,  # the preemption counter
+            seed=0,
+        )
+        image_token = "<image_soft_token>" if config.family == "gemma3" else "<|image_pad|>"
+        self.image_token_id = int(self.oracle.processor.tokenizer.convert_tokens_to_ids(image_token))
+
+    @property
+    def block_tokens(self) -> int:
+        """The block size that vLLM really uses; hybrid models widen it (160 for the zoo's qwen3.5)."""
+        return int(self.llm.llm_engine.vllm_config.cache_config.block_size)
+
+    def render(self, messages: Sequence[Message]) -> tuple[str, tuple[Image.Image, ...]]:
+        """Prompt text and images of a conversation, without the <bos> that the tokenizer adds."""
+        prompt = self.oracle.processor.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]
+        images = tuple(part["image"] for part in parts if part["type"] == "image")
+        return str(prompt).removeprefix("<bos>"), images
+
+    def ask(self, *conversations: Sequence[Message], max_tokens: int | Sequence[int] = 8) -> list[Answer]:
+        """Answers to all conversations, submitted together; greedy, never ended early."""
+        lengths = [max_tokens] * len(conversations) if isinstance(max_tokens, int) else list(max_tokens)
+        rendered = [self.render(messages) for messages in conversations]
+        return self.ask_rendered(rendered, lengths)
+
+    def ask_rendered(
+        self, rendered: Sequence[tuple[str, tuple[Image.Image, ...]]], lengths: Sequence[int]
+    ) -> list[Answer]:
+        """As `ask`, for prompts that are rendered already."""
+        prompts = [
+            {"prompt": prompt, "multi_modal_data": {"image": list(images)}} if images else {"prompt": prompt}
+            for prompt, images in rendered
+        ]
+        params = [SamplingParams(max_tokens=n, temperature=0, logprobs=NUM_LOGPROBS, ignore_eos=True) for n in lengths]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return [
+            Answer(
+                prompt=prompt,
+                images=images,
+                prompt_ids=tuple(output.prompt_token_ids),
+                token_ids=tuple(output.outputs[0].token_ids),
+                logprobs=tuple({i: e.logprob for i, e in step.items()} for step in output.outputs[0].logprobs),
+                num_cached_tokens=output.num_cached_tokens,
+                text=output.outputs[0].text,
+            )
+            for (prompt, images), output in zip(rendered, outputs, strict=True)
+        ]
+
+    def make_cold(self) -> None:
+        """Forget all KV blocks, encoder outputs and processed images."""
+        assert self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def num_preemptions(self) -> int:
+        """Requests preempted since the engine started."""
+        found = [m.value for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions"]
+        assert found, "this vLLM has no counter vllm:num_preemptions"
+        return int(sum(found))
+
+    def kv_tensors(self) -> list[torch.Tensor]:
+        """The KV cache itself, one tensor per layer, shared with the worker."""
+        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        return [layer for layer in runner.kv_caches if isinstance(layer, torch.Tensor)]
+
+    def image_spans(self, answer: Answer) -> list[tuple[int, int]]:
+        """Start and end (exclusive) of each image's run of placeholder tokens in the prompt."""
+        spans: list[tuple[int, int]] = []
+        for position, token in enumerate(answer.prompt_ids):
+            if token != self.image_token_id:
+                continue
+            if spans and spans[-1][1] == position:
+                spans[-1] = (spans[-1][0], position + 1)
+            else:
+                spans.append((position, position + 1))
+        return spans
+
+    def close(self) -> None:
+        """Shut the engine down and give its memory back."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+class EnginePool:
+    """Holds the one engine that is alive."""
+
+    def __init__(self, zoo_root: Path) -> None:
+        self.zoo_root = zoo_root
+        self.rig: Rig | None = None
+
+    def get(self, config: EngineConfig) -> Rig:
+        """The engine of this configuration, cold."""
+        if self.rig is None or self.rig.config != config:
+            self.close()
+            self.rig = Rig(config, build_cached(config.family, self.zoo_root))
+        self.rig.make_cold()
+        return self.rig
+
+    def causal_oracle(self) -> Oracle:
+        """The oracle of the living engine's model, with the known error of stock vLLM's CPU attention."""
+        assert self.rig is not None
+        return Oracle(self.rig.directory, causal_images=True)
+
+    def close(self) -> None:
+        """Close the engine, if one is alive."""
+        if self.rig is not None:
+            self.rig.close()
+            self.rig = None

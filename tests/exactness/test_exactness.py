@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every answer of the engine is that of a cold run: tokens, and log-probabilities to 1e-3 in float32.
+
+Parametrised over engine configurations and scenarios, configuration by configuration, since starting an engine is
+most of the time. Gemma 3 on the CPU is wrong on stock vLLM (image tokens attend causally: design.md, O5 and the
+room `attention`); its scenarios are strict xfails, for that one error only, and run a second time against an
+oracle with the same error, so that its caches are tested today.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.exactness.engines import EngineConfig, EnginePool
+from tests.exactness.expect import Inexact, assert_detects, assert_exact
+from tests.exactness.scenarios import (
+    MAIN,
+    Scenario,
+    eight_at_once,
+    ends_around_block_edge,
+    filler,
+    image_on_later_turn,
+    one,
+    picture,
+    preempted,
+    same_again,
+    swapped_image,
+    swapped_order,
+    text_only,
+    text_turn,
+    user,
+)  # fmt: skip
+from vllm_mmcache.zoo import FAMILIES
+
+pytestmark = pytest.mark.engine
+
+SMALL_BUDGET = (same_again, text_turn, swapped_image, swapped_order, eight_at_once)
+BLOCK_SIZES = (same_again, text_turn, image_on_later_turn, swapped_image, ends_around_block_edge)
+GEMMA_REASON = "Gemma 3 images attend causally on stock vLLM's CPU backend: design.md O5, room attention"
+
+MATRIX: tuple[tuple[EngineConfig, str, tuple[Scenario, ...]], ...] = (
+    *((EngineConfig(family), "main", MAIN) for family in FAMILIES),
+    # Budget below one picture and question: prefills are split, also inside a picture.
+    (EngineConfig("qwen3-vl", batched_tokens=48), "budget48", SMALL_BUDGET),
+    (EngineConfig("qwen3-vl", block_tokens=64), "block64", BLOCK_SIZES),
+    (EngineConfig("qwen3-vl", block_tokens=128), "block128", BLOCK_SIZES),
+    # Eight requests of 3 blocks at the start and 6 at the end (some shared) meet 33 usable blocks.
+    (EngineConfig("qwen3-vl", num_blocks=34, num_seqs=8, max_tokens=1024), "tiny", (preempted,)),
+    (EngineConfig("gemma3", num_blocks=100, num_seqs=8, max_tokens=512), "tiny", (preempted,)),
+    # A hybrid block holds 160 tokens, and each request holds GDN states besides.
+    (EngineConfig("qwen3.5", num_blocks=30, num_seqs=8, max_tokens=640), "tiny", (preempted,)),
+)
+
+
+def cases() -> Iterator[Any]:
+    """Configurations stay together; within one, in the order of the scenarios."""
+    for config, name, scenarios in MATRIX:
+        for scenario in scenarios:
+            marks = []
+            if config.family == "gemma3" and scenario is not text_only:
+                marks.append(pytest.mark.xfail(raises=Inexact, strict=True, reason=GEMMA_REASON))
+            label = f"{config.family}-{name}-{scenario.__name__}"
+            yield pytest.param(config, scenario, False, id=label, marks=marks)
+            if config.family == "gemma3":
+                yield pytest.param(config, scenario, True, id=f"{label}-causal_oracle")
+
+
+@pytest.mark.parametrize(("config", "scenario", "causal"), list(cases()))
+def test_equals_cold_run(pool: EnginePool, config: EngineConfig, scenario: Scenario, causal: bool) -> None:
+    rig = pool.get(config)
+    oracle = pool.causal_oracle() if causal else rig.oracle
+    delta = assert_exact(rig, scenario(rig), oracle)
+    print(f"max |delta logprob| {delta:.1e}")  # shown by pytest -rP
+
+
+@pytest.mark.parametrize("config", [EngineConfig(f) for f in FAMILIES], ids=FAMILIES)
+def test_wrong_picture_is_detected(pool: EnginePool, config: EngineConfig) -> None:
+    """Negative control: an answer about one picture, judged as one about another, is far out of tolerance."""
+    rig = pool.get(config)
+    oracle = pool.causal_oracle() if config.family == "gemma3" else rig.oracle
+    asks = [[user(filler(60), picture(n), "What is in this picture?")] for n in (30, 31)]
+    answers = rig.ask(*asks)
+    assert_exact(rig, answers, oracle)
+    assert_detects(answers[0], answers[1], oracle)
+    assert_detects(answers[1], answers[0], oracle)
+
+
+@pytest.mark.parametrize("config", [EngineConfig("qwen3-vl")], ids=["qwen3-vl"])
+def test_spoiled_kv_is_detected(pool: EnginePool, config: EngineConfig) -> None:
+    """Negative control: a hit on blocks that hold other values fails, so hits really read the cache."""
+    rig = pool.get(config)
+    ask = user(filler(100), picture(32), "What is in this picture?")
+    assert_exact(rig, [one(rig, ask)])
+    for layer in rig.kv_tensors():
+        layer.mul_(0.9)
+    hit = one(rig, ask)
+    assert hit.num_cached_tokens > 0
+    with pytest.raises(Inexact):
+        assert_exact(rig, [hit])
