@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint check-upstream bench-block-keys soak clean
+.PHONY: help venv demo test lint check-upstream bench-block-keys bench-gemma3 clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,8 +36,8 @@ check-upstream: $(STAMP)  ## compare every replaced vLLM symbol with the version
 bench-block-keys: $(STAMP)  ## time the block keys
 	@$(BIN)/python -m benchmarks.block_keys.run $(ARGS)
 
-soak: $(STAMP)  ## long random run against a cold oracle
-	@$(BIN)/python -m tests.soak $(ARGS)
+bench-gemma3: $(STAMP)  ## Gemma 3, stock and plugin: exactness, splits under load, prefill time
+	@$(BIN)/python -m benchmarks.gemma3_attention.run $(ARGS)
 
 clean:  ## remove .venv, built models, logs and tool caches
 	rm -rf $(VENV) .artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -67,7 +67,7 @@ class Rig:
     def __init__(self, config: EngineConfig, directory: Path) -> None:
         self.config = config
         self.directory = directory
-        self.oracle = Oracle(directory, config.dtype)
+        self.oracle = Oracle(directory)
         limits = {"image": 8} if config.family == "gemma3" else {"image": 8, "video": 0}
         self.llm = LLM(
             str(directory),
@@ -181,11 +181,6 @@ class EnginePool:
             self.rig = Rig(config, build_cached(config.family, self.zoo_root))
         self.rig.make_cold()
         return self.rig
-
-    def causal_oracle(self) -> Oracle:
-        """The oracle of the living engine's model, with the known error of stock vLLM's CPU attention."""
-        assert self.rig is not None
-        return Oracle(self.rig.directory, self.rig.config.dtype, causal_images=True)
 
     def close(self) -> None:
         """Close the engine, if one is alive."""

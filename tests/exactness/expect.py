@@ -17,8 +17,8 @@ from tests.exactness.engines import Answer, Rig
 from tests.exactness.oracle import Oracle
 
 TOLERANCE = 1e-3
-BF16_SELF_TOLERANCE = 0.25  # against vLLM's own cold run: a hit computes the same sums in other chunks
-BF16_ORACLE_TOLERANCE = 0.6  # against Transformers in float32
+BF16_SELF_TOLERANCE = 0.5  # against vLLM's own cold run: a hit computes the same sums in other chunks
+BF16_ORACLE_TOLERANCE = 0.7  # against Transformers in float32
 
 
 class Inexact(AssertionError):
@@ -78,8 +78,8 @@ def assert_exact(rig: Rig, answers: Sequence[Answer], oracle: Oracle | None = No
     if rig.config.dtype is torch.float32:
         return max(assert_equals_oracle(answer, oracle) for answer in answers)
     worst = assert_equals_own_cold_run(rig, answers, BF16_SELF_TOLERANCE)
-    for answer in answers:
-        assert_equals_oracle(answer, oracle, BF16_ORACLE_TOLERANCE)
+    far = max(assert_equals_oracle(answer, oracle, BF16_ORACLE_TOLERANCE) for answer in answers)
+    print(f"bfloat16: {worst:.2f} from the own cold run, {far:.2f} from Transformers in float32")
     return worst
 
 
@@ -90,5 +90,6 @@ def assert_detects(answer: Answer, other: Answer, oracle: Oracle) -> float:
     """
     _, expected = oracle.log_probabilities(other.prompt, other.images, answer.token_ids)
     delta = max(step_deltas(answer, expected))
+    print(f"wrong picture: {delta:.2f}")
     assert delta > 3 * BF16_ORACLE_TOLERANCE, f"a wrong picture moves log-probabilities by {delta:.3f} only"
     return delta

@@ -18,16 +18,11 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
 class Oracle:
-    """Transformers' model and processor of one zoo directory.
+    """Transformers' model in float32, and processor, of one zoo directory."""
 
-    causal_images: let image tokens of Gemma 3 attend causally, as stock vLLM does on the CPU. Only to tell the
-    known error of the attention backend from an error of a cache. Remove when: the attention room is exact.
-    """
-
-    def __init__(self, directory: Path, dtype: torch.dtype, causal_images: bool = False) -> None:
+    def __init__(self, directory: Path) -> None:
         self.processor = AutoProcessor.from_pretrained(directory)
-        self.model = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype).eval()
-        self.causal_images = causal_images
+        self.model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
 
     def encode(self, prompt: str, images: Sequence[Image.Image]) -> dict[str, Any]:
         """The processor's tensors for one prompt; input_ids (1, num_tokens) int64 with images expanded."""
@@ -49,8 +44,6 @@ class Oracle:
         for kind in ("mm_token_type_ids", "token_type_ids"):
             if kind in inputs:
                 inputs[kind] = torch.cat([inputs[kind], torch.zeros_like(answer)], dim=1)
-        if self.causal_images:
-            inputs["token_type_ids"] = torch.zeros_like(ids)
         if "pixel_values" in inputs:
             inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
         logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0]

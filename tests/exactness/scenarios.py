@@ -9,6 +9,7 @@ text before them fills more than one block, also the 160-token block of qwen3.5 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable
 
 from PIL import Image, ImageDraw
@@ -58,6 +59,12 @@ def full_blocks(rig: Rig, num_tokens: int) -> int:
     return num_tokens // rig.block_tokens * rig.block_tokens
 
 
+def num_shared(one_answer: Answer, other: Answer) -> int:
+    """Length in tokens of the common prefix of two prompts; meaningful where their pictures are equal."""
+    pairs = zip(one_answer.prompt_ids, other.prompt_ids, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def same_again(rig: Rig) -> list[Answer]:
     """Cold, then the same request once more, which must hit."""
     ask = user(filler(180), picture(0), "What is in this picture?" + filler(20))
@@ -93,7 +100,7 @@ def text_turn(rig: Rig) -> list[Answer]:
 
 def image_on_later_turn(rig: Rig) -> list[Answer]:
     """The second and third turn bring a picture each."""
-    talk = [user("You look at pictures." + filler(70))]
+    talk = [user("You look at pictures." + filler(150))]
     answers = [one(rig, *talk)]
     for number in (2, 3):
         talk += [assistant(answers[-1].text), user("Here is one:", picture(number), "What is it?" + filler(20))]
@@ -167,19 +174,19 @@ def transposed_image(rig: Rig) -> list[Answer]:
 def ends_around_block_edge(rig: Rig) -> list[Answer]:
     """The picture ends at a block's edge, one token to either side, and in the middle; each cold, hit, swapped."""
     block = rig.block_tokens
-    probe_prompt, probe_images = rig.render([user(filler(1), picture(11), "So?")])
+    probe_prompt, probe_images = rig.render([user("See" + filler(1), picture(11), "So?")])
     probe = rig.oracle.encode(probe_prompt, probe_images)["input_ids"][0].tolist()
     end = len(probe) - probe[::-1].index(rig.image_token_id)
     answers = []
     for remainder in (0, 1, block // 2, block - 1):
         num_words = 1 + (remainder - end) % block
-        first = one(rig, user(filler(num_words, remainder), picture(11), "So?"))
+        first = one(rig, user("See" + filler(num_words, remainder), picture(11), "So?"))
         assert rig.image_spans(first)[0][1] % block == remainder
         question = "And what else?" + filler(40)
-        hit = one(rig, user(filler(num_words, remainder), picture(11), question))
-        swapped = one(rig, user(filler(num_words, remainder), picture(12), question))
+        hit = one(rig, user("See" + filler(num_words, remainder), picture(11), question))
+        swapped = one(rig, user("See" + filler(num_words, remainder), picture(12), question))
         if finds_all(rig):
-            assert hit.num_cached_tokens == full_blocks(rig, rig.image_spans(hit)[0][1])
+            assert hit.num_cached_tokens == full_blocks(rig, num_shared(first, hit))
         assert swapped.num_cached_tokens <= rig.image_spans(swapped)[0][0]
         answers += [first, hit, swapped]
     return answers

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `mmcache`: one file per verb, and one way to end.
+
+Runs in a short-lived process; `serve` turns that process into vLLM's API server. Verbs import what is heavy
+(vLLM, torch, the OpenAI client) when they run, so that `mmcache --help` answers at once. A mistake of the
+user is one line on stderr, `error: ...`, and exit status 2; only a bug of ours shows a traceback.
+"""
+
+import sys
+
+import typer
+
+from vllm_mmcache.cli import demo, doctor, serve, zoo
+from vllm_mmcache.errors import MMCacheError
+
+app = typer.Typer(
+    name="mmcache",
+    help="Exact, image-aware caching for vLLM. Exit status: 0 ok, 1 a finding, 2 a mistake in what was asked.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command(context_settings=serve.PASS_ON)(serve.serve)
+app.command()(demo.demo)
+app.command()(doctor.doctor)
+app.add_typer(zoo.zoo_app, name="zoo")
+
+
+def main() -> None:
+    """Run the command line and exit; the entry point of `mmcache`."""
+    try:
+        status = typer.main.get_command(app)(standalone_mode=False)
+    except MMCacheError as error:
+        for note in getattr(error, "__notes__", ()):  # the end of a server's log
+            print(note, file=sys.stderr)
+        _fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        # Usage errors of typer: their classes moved between typer 0.16 and 0.29, this method did not.
+        if isinstance(error, typer.Abort):
+            sys.exit(130)
+        if not hasattr(error, "format_message"):
+            raise
+        # No arguments at all: the help is the message, already printed or carried by the error.
+        if type(error).__name__ == "NoArgsIsHelpError":
+            if text := error.format_message():
+                print(text)
+            sys.exit(2)
+        _fail(f"{error.format_message()} (see `mmcache --help`)")
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str) -> None:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)

@@ -11,6 +11,14 @@ def vllm_version() -> str:
     return str(__version__)
 
 
+def unwanted(group: str) -> str:
+    """Why the settings or the platform leave a group off here; empty if they ask for it."""
+    from vllm_mmcache import settings
+    from vllm_mmcache.upstream.start import why_off
+
+    return "MMCACHE_DISABLE is set" if settings.current().disable else why_off(group)
+
+
 def report() -> list[dict[str, Any]]:
     """One row per ledger entry: group, name, target, state (on, off, refused), reason, body (tested or changed).
 
@@ -20,13 +28,12 @@ def report() -> list[dict[str, Any]]:
     from vllm_mmcache.errors import SwapError
     from vllm_mmcache.upstream import bodies, swap
     from vllm_mmcache.upstream.ledger import groups
-    from vllm_mmcache.upstream.start import why_off
 
     version = vllm_version()
     in_force = settings.current()
     rows: list[dict[str, Any]] = []
     for group, members in groups().items():
-        reason = "MMCACHE_DISABLE is set" if in_force.disable else why_off(group)
+        reason = unwanted(group)
         state = "off" if reason else "on"
         if not reason:
             try:

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `mmcache` as users run it: each in a subprocess, with its exit status and what it prints.
+
+Every mistake must end with status 2 and one line on stderr, `error: ...`, before anything heavy starts.
+"""
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_mmcache.cli import serve
+
+COMMAND = [sys.executable, "-m", "vllm_mmcache.cli"]
+
+
+def mmcache(*args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MMCACHE_")}
+    return subprocess.run(
+        [*COMMAND, *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=cwd,
+        env={**kept, **env},
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """Enough of a model directory to pass the checks; vLLM itself would refuse it."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> str:
+    (tmp_path / "empty").mkdir()
+    return str(tmp_path / "empty")
+
+
+def assert_one_line(outcome: subprocess.CompletedProcess[str], *said: str) -> None:
+    assert outcome.returncode == 2, outcome.stderr
+    assert outcome.stdout == ""
+    assert outcome.stderr.startswith("error: ")
+    assert outcome.stderr.count("\n") == 1, outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    for text in said:
+        assert text in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["no-such-verb"], "no-such-verb"),
+        (["serve"], "model"),
+        (["serve", "--port", "8000", "some-model"], "the model comes first, seen '--port'"),
+        (["serve", "./no-such-directory"], "no model directory './no-such-directory'"),
+        (["serve", "/no/such/directory"], "no model directory '/no/such/directory'"),
+        (["serve", "~/no-such-directory"], "no model directory"),
+        (["serve", "a/b/c"], "no model directory 'a/b/c'"),
+        (["serve", ""], "no model directory ''"),
+        (["serve", "some/model", "--port", "many"], "--port many: expected a number"),
+        (["serve", "some/model", "--port=70000"], "--port 70000: expected a number"),
+        (["serve", "some/model", "--host", "no-such-host.invalid"], "--host no-such-host.invalid"),
+        (["demo", "--turns", "0"], "turns"),
+        (["demo", "--no-such-option"], "--no-such-option"),
+        (["demo", "--family", "no-such-family"], "no-such-family"),
+        (["doctor", "surplus"], "surplus"),
+        (["zoo", "build", "no-such-family", "somewhere"], "no-such-family"),
+        (["zoo", "build", "qwen3-vl"], "dir"),
+        (["zoo", "build", "qwen3-vl", "somewhere", "--seed", "x"], "seed"),
+    ],
+)
+def test_a_mistake_is_one_line(args: list[str], said: str, tmp_path: Path) -> None:
+    outcome = mmcache(*args, cwd=tmp_path)
+    assert_one_line(outcome)
+    assert said.lower() in outcome.stderr.lower()
+
+
+def test_a_directory_without_a_model(empty: str) -> None:
+    assert_one_line(mmcache("serve", empty), "is not a model directory: it has no config.json")
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert_one_line(mmcache("zoo", "build", "qwen3-vl", str(tmp_path / "file" / "model")), "file")
+
+
+def test_a_port_in_use(model: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for args in (["--port", port], [f"--port={port}", "--host", "127.0.0.1"]):
+            assert_one_line(mmcache("serve", model, *args), f":{port}", "in use", "--port")
+
+
+@pytest.mark.parametrize("verb", [["serve", "some/model"], ["demo"]])
+def test_an_unknown_setting(verb: list[str]) -> None:
+    assert_one_line(mmcache(*verb, MMCACHE_BLOCK_KEY="1"), "MMCACHE_BLOCK_KEY", "MMCACHE_BLOCK_KEYS")
+    assert_one_line(mmcache(*verb, MMCACHE_DISABLE="maybe"), "MMCACHE_DISABLE", "maybe")
+
+
+@pytest.mark.parametrize("verb", [["serve", "some/model"], ["demo"]])
+def test_without_vllm(verb: list[str], tmp_path: Path) -> None:
+    # Python finds no vllm when something at start-up says so; a venv without it would take minutes to make.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Hide:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        import importlib.util\n"
+        "        if name == 'vllm':\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.modules['vllm'] = None\n"
+    )
+    assert_one_line(mmcache(*verb, PYTHONPATH=str(tmp_path)), "vllm", "pip install 'vllm-mmcache[cpu")
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    outcome = mmcache("--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Processor time: the wall clock says nothing on a busy machine.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+    assert outcome.returncode == 0
+    for verb in ("serve", "demo", "doctor", "zoo"):
+        assert verb in outcome.stdout
+    code = "import sys, vllm_mmcache.cli; print({'vllm', 'torch', 'openai', 'transformers'} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout == "set()\n"
+
+
+def test_no_arguments_show_the_help() -> None:
+    outcome = mmcache()
+    assert outcome.returncode == 2
+    assert "Usage:" in outcome.stdout + outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+def test_serve_adds_its_defaults_unless_told_otherwise(tmp_path: Path) -> None:
+    both = ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    assert serve.with_defaults(["--port", "1"]) == ["--port", "1", *both]
+    for said in ("--no-enable-prefix-caching", "--enable_prefix_caching", "--enable-prefix-caching"):
+        assert serve.with_defaults([said]) == [said, both[1]]
+    config = tmp_path / "config.yaml"
+    config.write_text("enable_prefix_caching: false\n")
+    assert serve.with_defaults(["--config", str(config)]) == ["--config", str(config), both[1]]
+
+
+def test_serve_works_with_both_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent, present = "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"
+    monkeypatch.setattr(serve.importlib.metadata, "version", lambda name: "0.33.0")
+    assert present in serve.command("some/model", [])
+
+    def missing(name: str) -> str:
+        raise serve.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(serve.importlib.metadata, "version", missing)
+    assert absent in serve.command("some/model", [])
+
+
+def test_arguments_after_the_model_reach_vllm() -> None:
+    # vLLM's own answer to --help and to an option that it doesn't know, through the command it was given.
+    outcome = mmcache("serve", "some/model", "--help")
+    assert outcome.returncode == 0
+    assert "api_server" in outcome.stdout
+    outcome = mmcache("serve", "some/model", "--port", "0", "--no-such-vllm-option", "1")
+    assert outcome.returncode == 2
+    assert "--no-such-vllm-option" in outcome.stderr
+
+
+def test_zoo_ls() -> None:
+    outcome = mmcache("zoo", "ls")
+    assert outcome.returncode == 0
+    assert "qwen3-vl" in outcome.stdout.split()
+
+
+def test_doctor_json() -> None:
+    outcome = mmcache("doctor", "--json")
+    facts = json.loads(outcome.stdout)
+    assert outcome.returncode == (1 if facts["findings"] else 0)
+    assert facts["vllm"]["version"].startswith("0.3")
+    assert {row["state"] for row in facts["ledger"]} <= {"on", "off", "refused"}
+    assert set(facts["block_keys"]) == {"sha256", "sha256_cbor", "xxhash", "xxhash_cbor"}
+    assert {row["variable"] for row in facts["settings"]} >= {"MMCACHE_DISABLE", "MMCACHE_BLOCK_KEYS"}
+
+
+def test_doctor_finds_a_wrong_setting() -> None:
+    outcome = mmcache("doctor", MMCACHE_BLOCK_KEY="1")
+    assert outcome.returncode == 1
+    assert "MMCACHE_BLOCK_KEYS" in outcome.stdout
+    assert "Traceback" not in outcome.stderr

