@@ -27,6 +27,15 @@ def main() -> None:
     options = parser.parse_args()
 
     result: dict[str, Any] = {}
+    times: dict[str, dict[str, list[float]]] = {side: {"images": [], "text": []} for side in SIDES}
+    for _ in range(options.repeats):
+        for side in SIDES:
+            for kind, seconds in run_worker(WORKER, side, {"kind": "prefill", "rounds": options.rounds}).items():
+                times[side][kind] += seconds
+    for kind in ("images", "text"):
+        stock, ours = (statistics.median(times[side][kind]) for side in SIDES)
+        result[f"prefill_{kind}"] = {"stock_cpu_s": stock, "mmcache_cpu_s": ours, "ratio": ours / stock}
+        print(f"prefill {kind:6} stock {stock:.4f} s  mmcache {ours:.4f} s  ratio {ours / stock:.3f}", flush=True)
     for side in SIDES:
         found = [run_worker(WORKER, side, {"kind": "exactness", "window": window}) for window in (128, 512, 1024)]
         result[side] = {
@@ -37,15 +46,6 @@ def main() -> None:
             "adjacent": run_worker(WORKER, side, {"kind": "adjacent"}),
         }
         print(side, json.dumps(result[side]), flush=True)
-    times: dict[str, dict[str, list[float]]] = {side: {"images": [], "text": []} for side in SIDES}
-    for _ in range(options.repeats):
-        for side in SIDES:
-            for kind, seconds in run_worker(WORKER, side, {"kind": "prefill", "rounds": options.rounds}).items():
-                times[side][kind] += seconds
-    for kind in ("images", "text"):
-        stock, ours = (statistics.median(times[side][kind]) for side in SIDES)
-        result[f"prefill_{kind}"] = {"stock_cpu_s": stock, "mmcache_cpu_s": ours, "ratio": ours / stock}
-        print(f"prefill {kind:6} stock {stock:.4f} s  mmcache {ours:.4f} s  ratio {ours / stock:.3f}", flush=True)
     if options.save:
         RESULTS.mkdir(exist_ok=True)
         payload = {**provenance(), "options": vars(options), **result}
