@@ -19,7 +19,8 @@ def demand_image_spans(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
 
 def check(layer: Any) -> None:
     """Check one decoder attention layer. Raises: CausalImages."""
-    if not getattr(layer, "use_mm_prefix", False) or settings.current().allow_causal_images:
+    in_force = settings.current()
+    if not getattr(layer, "use_mm_prefix", False) or in_force.allow_causal_images or in_force.image_spans is False:
         return
     backend = layer.attn_backend
     if layer.attn_type == "decoder" and not backend.supports_mm_prefix():

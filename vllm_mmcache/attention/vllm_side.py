@@ -33,7 +33,8 @@ class ImageSpanMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata:
         """See CPUAttentionMetadataBuilder.build; `mm_req_doc_ranges` are the step's image spans."""
         spans = common_attn_metadata.mm_req_doc_ranges
-        if not spans or self.is_encoder_only_attention or self.is_cross_attention:
+        off = settings.current().image_spans is False
+        if off or not spans or self.is_encoder_only_attention or self.is_cross_attention:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         ends = common_attn_metadata.seq_lens.tolist()
         rows = common_attn_metadata.query_start_loc.tolist()

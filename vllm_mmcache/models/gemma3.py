@@ -25,10 +25,13 @@ class ImageSpanGemma3(Gemma3ForConditionalGeneration):
         for layer in self.modules():
             if isinstance(layer, Attention):
                 guard.check(layer)
+        in_force = settings.current()
+        if in_force.allow_causal_images or in_force.image_spans is False:
+            return
         config = vllm_config.model_config.hf_config
         window = getattr(config.text_config, "sliding_window", None)
         tokens = config.mm_tokens_per_image
-        if window and tokens > window and not settings.current().allow_causal_images:
+        if window and tokens > window:
             raise CausalImages(
                 f"an image has {tokens} tokens (mm_tokens_per_image) and the sliding window {window}; vLLM runs "
                 "images that are longer than the window causally, so answers would be wrong. Serve a model whose "
