@@ -43,6 +43,13 @@ class Settings(BaseSettings):
             "that never splits an image. Fixed at start. Unset: on where this room is proven (CPU)."
         ),
     )
+    resumed_images: bool | None = Field(
+        default=None,
+        description=(
+            "Keep the inputs of images that a prefix hit covers, so that a preempted request whose hit is shorter when "
+            "it comes back does not kill the engine. Unset: on where this room is proven (CPU)."
+        ),
+    )
     allow_causal_images: bool = Field(
         default=False,
         description="Run a model whose images attend both ways on a backend that can't, with wrong answers.",

@@ -140,6 +140,19 @@ LEDGER: tuple[Swap, ...] = (
         upstream="none: the CPU platform ignores use_mm_prefix",
         remove_when="every platform refuses such a backend",
     ),
+    Swap(
+        name="resumed_images.inputs",
+        group="resumed_images",
+        target="vllm.v1.core.sched.output:strip_covered_mm_data",
+        make="vllm_mmcache.scheduler.vllm_side:keep_image_inputs",
+        vllm=TESTED_VLLM,
+        process="engine",
+        args_used=("mm_features",),
+        on_mismatch="off",
+        why="a preempted request that comes back with a shorter prefix hit finds no image inputs; the engine dies",
+        upstream="none yet; reproduced on 0.32 under random load with a small KV cache",
+        remove_when="vLLM sends the inputs again to a resumed request",
+    ),
 )
 
 
@@ -148,6 +161,7 @@ LEDGER: tuple[Swap, ...] = (
 PROVEN_ON: dict[str, frozenset[str]] = {
     "block_keys": frozenset({"cpu"}),
     "image_spans": frozenset({"cpu"}),
+    "resumed_images": frozenset({"cpu"}),
 }
 
 
