@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stock and plugin side by side: each side in processes of its own, in turn, on one machine.
 
-A benchmark's worker is a module that is run with `python -m MODULE --worker`, gets its task as JSON on stdin, and
+A benchmark's worker is a module that is run with `python -m MODULE`, gets its task as JSON on stdin, and
 prints its result as the last line. The only difference between the sides is MMCACHE_DISABLE.
 """
 
@@ -21,7 +21,7 @@ def run_worker(module: str, side: str, task: dict[str, Any]) -> Any:
     if side == "stock":
         environ["MMCACHE_DISABLE"] = "1"
     done = subprocess.run(
-        [sys.executable, "-m", module, "--worker"], input=json.dumps(task), env=environ, capture_output=True, text=True
+        [sys.executable, "-m", module], input=json.dumps(task), env=environ, capture_output=True, text=True
     )
     if done.returncode:
         raise RuntimeError(f"{module} on {side} failed:\n{done.stderr[-3000:]}")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One side's measurements of Gemma 3, in a process of its own: exactness, splits under load, prefill time."""
 
-import argparse
 import json
 import random
 import sys
@@ -107,7 +106,6 @@ def adjacent(pool: EnginePool) -> dict[str, Any]:
 
 def main() -> None:
     """Read a task from stdin, print its result as the last line."""
-    argparse.ArgumentParser().add_argument("--worker", action="store_true")
     task = json.load(sys.stdin)
     kinds = {"exactness": exactness, "splits": splits, "prefill": prefill, "adjacent": adjacent}
     with tempfile.TemporaryDirectory() as root:

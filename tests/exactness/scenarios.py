@@ -12,9 +12,10 @@ import hashlib
 import itertools
 from collections.abc import Callable
 
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from tests.exactness.engines import Answer, Message, Rig
+from tests.pictures import ellipses
 
 Scenario = Callable[[Rig], list[Answer]]
 
@@ -22,14 +23,8 @@ WORDS = "red cat dog bird horse tree river table chair lamp bridge boat train st
 
 
 def picture(number: int, size: tuple[int, int] = (224, 224)) -> Image.Image:
-    """A background and six ellipses in colours that `number` chooses."""
-    digest = hashlib.sha256(f"exactness {number}".encode()).digest()
-    image = Image.new("RGB", size, tuple(digest[:3]))
-    draw = ImageDraw.Draw(image)
-    for i in range(6):
-        x, y = digest[3 + 2 * i] * size[0] // 256, digest[4 + 2 * i] * size[1] // 256
-        draw.ellipse([x - 30, y - 20, x + 30, y + 20], fill=tuple(digest[15 + 2 * i : 18 + 2 * i]))
-    return image
+    """The picture of a number."""
+    return ellipses(f"exactness {number}", size)
 
 
 def filler(num_words: int, start: int = 0) -> str:

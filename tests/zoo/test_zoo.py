@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image, ImageChops, ImageDraw
+from PIL import Image, ImageChops
 
+from tests.pictures import ellipses
 from vllm_mmcache.errors import ZooError
 from vllm_mmcache.zoo import FAMILIES, FORMAT_VERSION, ZooOptions, build, build_cached
 
@@ -26,14 +27,8 @@ MOVED = 0.05  # log-probability; fifty times the tolerance of the exactness test
 
 
 def picture(number: int, size: tuple[int, int] = (224, 224)) -> Image.Image:
-    """A background and six ellipses in colours that `number` chooses."""
-    digest = hashlib.sha256(str(number).encode()).digest()
-    image = Image.new("RGB", size, tuple(digest[:3]))
-    draw = ImageDraw.Draw(image)
-    for i in range(6):
-        x, y = digest[3 + 2 * i] * size[0] // 256, digest[4 + 2 * i] * size[1] // 256
-        draw.ellipse([x - 30, y - 20, x + 30, y + 20], fill=tuple(digest[15 + 2 * i : 18 + 2 * i]))
-    return image
+    """The picture of a number."""
+    return ellipses(str(number), size)
 
 
 def file_digests(directory: Path) -> dict[str, str]:

@@ -17,10 +17,15 @@ def demand_image_spans(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     return outcome
 
 
+def is_wanted() -> bool:
+    """Whether models whose images would run causally are to be refused."""
+    in_force = settings.current()
+    return not in_force.allow_causal_images and in_force.image_spans is not False
+
+
 def check(layer: Any) -> None:
     """Check one decoder attention layer. Raises: CausalImages."""
-    in_force = settings.current()
-    if not getattr(layer, "use_mm_prefix", False) or in_force.allow_causal_images or in_force.image_spans is False:
+    if not getattr(layer, "use_mm_prefix", False) or not is_wanted():
         return
     backend = layer.attn_backend
     if layer.attn_type == "decoder" and not backend.supports_mm_prefix():

@@ -113,8 +113,8 @@ class ImageSpanImpl(CPUAttentionBackendImpl):
 def page_orders(isa: str, dtype: torch.dtype, block_size: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the kernel of an instruction set keeps each element of a page, for keys and for values.
 
-    Found by writing numbered pages with vLLM's own kernel, so no packing is assumed. The numbers go in two digits to
-    base 128, which every dtype holds exactly. Returns two int64 (block_size * head_size,) on the CPU.
+    Found by writing numbered pages with vLLM's own kernel, so no packing is assumed. The numbers go in three digits
+    to base 128, which every dtype holds exactly. Returns two int64 (block_size * head_size,) on the CPU.
     """
     count = block_size * head_size
     numbers = torch.arange(count)

@@ -100,10 +100,11 @@ def vllm_facts(findings: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def ledger_rows(findings: list[dict[str, str]]) -> list[dict[str, Any]]:
-    from vllm_mmcache import upstream
+    from vllm_mmcache.upstream.report import report
+    from vllm_mmcache.upstream.start import why_off
 
     try:
-        rows = upstream.report()
+        rows = report()
     except MMCacheError as error:  # the settings: already a finding
         if not findings:
             findings.append({"where": "ledger", "seen": str(error), "cure": "see the message"})
@@ -111,7 +112,7 @@ def ledger_rows(findings: list[dict[str, str]]) -> list[dict[str, Any]]:
     for group in dict.fromkeys(row["group"] for row in rows):
         row = next(row for row in rows if row["group"] == group)
         # Off because a setting or an unproven platform says so is no finding; off because it does not fit is one.
-        if row["state"] == "on" or row["reason"] == upstream.unwanted(group):
+        if row["state"] == "on" or row["reason"] == why_off(group):
             continue
         cure = "install a vLLM in the tested range"
         if row["state"] == "refused":

@@ -1,32 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3 that refuses to be served by attention that would run its images causally. Worker process, at start.
+"""Gemma 3 that refuses images which would run causally. Worker process, at start.
 
-vLLM's own class plus two checks; weights, processor and forward pass are vLLM's.
+vLLM's own class plus one check; weights, processor and forward pass are vLLM's. That each attention layer can serve
+image spans is checked where the layer is made, for every such model (attention/guard.py).
 """
 
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
 
-from vllm_mmcache import settings
 from vllm_mmcache.attention import guard
 from vllm_mmcache.errors import CausalImages
 
 
 class ImageSpanGemma3(Gemma3ForConditionalGeneration):
-    """Gemma3ForConditionalGeneration whose decoder layers are checked to honour image spans.
+    """Gemma3ForConditionalGeneration whose images must fit the sliding window.
 
-    Raises: CausalImages for a backend that can't, or for images longer than the sliding window, which vLLM's runner
-    leaves out of the spans and so runs causally.
+    Raises: CausalImages for images longer than the window, which vLLM's runner leaves out of the spans and so runs
+    causally.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        for layer in self.modules():
-            if isinstance(layer, Attention):
-                guard.check(layer)
-        in_force = settings.current()
-        if in_force.allow_causal_images or in_force.image_spans is False:
+        if not guard.is_wanted():
             return
         config = vllm_config.model_config.hf_config
         window = getattr(config.text_config, "sliding_window", None)

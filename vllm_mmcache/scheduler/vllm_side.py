@@ -58,6 +58,8 @@ def skip_computed_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
     An image whose last embedding lies before the window overlaps it with text only, so its output isn't needed again.
     """
     lo, hi = wrapped(*args, **kwargs)
+    if settings.current().image_spans is False:
+        return lo, hi
     mm_features: Sequence[Any] = args[0] if args else kwargs["mm_features"]
     start = kwargs["start"] if "start" in kwargs else args[1]
     while lo < hi and _last_embedding(mm_features[lo]) < start:

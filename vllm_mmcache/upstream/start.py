@@ -49,6 +49,8 @@ def stop() -> None:
 
 def why_off(group: str) -> str:
     """Why a group is not wanted here; empty if it is."""
+    if settings.current().disable:
+        return "MMCACHE_DISABLE is set"
     wanted = getattr(settings.current(), group, True)
     if wanted is False:
         return f"switched off by the setting {group}"

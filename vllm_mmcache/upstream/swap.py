@@ -8,7 +8,6 @@ installation finds it and changes nothing. Runs in every process, in the thread 
 
 import importlib
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,8 +17,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from vllm_mmcache.errors import SwapDisturbed, SwapError, SymbolChanged, SymbolMissing, VersionUnsupported
-
-logger = logging.getLogger("vllm.mmcache")
 
 _INHERITED = object()  # the slot's owner did not define the attribute itself
 

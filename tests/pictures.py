@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures made of their name, for all tests."""
+
+import hashlib
+
+from PIL import Image, ImageDraw
+
+
+def ellipses(name: str, size: tuple[int, int] = (224, 224)) -> Image.Image:
+    """A background and six ellipses in places and colours that `name` chooses. size is (width, height) in pixels."""
+    digest = hashlib.sha256(name.encode()).digest()
+    image = Image.new("RGB", size, tuple(digest[:3]))
+    draw = ImageDraw.Draw(image)
+    for i in range(6):
+        x, y = digest[3 + 2 * i] * size[0] // 256, digest[4 + 2 * i] * size[1] // 256
+        draw.ellipse([x - 30, y - 20, x + 30, y + 20], fill=tuple(digest[15 + 2 * i : 18 + 2 * i]))
+    return image
