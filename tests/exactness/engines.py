@@ -41,6 +41,7 @@ class EngineConfig:
     num_blocks: int | None = None
     num_seqs: int = 4  # fewer than the requests of the batch scenarios, so that some wait
     max_tokens: int = 2048
+    num_images: int = 8  # allowed per prompt; 0 is a text-only deployment
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,7 +69,7 @@ class Rig:
         self.config = config
         self.directory = directory
         self.oracle = Oracle(directory)
-        limits = {"image": 8} if config.family == "gemma3" else {"image": 8, "video": 0}
+        limits = {"image": config.num_images} | ({} if config.family == "gemma3" else {"video": 0})
         self.llm = LLM(
             str(directory),
             dtype=config.dtype,

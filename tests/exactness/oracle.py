@@ -24,19 +24,19 @@ class Oracle:
         self.processor = AutoProcessor.from_pretrained(directory)
         self.model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
 
-    def encode(self, prompt: str, images: Sequence[Image.Image]) -> dict[str, Any]:
+    def encode(self, prompt: str, images: Sequence[Image.Image], **processor_kwargs: Any) -> dict[str, Any]:
         """The processor's tensors for one prompt; input_ids (1, num_tokens) int64 with images expanded."""
-        return dict(self.processor(text=prompt, images=list(images) or None, return_tensors="pt"))
+        return dict(self.processor(text=prompt, images=list(images) or None, return_tensors="pt", **processor_kwargs))
 
     @torch.no_grad()
     def log_probabilities(
-        self, prompt: str, images: Sequence[Image.Image], token_ids: Sequence[int]
+        self, prompt: str, images: Sequence[Image.Image], token_ids: Sequence[int], **processor_kwargs: Any
     ) -> tuple[list[int], torch.Tensor]:
         """Prompt ids, and the log-probabilities of each step of `token_ids` after the cold prompt.
 
         Shapes: (num_answer_tokens, vocab) float32.
         """
-        inputs = self.encode(prompt, images)
+        inputs = self.encode(prompt, images, **processor_kwargs)
         prompt_ids = inputs.pop("input_ids")
         inputs.pop("attention_mask")
         answer = torch.tensor([list(token_ids)])

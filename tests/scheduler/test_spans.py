@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a chunk may end: never inside a span, as far as the budget allows otherwise."""
 
+from types import SimpleNamespace
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.multimodal.inputs import PlaceholderRange
 
+from vllm_mmcache.attention.spans import cut
+from vllm_mmcache.scheduler import vllm_side
 from vllm_mmcache.scheduler.spans import Span, whole_spans
 
 
@@ -39,3 +46,17 @@ def test_cases() -> None:
     assert whole_spans(15, 3, spans) == 0  # a prefix hit ended inside: the rest whole or not at all
     assert whole_spans(15, 7, spans) == 5
     assert whole_spans(0, 25, spans) == 20
+
+
+@pytest.mark.parametrize("is_embed", [None, torch.zeros(0, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)])
+def test_a_range_without_embeddings_constrains_nothing(is_embed: torch.Tensor | None) -> None:
+    """A zero-length placeholder range, or one of text alone, between two images."""
+    empty = PlaceholderRange(offset=14, length=0 if is_embed is None else len(is_embed), is_embed=is_embed)
+    ranges = [PlaceholderRange(10, 4), empty, PlaceholderRange(20, 4)]
+    features = [SimpleNamespace(modality="image", mm_position=r) for r in ranges]
+    spans = vllm_side.image_spans(SimpleNamespace(mm_features=features))
+    assert whole_spans(0, 14, spans) == 14
+    assert whole_spans(0, 15, spans) == 15
+    assert whole_spans(14, 8, spans) == 6
+    assert vllm_side.last_embedding(features[1]) == 13
+    assert cut(0, 0, 30, spans) == cut(0, 0, 30, [(10, 13), (20, 23)])

@@ -21,8 +21,8 @@ class ImageSpanGemma3(Gemma3ForConditionalGeneration):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        if not guard.is_wanted():
-            return
+        if not guard.is_wanted() or not vllm_config.model_config.is_mm_prefix_lm:
+            return  # vLLM clears the mark in a text-only deployment
         config = vllm_config.model_config.hf_config
         window = getattr(config.text_config, "sliding_window", None)
         tokens = config.mm_tokens_per_image

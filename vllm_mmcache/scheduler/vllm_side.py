@@ -47,7 +47,7 @@ def free_after_last_embedding(wrapped: Any, instance: Any, args: Any, kwargs: An
         return outcome
     computed = request.num_computed_tokens - request.num_output_placeholders - instance.num_prefill_lookahead
     for input_id in list(instance.encoder_cache_manager.get_cached_input_ids(request)):
-        if _last_embedding(request.mm_features[input_id]) < computed:
+        if last_embedding(request.mm_features[input_id]) < computed:
             instance._free_encoder_input(request, input_id)
     return outcome
 
@@ -62,7 +62,7 @@ def skip_computed_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
         return lo, hi
     mm_features: Sequence[Any] = args[0] if args else kwargs["mm_features"]
     start = kwargs["start"] if "start" in kwargs else args[1]
-    while lo < hi and _last_embedding(mm_features[lo]) < start:
+    while lo < hi and last_embedding(mm_features[lo]) < start:
         lo += 1
     return lo, hi
 
@@ -119,7 +119,7 @@ def _bidirectional(scheduler: Any) -> bool:
     return settings.current().image_spans is not False and bool(model_config.is_mm_prefix_lm)
 
 
-def _last_embedding(feature: Any) -> int:
+def last_embedding(feature: Any) -> int:
     """Position of the last embedding of an image's placeholder range."""
     position = feature.mm_position
     if position.is_embed is None:
