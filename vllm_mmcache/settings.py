@@ -50,6 +50,19 @@ class Settings(BaseSettings):
             "it comes back does not kill the engine. Unset: on where this room is proven (CPU)."
         ),
     )
+    image_checkpoints: bool | None = Field(
+        default=None,
+        description=(
+            "For models that keep KV states sparsely (sliding windows, Mamba/GDN): keep the states at image "
+            "boundaries, so that the second question about an image is a hit. Unset: on where proven (CPU)."
+        ),
+    )
+    checkpoints_per_request: int = Field(
+        default=4, ge=0, le=64, description="The most image boundaries of one request that are kept."
+    )
+    checkpoint_min_tokens: int = Field(
+        default=64, ge=1, description="Least distance in tokens of a checkpoint from the prompt's start and the others."
+    )
     allow_causal_images: bool = Field(
         default=False,
         description="Run a model whose images attend both ways on a backend that can't, with wrong answers.",
@@ -143,4 +156,5 @@ def _allowed(name: str) -> str:
     annotation = Settings.model_fields[name].annotation
     if annotation in (bool, bool | None):
         return "allowed: 1, true, yes, on, 0, false, no, off"
-    return f"allowed: {getattr(annotation, '__name__', annotation)}"
+    bounds = [str(bound) for bound in Settings.model_fields[name].metadata]
+    return ", ".join([f"allowed: {getattr(annotation, '__name__', annotation)}", *bounds])

@@ -33,11 +33,11 @@ Message = dict[str, Any]  # content: str, or parts {"type": "text"|"image", "tex
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What distinguishes two engines. Units: tokens, blocks and sequences, as named."""
+    """What distinguishes two engines. Units: tokens, blocks and sequences, as named; None is vLLM's own default."""
 
     family: str
-    block_tokens: int = 32
-    batched_tokens: int = 2048
+    block_tokens: int | None = 32
+    batched_tokens: int | None = 2048
     num_blocks: int | None = None
     num_seqs: int = 4  # fewer than the requests of the batch scenarios, so that some wait
     max_tokens: int = 2048

@@ -153,6 +153,45 @@ LEDGER: tuple[Swap, ...] = (
         upstream="none yet; reproduced on 0.32 under random load with a small KV cache",
         remove_when="vLLM sends the inputs again to a resumed request",
     ),
+    Swap(
+        name="image_checkpoints.plan",
+        group="image_checkpoints",
+        target="vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit",
+        make="vllm_mmcache.scheduler.checkpoints.vllm_side:plan_checkpoints",
+        vllm=TESTED_VLLM,
+        process="engine",
+        args_used=("request",),
+        on_mismatch="off",
+        why="sparse retention keeps a state at the prompt's end alone: the second question about an image misses",
+        upstream="43587, 51250, 45238, 48435; 56818 proposes a stop at the last image's end for Mamba",
+        remove_when="vLLM keeps the states at image boundaries",
+    ),
+    Swap(
+        name="image_checkpoints.split",
+        group="image_checkpoints",
+        target="vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
+        make="vllm_mmcache.scheduler.checkpoints.vllm_side:stop_at_checkpoints",
+        vllm=TESTED_VLLM,
+        process="engine",
+        args_used=("request", "num_new_tokens", "num_new_local_computed_tokens", "num_external_computed_tokens"),
+        on_mismatch="off",
+        why="a Mamba state exists only where a prefill chunk ends",
+        upstream="56818",
+        remove_when="vLLM keeps the states at image boundaries",
+    ),
+    Swap(
+        name="image_checkpoints.keep",
+        group="image_checkpoints",
+        target="vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.cache_blocks",
+        make="vllm_mmcache.scheduler.checkpoints.vllm_side:keep_checkpoints",
+        vllm=TESTED_VLLM,
+        process="engine",
+        args_used=("request", "replay_boundaries"),
+        on_mismatch="off",
+        why="the blocks at image boundaries are to be found by later requests",
+        upstream="56818",
+        remove_when="vLLM keeps the states at image boundaries",
+    ),
 )
 
 
@@ -162,6 +201,7 @@ PROVEN_ON: dict[str, frozenset[str]] = {
     "block_keys": frozenset({"cpu"}),
     "image_spans": frozenset({"cpu"}),
     "resumed_images": frozenset({"cpu"}),
+    "image_checkpoints": frozenset({"cpu"}),
 }
 
 

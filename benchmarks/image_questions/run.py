@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second question about an image: cached tokens against the best possible, and what a cold request costs.
+
+python -m benchmarks.image_questions.run [--requests 200] [--rounds 9] [--repeats 2] [--save]
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import provenance
+from benchmarks.sides import SIDES, run_worker
+
+RESULTS = Path(__file__).parent / "results"
+WORKER = "benchmarks.image_questions.worker"
+FAMILIES = ("gemma3", "qwen3.5")
+
+
+def main() -> None:
+    """Measure, print, and write the result with --save."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.image_questions.run", description=__doc__)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    result = {family: measure(family, options) for family in FAMILIES}
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        payload = {**provenance(), "options": vars(options), **result}
+        (RESULTS / "image_questions.json").write_text(json.dumps(payload, indent=2) + "\n")
+
+
+def measure(family: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Both sides of one family; prints a line per row."""
+    result: dict[str, Any] = {}
+    times: dict[str, dict[str, list[float]]] = {side: {} for side in SIDES}
+    for _ in range(options.repeats):
+        for side in SIDES:
+            task = {"kind": "cold", "family": family, "rounds": options.rounds}
+            for case, seconds in run_worker(WORKER, side, task).items():
+                times[side].setdefault(case, []).extend(seconds)
+    result["cold"] = {}
+    for case in times["stock"]:
+        stock, ours = (statistics.median(times[side][case]) for side in SIDES)
+        result["cold"][case] = {"stock_s": stock, "mmcache_s": ours, "ratio": ours / stock}
+        print(f"{family} cold, {case}: stock {stock:.3f} s, mmcache {ours:.3f} s, ratio {ours / stock:.3f}", flush=True)
+    for kind in ("workloads", "unique"):
+        task = {"kind": kind, "family": family}
+        if kind == "unique":
+            task["requests"] = options.requests
+        result[kind] = {side: run_worker(WORKER, side, task) for side in SIDES}
+    for name in result["workloads"]["stock"]["workloads"]:
+        rows = [result["workloads"][side]["workloads"][name] for side in SIDES]
+        stock, ours = (row["cached_tokens"] / row["best_tokens"] for row in rows)
+        seconds = [row["seconds"] for row in rows]
+        counters = rows[1]["counters"]
+        print(
+            f"{family} {name}: cached/best stock {stock:.3f}, mmcache {ours:.3f}; {seconds} s; {counters}", flush=True
+        )
+    hits = [result["unique"][side]["cached_tokens"] for side in SIDES]
+    ratio = hits[1] / hits[0] if hits[0] else float("inf")
+    counters = result["unique"]["mmcache"]["counters"]
+    print(f"{family} unique pictures: hit tokens {hits}, ratio {ratio:.3f}; {counters}", flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints at image boundaries, in vLLM's scheduler and KV cache. Engine process, scheduler thread.
+
+When a request is looked up in the prefix cache, its checkpoints are chosen. A Mamba prefill then ends a chunk at each
+(a state exists only where a chunk ends), and when the blocks are cached, the positions are handed to vLLM as further
+positions to resume at. Which blocks that means is vLLM's own calculation. Never changes what a block key says.
+"""
+
+import inspect
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+
+from vllm_mmcache import events, settings
+from vllm_mmcache.scheduler.checkpoints.learner import Learner, Live
+from vllm_mmcache.scheduler.checkpoints.positions import Checkpoint, candidates, choose
+
+logger = logging.getLogger("vllm.mmcache")
+
+_ROOM = "_mmcache_checkpoints"
+_PLAN = "_mmcache_checkpoint_plan"
+_SPLIT = inspect.signature(Scheduler._mamba_block_aligned_split)
+_CACHE = inspect.signature(SingleTypeKVCacheManager.cache_blocks)
+
+
+def plan_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler._get_local_prefix_cache_hit: chooses the request's checkpoints behind its hit."""
+    outcome = wrapped(*args, **kwargs)
+    room = _room_of(instance)
+    if room is not None:
+        request = args[0] if args else kwargs["request"]
+        room.plan(request, hit_tokens=outcome[1], junction_tokens=outcome[2])
+    return outcome
+
+
+def stop_at_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler._mamba_block_aligned_split: asks for a chunk that does not run past a checkpoint."""
+    call = _SPLIT.bind(instance, *args, **kwargs)
+    call.apply_defaults()
+    given = dict(call.arguments)
+    given.pop("self")
+    request = given["request"]
+    start = request.num_computed_tokens + given["num_new_local_computed_tokens"] + given["num_external_computed_tokens"]
+    end = start + given["num_new_tokens"]
+    for checkpoint in _plan_of(request):
+        if start < checkpoint.tokens < end:
+            given["num_new_tokens"] = checkpoint.tokens - start
+            break
+    return wrapped(**given)
+
+
+def keep_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of SingleTypeKVCacheManager.cache_blocks: the checkpoints are positions to resume at, too."""
+    call = _CACHE.bind(instance, *args, **kwargs)
+    request = call.arguments["request"]
+    checkpoints = _plan_of(request)
+    if not checkpoints or not isinstance(instance.kv_cache_spec, SlidingWindowSpec | MambaSpec):
+        return wrapped(*args, **kwargs)
+    kwargs = kwargs | {"replay_boundaries": [*kwargs["replay_boundaries"], *(c.tokens for c in checkpoints)]}
+    before = instance.num_cached_block.get(request.request_id, 0)
+    outcome = wrapped(*args, **kwargs)
+    getattr(request, _PLAN).room.note_kept(request, instance, before, checkpoints)
+    return outcome
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was chosen for one request; an attribute of it."""
+
+    room: "Checkpoints"
+    hit_tokens: int
+    kinds: frozenset[str]  # asked of the learner once per request, whatever happens to it
+    checkpoints: tuple[Checkpoint, ...]
+
+
+class Checkpoints:
+    """What one scheduler knows about its checkpoints.
+
+    A request carries its own plan as an attribute, chosen when it is looked up and again when it comes back after a
+    preemption, since its hit may be another one.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        coordinator = scheduler.kv_cache_manager.coordinator
+        self.pool = scheduler.kv_cache_manager.block_pool
+        self.block_tokens = coordinator.scheduler_block_size
+        self.group = next(m for m in coordinator.single_type_managers if _is_sparse(m)).kv_cache_group_id
+        self.learner = Learner()
+        self.live = Live(self.learner)
+        self._cached = self.pool.cached_block_hash_to_block
+
+    def plan(self, request: Any, hit_tokens: int, junction_tokens: int) -> None:
+        """Choose the checkpoints of a request that was looked up; every step anew while it waits, which is cheap."""
+        if self._cached is not self.pool.cached_block_hash_to_block:  # reset_prefix_cache makes a new one
+            self._cached = self.pool.cached_block_hash_to_block
+            self.live.clear()
+        kept = getattr(request, _PLAN, None)
+        if kept is not None and kept.hit_tokens == hit_tokens:
+            return
+        if hit_tokens and self.live.use(self._key(request, hit_tokens)):
+            events.count("checkpoints_used")
+            events.count("checkpoint_tokens_saved", hit_tokens)
+        if not request.mm_features:
+            setattr(request, _PLAN, Plan(self, hit_tokens, frozenset(), ()))
+            return
+        ranges = [(f.mm_position.offset, f.mm_position.length) for f in request.mm_features]
+        found = candidates(ranges, hit_tokens, self.block_tokens)
+        junction = junction_tokens // self.block_tokens * self.block_tokens
+        for checkpoint in found:
+            if checkpoint.tokens == junction:  # it would have been used
+                self.learner.pays(checkpoint.kinds)
+        events.count("checkpoints_evicted_unused", self.live.sweep(self._is_cached))
+        kinds = self.learner.ask() if kept is None else kept.kinds
+        in_force = settings.current()
+        by_vllm = {(request.num_prompt_tokens - 1) // self.block_tokens * self.block_tokens, junction}
+        chosen = choose(found, by_vllm, kinds, in_force.checkpoints_per_request, in_force.checkpoint_min_tokens)
+        setattr(request, _PLAN, Plan(self, hit_tokens, kinds, chosen))
+
+    def note_kept(self, request: Any, manager: Any, before: int, checkpoints: tuple[Checkpoint, ...]) -> None:
+        """Count what was kept of one group, from block `before` on."""
+        blocks = manager.req_to_blocks[request.request_id]
+        after = manager.num_cached_block.get(request.request_id, 0)
+        window = getattr(manager.kv_cache_spec, "sliding_window", 1)
+        for checkpoint in checkpoints:
+            end = checkpoint.tokens // manager.block_size
+            if not before < end <= after or blocks[end - 1].block_hash is None:
+                continue
+            first = max(before, end - -(-(window - 1) // manager.block_size), 0)
+            kept = [block for block in blocks[min(first, end - 1) : end] if block.block_hash is not None]
+            if manager.kv_cache_group_id == self.group and self.live.add(
+                self._key(request, checkpoint.tokens), checkpoint
+            ):
+                events.count("checkpoints_made")
+            events.count("checkpoint_blocks", len(kept))
+
+    def _key(self, request: Any, tokens: int) -> bytes:
+        """The block key of the prefix of `tokens` tokens, which says everything that the prefix depends on."""
+        return bytes(request.block_hashes[tokens // self.pool.hash_block_size - 1])
+
+    def _is_cached(self, key: bytes) -> bool:
+        return self.pool.get_cached_block(BlockHash(key), [self.group]) is not None
+
+
+def why_not(vllm_config: Any) -> str:
+    """Why checkpoints are off in a configuration in which they could not be shown to be right; empty if they are on."""
+    parallel = vllm_config.parallel_config
+    if vllm_config.speculative_config is not None:
+        return "not shown to be right with speculative decoding"
+    if vllm_config.kv_transfer_config is not None:
+        return "not shown to be right with a KV connector"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "not shown to be right with context parallelism"
+    return ""
+
+
+def _room_of(scheduler: Any) -> Checkpoints | None:
+    """The scheduler's checkpoints; None where nothing is kept sparsely, or where they are off."""
+    if not hasattr(scheduler, _ROOM):
+        room = None
+        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+        if scheduler.kv_cache_manager.enable_caching and any(_is_sparse(manager) for manager in managers):
+            reason = why_not(scheduler.vllm_config)
+            if reason:
+                logger.info("mmcache: no checkpoints at image boundaries: %s", reason)
+            else:
+                room = Checkpoints(scheduler)
+        setattr(scheduler, _ROOM, room)
+    found: Checkpoints | None = getattr(scheduler, _ROOM)
+    return found if settings.current().image_checkpoints is not False else None
+
+
+def _plan_of(request: Any) -> tuple[Checkpoint, ...]:
+    plan = getattr(request, _PLAN, None)
+    return plan.checkpoints if plan is not None else ()
+
+
+def _is_sparse(manager: Any) -> bool:
+    return isinstance(manager.kv_cache_spec, SlidingWindowSpec | MambaSpec)
