@@ -42,6 +42,7 @@ class EngineConfig:
     num_seqs: int = 4  # fewer than the requests of the batch scenarios, so that some wait
     max_tokens: int = 2048
     num_images: int = 8  # allowed per prompt; 0 is a text-only deployment
+    more: tuple[tuple[str, Any], ...] = ()  # further arguments of LLM()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,6 +85,7 @@ class Rig:
             max_logprobs=NUM_LOGPROBS,
             disable_log_stats=False,  # the preemption counter
             seed=0,
+            **dict(config.more),
         )
         image_token = "<image_soft_token>" if config.family == "gemma3" else "<|image_pad|>"
         self.image_token_id = int(self.oracle.processor.tokenizer.convert_tokens_to_ids(image_token))
@@ -107,13 +109,19 @@ class Rig:
         return self.ask_rendered(rendered, lengths)
 
     def ask_rendered(
-        self, rendered: Sequence[tuple[str, tuple[Image.Image, ...]]], lengths: Sequence[int]
+        self,
+        rendered: Sequence[tuple[str, tuple[Image.Image, ...]]],
+        lengths: Sequence[int],
+        salts: Sequence[str | None] | None = None,
     ) -> list[Answer]:
-        """As `ask`, for prompts that are rendered already."""
-        prompts = [
+        """As `ask`, for prompts that are rendered already; each with its cache_salt, if it has one."""
+        prompts: list[Any] = [
             {"prompt": prompt, "multi_modal_data": {"image": list(images)}} if images else {"prompt": prompt}
             for prompt, images in rendered
         ]
+        for prompt, salt in zip(prompts, salts or (), strict=bool(salts)):
+            if salt is not None:
+                prompt["cache_salt"] = salt
         params = [SamplingParams(max_tokens=n, temperature=0, logprobs=NUM_LOGPROBS, ignore_eos=True) for n in lengths]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return [

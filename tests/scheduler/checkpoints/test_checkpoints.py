@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second question about an image is a hit, and its answer is that of a cold run, on real engines.
+
+The workloads are the benchmark's, smaller. Negative controls: without checkpoints the second question misses, and
+behind a swapped image nothing is reused.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from benchmarks.image_questions.workloads import (
+    Asks,
+    Shape,
+    demos,
+    growing,
+    interleaved,
+    questions,
+    reuse,
+    run,
+    shifted,
+    unique,
+)
+from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
+from tests.exactness.expect import BF16_SELF_TOLERANCE, assert_equals_own_cold_run, assert_exact
+from tests.exactness.scenarios import filler, one, picture, user
+from vllm_mmcache import events, settings
+from vllm_mmcache.scheduler.checkpoints.vllm_side import why_not
+
+pytestmark = pytest.mark.engine
+
+SHAPES = {"qwen3.5": Shape((448, 448), 180), "gemma3": Shape((224, 224), 150)}
+MAIN = {family: EngineConfig(family) for family in SHAPES}
+WORKLOADS: dict[str, Callable[[Shape], Asks]] = {
+    "questions": lambda shape: questions(shape, 3, 2),
+    "interleaved": lambda shape: interleaved(shape, 3, 3),
+    "demos": lambda shape: demos(shape, 4),
+    "growing": lambda shape: growing(shape, 3),
+    "shifted": lambda shape: shifted(shape, 2, 2),
+}
+
+
+def configs(*names: str) -> Any:
+    found = {
+        "main": [MAIN["gemma3"], MAIN["qwen3.5"]],
+        # Every position is kept; one in so many; chunks shorter than a prompt; keys finer than a block.
+        "dense": [EngineConfig(f, more=(("prefix_cache_retention_interval", None),)) for f in SHAPES],
+        "interval": [
+            EngineConfig("gemma3", more=(("prefix_cache_retention_interval", 320),)),
+            EngineConfig("qwen3.5", more=(("prefix_cache_retention_interval", 320),)),
+        ],
+        "chunks": [EngineConfig("gemma3", batched_tokens=80), EngineConfig("qwen3.5", batched_tokens=224)],
+        "match_unit": [EngineConfig("qwen3.5", more=(("prefix_match_unit", 32),))],
+        "async": [EngineConfig(f, more=(("async_scheduling", True),)) for f in SHAPES],
+    }
+    return [pytest.param(config, id=f"{config.family}-{name}") for name in names for config in found[name]]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("config", configs("main"))
+def test_workloads_hit_and_are_exact(pool: EnginePool, config: EngineConfig, workload: str) -> None:
+    rig = pool.get(config)
+    answers = run(rig, WORKLOADS[workload](SHAPES[config.family]))
+    found = reuse(rig, answers)
+    assert found["cached_tokens"] >= 0.98 * found["best_tokens"] > 0, found
+    assert_exact(rig, [answer for _, answer in answers])
+
+
+@pytest.mark.parametrize("config", configs("dense", "interval", "chunks", "match_unit", "async"))
+def test_other_configurations(pool: EnginePool, config: EngineConfig) -> None:
+    rig = pool.get(config)
+    answers = run(rig, questions(SHAPES[config.family], 2, 2))
+    found = reuse(rig, answers)
+    assert found["cached_tokens"] >= 0.98 * found["best_tokens"] > 0, found
+    assert_exact(rig, [answer for _, answer in answers])
+
+
+@pytest.mark.parametrize("config", configs("main"))
+def test_without_checkpoints_the_second_question_misses(
+    pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control, stock's behaviour; a tripwire, too: when this fails, vLLM keeps image boundaries itself."""
+    monkeypatch.setattr(settings, "_current", settings.load_settings({"image_checkpoints": False}))
+    rig = pool.get(config)
+    found = reuse(rig, run(rig, questions(SHAPES[config.family], 1, 2)))
+    assert found["cached_tokens"] == 0 < found["best_tokens"]
+
+
+@pytest.mark.parametrize("config", configs("main"))
+def test_nothing_behind_a_swapped_image_is_reused(pool: EnginePool, config: EngineConfig) -> None:
+    rig = pool.get(config)
+    shape = SHAPES[config.family]
+    parts = [filler(shape.words), picture(1, shape.size), "and", picture(2, shape.size), shape.question(0)]
+    first = one(rig, user(*parts))
+    again = one(rig, user(*parts[:-1], shape.question(1)))
+    for place in (1, 3):
+        swapped = one(rig, user(*parts[:place], picture(3, shape.size), *parts[place + 1 :]))
+        assert swapped.num_cached_tokens <= rig.image_spans(swapped)[place // 2][0] < again.num_cached_tokens
+        assert_exact(rig, [swapped])
+    assert_exact(rig, [first, again])
+
+
+@pytest.mark.parametrize("config", configs("main"))
+def test_bounds_of_the_policy(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One checkpoint at the most: the last image's end. And none, when they must be further apart than the prompt."""
+    rig = pool.get(config)
+    shape = SHAPES[config.family]
+    for most, apart, made in ((1, 64, 1), (4, 4096, 0), (0, 1, 0)):
+        bounds = {"checkpoints_per_request": most, "checkpoint_min_tokens": apart}
+        monkeypatch.setattr(settings, "_current", settings.load_settings(bounds))
+        rig.make_cold()
+        before = events.totals().get("checkpoints_made", 0)
+        answer = one(rig, user(filler(shape.words), picture(1, shape.size), shape.question(0)))
+        assert events.totals().get("checkpoints_made", 0) - before == made
+        asked = one(rig, user(filler(shape.words), picture(1, shape.size), shape.question(1)))
+        end = rig.image_spans(answer)[0][1] // rig.block_tokens * rig.block_tokens
+        assert asked.num_cached_tokens == (end if made else 0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(EngineConfig("gemma3", num_blocks=150, num_seqs=6, max_tokens=1024), id="gemma3-random"),
+        pytest.param(EngineConfig("qwen3.5", num_blocks=48, num_seqs=6, max_tokens=1280), id="qwen3.5-random"),
+    ],
+)
+def test_300_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
+    """Images, lengths, salts and prefixes in many orders, a cache that evicts and preempts: each as its cold run."""
+    rng = random.Random(4)
+    rig = pool.get(config)
+    size = SHAPES[config.family].size
+    before, preempted = events.totals(), rig.num_preemptions()
+    answers: list[Answer] = []
+    for _ in range(50):
+        rendered, salts = [], []
+        for _ in range(6):
+            parts: list[Any] = [filler(rng.choice([20, 170, 210]), rng.randint(0, 1))]
+            for _ in range(rng.choice([0, 1, 1, 2])):
+                parts += [picture(rng.randint(0, 3), size), filler(rng.choice([2, 90]), 3)]
+            rendered.append(rig.render([user(*parts, filler(rng.randint(1, 60), rng.randint(0, 9)))]))
+            salts.append(rng.choice([None, None, "one", "other"]))
+        answers += rig.ask_rendered(rendered, [rng.randint(1, 24) for _ in rendered], salts)
+    counts = {name: total - before.get(name, 0) for name, total in events.totals().items()}
+    print(counts, rig.num_preemptions() - preempted, "preemptions")
+    assert len(answers) == 300
+    assert counts["checkpoints_made"] > 20
+    assert counts["checkpoints_used"] > 20
+    assert counts["checkpoints_evicted_unused"] > 0
+    assert rig.num_preemptions() > preempted
+    assert_cold(rig, answers)
+
+
+def assert_cold(rig: Rig, answers: list[Answer]) -> None:
+    """Each distinct answer is that of a cold run: Transformers in float32, the own cold run in bfloat16."""
+    distinct = {(answer.prompt, answer.images and id(answer.images[0]), answer.token_ids): answer for answer in answers}
+    if rig.config.family == "qwen3.5":
+        print(assert_equals_own_cold_run(rig, list(distinct.values()), BF16_SELF_TOLERANCE))
+    else:
+        print(assert_exact(rig, list(distinct.values())))
+
+
+@pytest.mark.parametrize("config", configs("main"))
+def test_unique_pictures_back_off(pool: EnginePool, config: EngineConfig) -> None:
+    """Ends of pictures that never come again are given up once they were evicted unused; starts still pay."""
+    rig = pool.get(EngineConfig(config.family, num_blocks=60, max_tokens=1280))
+    asks = unique(SHAPES[config.family], 60)
+    run(rig, asks, max_tokens=1)
+    scheduler = rig.llm.llm_engine.engine_core.engine_core.scheduler
+    assert scheduler._mmcache_checkpoints.learner.wanted() == {"start"}
+
+
+def test_speculative_decoding_leaves_it_off(pool: EnginePool, caplog: pytest.LogCaptureFixture) -> None:
+    """One line says so, and nothing is kept."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    rig = pool.get(EngineConfig("gemma3", more=(("speculative_config", ngram),)))
+    assert why_not(rig.llm.llm_engine.vllm_config) == "not shown to be right with speculative decoding"
+    answers = run(rig, questions(SHAPES["gemma3"], 1, 2))
+    assert rig.llm.llm_engine.engine_core.engine_core.scheduler._mmcache_checkpoints is None
+    assert_exact(rig, [answer for _, answer in answers])
