@@ -73,8 +73,8 @@ class Directory:
             )
         return True
 
-    def read(self, key: str, max_bytes: int) -> bytes | None:
-        """The bytes under `key`, now used last; None where there are none.
+    def read(self, key: str, max_bytes: int, *, touch: bool = True) -> bytes | None:
+        """The bytes under `key`, with `touch` now used last; None where there are none.
 
         Raises: StoreCorrupt for what is no file, or is longer than `max_bytes`; StoreUnusable as in `is_there`.
         """
@@ -94,8 +94,9 @@ class Directory:
                 raise StoreCorrupt("not a file")
             if seen.st_size > max_bytes:
                 raise StoreCorrupt(f"{seen.st_size} bytes, expected at most {max_bytes}")
-            with suppress(OSError):  # read-only: served all the same
-                os.utime(file)
+            if touch:
+                with suppress(OSError):  # read-only: served all the same
+                    os.utime(file)
             # Read, not mapped: a mapped file that someone truncates kills the process that looks at it.
             return io.FileIO(file, closefd=False).readall()
         finally:

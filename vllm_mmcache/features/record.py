@@ -7,6 +7,7 @@ only `package.unpack` looks at the tensors and the checksum. Runs in any process
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from struct import Struct
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_mmcache.features.identity import Identity
 FORMAT = "vllm-mmcache features 1"
 LENGTH = Struct("<Q")
 """The bytes before the safetensors header: its length."""
+MAX_HEADER_BYTES = 1024**2
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,15 @@ class Record:
     checksum: str
 
 
+def read_head(path: Path) -> Record:
+    """The record of a file, without reading its tensors. Raises: OSError, and StoreCorrupt as `read_record`."""
+    with path.open("rb") as file:
+        head = file.read(LENGTH.size)
+        if len(head) == LENGTH.size:
+            head += file.read(min(LENGTH.unpack(head)[0], MAX_HEADER_BYTES))
+    return read_record(head)
+
+
 def read_record(packed: bytes) -> Record:
     """The record of a package, or of its beginning up to the end of the header.
 
@@ -36,6 +47,8 @@ def read_record(packed: bytes) -> Record:
     """
     try:
         (length,) = LENGTH.unpack_from(packed)
+        if length > MAX_HEADER_BYTES:  # parsing it would take the time that it was to save
+            raise ValueError(f"a header of {length} bytes")
         metadata = json.loads(packed[LENGTH.size : LENGTH.size + length])["__metadata__"]
         seen = str(metadata["format"])
     except Exception as error:  # bytes from outside: whatever the parser raises, they are no package
