@@ -47,11 +47,11 @@ def ls(place: Place = None, as_json: AsJson = False) -> None:
 @store_app.command("check")
 def check(place: Place = None, as_json: AsJson = False) -> None:
     """Verify every package, and set aside what is none. Exit status 1 if there was any."""
-    from vllm_mmcache.features.package import unpack
-
     num_good = 0
     findings = []
     with opened(place) as directory:
+        from vllm_mmcache.features.package import unpack  # loads torch: not before there is a store
+
         for entry in directory.packages():
             try:
                 packed = directory.read(entry.key, entry.num_bytes, touch=False)

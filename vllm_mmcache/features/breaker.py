@@ -18,7 +18,8 @@ class Breaker:
         self.name = name
         self._first_s = first_s
         self._longest_s = longest_s
-        self._rest_s = 0.0
+        self._failing = False
+        self._rest_s = first_s
         self._until = 0.0
         self._lock = threading.Lock()
 
@@ -31,7 +32,8 @@ class Breaker:
         with self._lock:
             if self.resting():
                 return
-            first = not self._rest_s
+            first = not self._failing
+            self._failing = True
             self._rest_s = self._first_s if first else min(2 * self._rest_s, self._longest_s)
             self._until = time.monotonic() + self._rest_s
         if first:
@@ -44,9 +46,10 @@ class Breaker:
             )
 
     def worked(self) -> None:
-        """End the rest for good."""
-        if not self._rest_s:
+        """The tier is well again; a success during a rest began before the failure, and says nothing."""
+        if not self._failing or self.resting():
             return
         with self._lock:
-            self._rest_s = self._until = 0.0
+            self._failing = False
+            self._until = 0.0
         logger.info("mmcache %s works again", self.name)
