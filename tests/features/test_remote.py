@@ -168,6 +168,29 @@ def test_silent_server_costs_one_timeout_and_is_left_alone(caplog: pytest.LogCap
     assert len(caplog.messages) == 1
 
 
+def test_slow_server_is_left_alone_after_one_package(caplog: pytest.LogCaptureFixture) -> None:
+    packed = pack(identity(0), package(0))
+
+    def trickle(connection: socket.socket) -> None:
+        while request := connection.recv(4096):
+            if b"GETRANGE" not in request:
+                connection.sendall(b"+OK\r\n" * request.count(b"*"))
+                continue
+            connection.sendall(b"$%d\r\n" % len(packed))
+            for start in range(0, len(packed), len(packed) // 30):
+                time.sleep(0.05)
+                connection.sendall(packed[start : start + len(packed) // 30])
+            connection.sendall(b"\r\n")
+
+    with server_that(trickle) as url:
+        tier = tier_at(url, timeout_s=0.1)
+        assert same(tier.load(identity(0)), package(0))
+        assert tier.load(identity(0)) is None
+    counts = tier.counters.snapshot()
+    assert (counts["hits"], counts["misses"], counts["errors"]) == (1, 1, 1)
+    assert "bytes took" in caplog.text
+
+
 def test_dead_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"redis://127.0.0.1:{taken.getsockname()[1]}"
