@@ -179,6 +179,8 @@ def store_places(store: str | None) -> tuple[str | None, str | None]:
             if directory is not None:
                 raise ValueError("only one directory can be given")
             directory = os.path.expanduser(part)
+            if not directory.startswith("/"):
+                raise ValueError(f"there is no user of {part!r}")
         elif part:
             raise ValueError(f"{without_secrets(part)!r} is neither an absolute directory nor a URL that is known")
     return directory, url
