@@ -51,6 +51,17 @@ def test_importing_the_package_is_cheap() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_the_feature_store_loads_what_it_needs() -> None:
+    code = (
+        "import sys, vllm_mmcache.features.directory, vllm_mmcache.features.record\n"
+        "print(sorted({'torch', 'vllm', 'redis', 'pydantic'} & set(sys.modules)))\n"
+        "import vllm_mmcache.features.store, vllm_mmcache.features.disk\n"
+        "print(sorted({'vllm', 'redis'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["[]", "[]"]
+
+
 def test_files_stay_short() -> None:
     long = {
         str(p.relative_to(PACKAGE)): n for p in PACKAGE.rglob("*.py") if (n := len(p.read_text().splitlines())) > 400

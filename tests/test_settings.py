@@ -24,6 +24,12 @@ def test_command_line_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     ("variable", "value", "said"),
     [
         ("MMCACHE_BLOCK_KEYS", "maybe", ["MMCACHE_BLOCK_KEYS", "maybe", "allowed: 1, true", "default None"]),
+        ("MMCACHE_FEATURE_RAM_BYTES", "lots", ["MMCACHE_FEATURE_RAM_BYTES", "lots", "such as 512MiB"]),
+        ("MMCACHE_STORE", "cache", ["MMCACHE_STORE", "'cache' is neither", "redis://", "default None"]),
+        ("MMCACHE_STORE", "~no-such-user/a", ["MMCACHE_STORE", "no user of '~no-such-user/a'"]),
+        ("MMCACHE_STORE", "/a /b", ["MMCACHE_STORE", "only one directory"]),
+        ("MMCACHE_STORE", "redis://a,redis://b", ["MMCACHE_STORE", "only one URL"]),
+        ("MMCACHE_STORE_REMOTE_TTL_S", "0", ["MMCACHE_STORE_REMOTE_TTL_S", "greater than or equal to 1"]),
         ("MMCACHE_BLOKC_KEYS", "1", ["MMCACHE_BLOKC_KEYS", "did you mean MMCACHE_BLOCK_KEYS"]),
     ],
 )
@@ -45,6 +51,35 @@ def test_wrong_variable(monkeypatch: pytest.MonkeyPatch, variable: str, value: s
 def test_wrong_config(config: dict[str, object], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         settings.load_settings(config)
+
+
+def test_sizes_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings.load_settings().feature_ram_bytes == 2 * 1024**3
+    monkeypatch.setenv("MMCACHE_FEATURE_RAM_BYTES", "512MiB")
+    assert settings.load_settings({"store_disk_bytes": 1000}).feature_ram_bytes == 512 * 1024**2
+    assert settings.load_settings({"store_disk_bytes": 1000}).store_disk_bytes == 1000
+
+
+@pytest.mark.parametrize(
+    ("store", "places"),
+    [
+        (None, (None, None)),
+        ("/a", ("/a", None)),
+        ("rediss://u:p@h:1/0", (None, "rediss://u:p@h:1/0")),
+        ("valkey://h, /a/b", ("/a/b", "valkey://h")),
+        ("/a unix:///run/redis.sock", ("/a", "unix:///run/redis.sock")),
+    ],
+)
+def test_places_of_the_store(store: str | None, places: tuple[str | None, str | None]) -> None:
+    assert settings.store_places(settings.load_settings({"store": store}).store) == places
+
+
+@pytest.mark.parametrize("password", ["secret", "sec/ret", "a@secret"])
+def test_a_password_is_not_said(password: str) -> None:
+    for port in ("port", "99999"):
+        with pytest.raises(SettingsError) as error:
+            settings.load_settings({"store": f"redis://user:{password}@host:{port}"})
+        assert not any(part in str(error.value) for part in ("sec", "ret@"))
 
 
 def test_config_must_be_an_object() -> None:

@@ -7,6 +7,9 @@
     +-- CausalImages         the attention backend would run a model's images causally, silently wrong
     +-- UnschedulableImage   an image of the model is longer than a step may be
     +-- ZooError             an unknown model family, or a directory that can't be written
+    +-- StoreError           the feature store can't do what was asked
+    |   +-- StoreCorrupt         bytes that are no whole package, or are another package than their name says
+    |   +-- StoreUnusable        a directory that is no store, or not ours
     +-- SwapError            a vLLM symbol could not be replaced
         +-- VersionUnsupported   this vLLM is outside the tested range
         +-- SymbolMissing        the symbol is not there
@@ -39,6 +42,18 @@ class UnschedulableImage(MMCacheError):
 
 class ZooError(MMCacheError):
     """A zoo model can't be built as asked."""
+
+
+class StoreError(MMCacheError):
+    """The feature store can't do what was asked. No request ever sees one: to a request it is a miss."""
+
+
+class StoreCorrupt(StoreError):
+    """These bytes are no whole package of this format, or are another package than their name says."""
+
+
+class StoreUnusable(StoreError):
+    """This directory is not there, or not ours to use as a store."""
 
 
 class SwapError(MMCacheError):

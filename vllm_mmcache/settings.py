@@ -8,16 +8,20 @@ frozen and swapped whole, so that no reader sees half a change. Runs in every pr
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError
+from pydantic import ByteSize, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from vllm_mmcache.errors import SettingsError
 
 PREFIX = "MMCACHE_"
 CONFIG_KEY = "mmcache"
+
+REMOTE_SCHEMES = ("redis://", "rediss://", "valkey://", "valkeys://", "unix://")
 
 
 class Settings(BaseSettings):
@@ -74,6 +78,44 @@ class Settings(BaseSettings):
             "mask. Slow; for tests and for reproducing a doubt. CPU only."
         ),
     )
+    features: bool | None = Field(
+        default=None,
+        description=(
+            "Keep the outputs of the vision tower, so that it runs once per image. Unset: on where this room is proven."
+        ),
+    )
+    feature_ram_bytes: ByteSize = Field(
+        default=ByteSize(2 * 1024**3),
+        ge=0,
+        description="Budget of the features kept in RAM by each worker process, such as 512MiB. 0 keeps none there.",
+    )
+    store: str | None = Field(
+        default=None,
+        description=(
+            "Where features are kept beyond RAM: a directory (absolute or ~), a Redis or Valkey URL (redis://, "
+            "rediss://, valkey://, valkeys://, unix://), or one of each with a space or a comma between them."
+        ),
+    )
+    store_disk_bytes: ByteSize = Field(
+        default=ByteSize(10 * 1024**3),
+        ge=0,
+        description="Budget of the store's directory; the packages used longest ago go first.",
+    )
+    store_remote_ttl_s: int = Field(
+        default=7 * 24 * 3600, ge=1, description="Seconds that Redis or Valkey keeps a package after it was written."
+    )
+    store_remote_max_bytes: ByteSize = Field(
+        default=ByteSize(64 * 1024**2), ge=0, description="Packages larger than this do not go to Redis or Valkey."
+    )
+    store_remote_timeout_s: float = Field(
+        default=0.02,
+        gt=0,
+        le=10,
+        description=(
+            "Seconds that a request waits for Redis or Valkey to accept a connection, and for each read from it. "
+            "After a failure it is left alone for 5 s, doubling up to 60 s."
+        ),
+    )
     allow_untested_vllm: bool = Field(
         default=False,
         description=(
@@ -81,6 +123,12 @@ class Settings(BaseSettings):
             "does not fit. Only as the variable MMCACHE_ALLOW_UNTESTED_VLLM."
         ),
     )
+
+    @field_validator("store")
+    @classmethod
+    def _store_is_known(cls, value: str | None) -> str | None:
+        store_places(value)
+        return value
 
 
 # These decide whether and what register() replaces, before any command line is seen.
@@ -105,7 +153,8 @@ def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
         name = str(first["loc"][0]) if first["loc"] else "?"
         where = f"additional-config {CONFIG_KEY}.{name}" if name in (config or {}) else PREFIX + name.upper()
         raise SettingsError(
-            f"{where} = {first['input']!r} is not allowed: {first['msg']} "
+            f"{where} = {without_secrets(first['input'])!r} is not allowed: "
+            f"{first['msg'].removeprefix('Value error, ')} "
             f"({_allowed(name)}; default {Settings.model_fields[name].default!r})"
         ) from None
 
@@ -125,6 +174,41 @@ def config_of(vllm_config: Any) -> Mapping[str, Any]:
             f'{{"{CONFIG_KEY}": {{"block_keys": false}}}}'
         )
     return part
+
+
+def store_places(store: str | None) -> tuple[str | None, str | None]:
+    """The directory and the URL that the setting `store` names, each None where it names none.
+
+    Raises: ValueError for a part that is neither, or for two of a kind.
+    """
+    directory = url = None
+    for part in re.split(r"[\s,]+", store or ""):
+        if part.startswith(REMOTE_SCHEMES):
+            if url is not None:
+                raise ValueError("only one URL can be given")
+            url = part
+            _check_port(url)
+        elif part.startswith(("/", "~")):
+            if directory is not None:
+                raise ValueError("only one directory can be given")
+            directory = os.path.expanduser(part)
+            if not directory.startswith("/"):
+                raise ValueError(f"there is no user of {part!r}")
+        elif part:
+            raise ValueError(f"{without_secrets(part)!r} is neither an absolute directory nor a URL that is known")
+    return directory, url
+
+
+def _check_port(url: str) -> None:
+    try:
+        _ = urlsplit(url).port
+    except ValueError:  # its message can quote a piece of the password
+        raise ValueError("its port is no number from 0 to 65535 (a / in a password is written %2F)") from None
+
+
+def without_secrets(value: Any) -> Any:
+    """`value` as it may be shown: a URL's user and password are hidden."""
+    return re.sub(r"//\S*@", "//***@", value) if isinstance(value, str) else value
 
 
 _current: Settings | None = None
@@ -156,5 +240,9 @@ def _allowed(name: str) -> str:
     annotation = Settings.model_fields[name].annotation
     if annotation in (bool, bool | None):
         return "allowed: 1, true, yes, on, 0, false, no, off"
+    if annotation is ByteSize:
+        return "allowed: a number of bytes, or a size such as 512MiB or 10GiB"
+    if name == "store":
+        return f"allowed: a directory such as /path, a URL with {', '.join(REMOTE_SCHEMES)}, or one of each"
     bounds = [str(bound) for bound in Settings.model_fields[name].metadata]
     return ", ".join([f"allowed: {getattr(annotation, '__name__', annotation)}", *bounds])

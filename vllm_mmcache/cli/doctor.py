@@ -123,7 +123,7 @@ def ledger_rows(findings: list[dict[str, str]]) -> list[dict[str, Any]]:
 
 def settings_in_force(findings: list[dict[str, str]]) -> list[dict[str, Any]]:
     """Each setting with its value here (None when the variables are wrong), its default and its meaning."""
-    from vllm_mmcache.settings import PREFIX, Settings, load_settings
+    from vllm_mmcache.settings import PREFIX, Settings, load_settings, without_secrets
 
     try:
         in_force = load_settings()
@@ -133,7 +133,7 @@ def settings_in_force(findings: list[dict[str, str]]) -> list[dict[str, Any]]:
     return [
         {
             "variable": PREFIX + name.upper(),
-            "value": None if in_force is None else getattr(in_force, name),
+            "value": None if in_force is None else without_secrets(getattr(in_force, name)),
             "default": field.default,
             "meaning": field.description or "",
         }

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that writes packages into a store for as long as it lives: PLACE SOURCE BUDGET_BYTES SEED [ROUNDS].
+
+SOURCE holds packed packages under their keys. Imports no torch, so that fifty of these start in seconds.
+"""
+
+import random
+import sys
+from pathlib import Path
+
+from vllm_mmcache.features.directory import Directory
+
+
+def main(place: str, source: str, budget_bytes: str, seed: str, rounds: str = "1000000") -> None:
+    packed = {path.name: path.read_bytes() for path in Path(source).iterdir()}
+    directory = Directory(place)
+    drawn = random.Random(seed)
+    print("ready", flush=True)
+    for _ in range(int(rounds)):
+        key = drawn.choice(sorted(packed))
+        if directory.read(key, int(budget_bytes)) not in (None, packed[key]):
+            sys.exit("a wrong read")
+        directory.write(key, packed[key], int(budget_bytes))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

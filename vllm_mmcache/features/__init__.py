@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store of encoder outputs: RAM, a directory, Redis or Valkey. Worker process, and the command line.
+
+A request whose image the store knows gets the features of the first run instead of a run of the vision tower. A
+package is served only when its whole identity is the one asked for, and its bytes are the bytes that were saved.
+Nothing here imports vLLM, and nothing here fails a request: whatever goes wrong is a miss that is counted.
+"""

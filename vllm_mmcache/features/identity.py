@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a package's features depend on, and the key made of it.
+
+    key = BLAKE3(MAGIC || for each field, in the order below: u32 length || UTF-8 bytes), as 64 hex digits
+
+Lengths are little endian, so no two identities have the same bytes. Names of files and of Redis entries are made from
+the key alone: no text that a client chose ever reaches a path. Runs in any process; imports no torch.
+"""
+
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from struct import Struct
+
+from blake3 import blake3
+
+MAGIC = b"vllm-mmcache feature key 1\0"
+
+_U32 = Struct("<I")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Everything that one image's features depend on; two that differ in one field never share a package."""
+
+    content_id: str
+    """The image with its tenant's salt; any text, also a hostile one."""
+    model: str
+    """Fingerprint of the vision weights as loaded."""
+    processor: str
+    """Digest of the processor's settings."""
+    dtype: str
+    """The features' dtype, such as bfloat16."""
+    layout: str
+    """Place in the tensor-parallel group, "rank/size"."""
+
+    @cached_property
+    def key(self) -> str:
+        """64 hex digits, the same in every process and on every machine."""
+        digest = blake3(MAGIC)
+        for text in astuple(self):
+            # A lone surrogate can come from JSON; it must not raise, and must stay distinct.
+            encoded = text.encode("utf-8", "surrogatepass")
+            digest.update(_U32.pack(len(encoded)) + encoded)
+        return digest.hexdigest()
