@@ -5,8 +5,12 @@ The workloads are the benchmark's, smaller. Negative controls: without checkpoin
 behind a swapped image nothing is reused.
 """
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +31,6 @@ from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
 from tests.exactness.expect import BF16_SELF_TOLERANCE, assert_equals_own_cold_run, assert_exact
 from tests.exactness.scenarios import filler, one, picture, user
 from vllm_mmcache import events, settings
-from vllm_mmcache.scheduler.checkpoints.vllm_side import why_not
 
 pytestmark = pytest.mark.engine
 
@@ -164,18 +167,32 @@ def assert_cold(rig: Rig, answers: list[Answer]) -> None:
 @pytest.mark.parametrize("config", configs("main"))
 def test_unique_pictures_back_off(pool: EnginePool, config: EngineConfig) -> None:
     """Ends of pictures that never come again are given up once they were evicted unused; starts still pay."""
-    rig = pool.get(EngineConfig(config.family, num_blocks=60, max_tokens=1280))
+    rig = pool.get(EngineConfig(config.family, num_blocks=60 if config.family == "qwen3.5" else 170, max_tokens=1280))
     asks = unique(SHAPES[config.family], 60)
     run(rig, asks, max_tokens=1)
     scheduler = rig.llm.llm_engine.engine_core.engine_core.scheduler
     assert scheduler._mmcache_checkpoints.learner.wanted() == {"start"}
 
 
-def test_speculative_decoding_leaves_it_off(pool: EnginePool, caplog: pytest.LogCaptureFixture) -> None:
-    """One line says so, and nothing is kept."""
-    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    rig = pool.get(EngineConfig("gemma3", more=(("speculative_config", ngram),)))
-    assert why_not(rig.llm.llm_engine.vllm_config) == "not shown to be right with speculative decoding"
-    answers = run(rig, questions(SHAPES["gemma3"], 1, 2))
-    assert rig.llm.llm_engine.engine_core.engine_core.scheduler._mmcache_checkpoints is None
-    assert_exact(rig, [answer for _, answer in answers])
+SPECULATIVE = """
+from tests.exactness.engines import EngineConfig, EnginePool
+from tests.scheduler.checkpoints.test_checkpoints import *
+pool = EnginePool(Path(sys.argv[1]))
+ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+rig = pool.get(EngineConfig("gemma3", more=(("speculative_config", ngram),)))
+answers = run(rig, questions(SHAPES["gemma3"], 1, 2))
+assert_exact(rig, [answer for _, answer in answers])
+assert rig.llm.llm_engine.engine_core.engine_core.scheduler._mmcache_checkpoints is None
+print("done")
+"""
+
+
+def test_speculative_decoding_leaves_it_off(tmp_path: Path) -> None:
+    """One line says so, and nothing is kept. In a process of its own: once numba is imported, which ngram needs, vLLM
+    0.32 can't start another engine on the CPU in the same process."""
+    environ = os.environ | {"VLLM_LOGGING_LEVEL": "INFO"}
+    command = [sys.executable, "-c", SPECULATIVE, str(tmp_path)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = "no checkpoints at image boundaries: not shown to be right with speculative decoding"
+    assert (done.stdout + done.stderr).count(said) == 1
