@@ -50,6 +50,30 @@ class Settings(BaseSettings):
             "it comes back does not kill the engine. Unset: on where this room is proven (CPU)."
         ),
     )
+    lazy_media: bool | None = Field(
+        default=None,
+        description=(
+            "Leave an image undecoded whose bytes this process has decoded before, until its pixels are needed. "
+            "Unset: on, unless vLLM has lazy media of its own."
+        ),
+    )
+    lifted_bodies: bool | None = Field(
+        default=None,
+        description=(
+            "Take base64 images out of request bodies before they are parsed. Unset: on where lazy_media is on, "
+            "which it needs."
+        ),
+    )
+    media_records: int = Field(
+        default=65536,
+        ge=1,
+        description="How many images, and how many base64 texts, a process may know at a time.",
+    )
+    media_records_bytes: int = Field(
+        default=64 << 20,
+        ge=1 << 16,
+        description="How many bytes what is known about images may take, and the same for base64 texts.",
+    )
     allow_causal_images: bool = Field(
         default=False,
         description="Run a model whose images attend both ways on a backend that can't, with wrong answers.",

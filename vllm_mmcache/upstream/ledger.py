@@ -153,6 +153,60 @@ LEDGER: tuple[Swap, ...] = (
         upstream="none yet; reproduced on 0.32 under random load with a small KV cache",
         remove_when="vLLM sends the inputs again to a resumed request",
     ),
+    Swap(
+        name="lazy_media.text",
+        group="lazy_media",
+        target="vllm.multimodal.media.image:ImageMediaIO.load_base64",
+        make="vllm_mmcache.media.vllm_side:load_base64",
+        vllm=TESTED_VLLM,
+        process="api",
+        args_used=("data",),
+        on_mismatch="off",
+        why="every image of a conversation is decoded from base64 and hashed on every turn",
+        upstream="57752 (lazy media, an experiment)",
+        remove_when="vLLM keeps known images undecoded",
+    ),
+    Swap(
+        name="lazy_media.content",
+        group="lazy_media",
+        target="vllm.multimodal.media.image:ImageMediaIO.load_bytes",
+        reads=("vllm.multimodal.media:MediaWithBytes",),
+        make="vllm_mmcache.media.vllm_side:load_bytes",
+        vllm=TESTED_VLLM,
+        process="api",
+        args_used=("data",),
+        on_mismatch="off",
+        why="every image of a conversation is decoded on every turn, also when all its tokens are cached",
+        upstream="57752 (lazy media, an experiment)",
+        remove_when="vLLM keeps known images undecoded",
+    ),
+    Swap(
+        name="lazy_media.mm_hash",
+        group="lazy_media",
+        target="vllm.multimodal.hasher:MultiModalHasher.hash_kwargs",
+        make="vllm_mmcache.media.vllm_side:remember_mm_hash",
+        vllm=TESTED_VLLM,
+        process="api",
+        args_used=("algorithm",),
+        on_mismatch="off",
+        why="the hash of known bytes is computed anew for every image on every turn",
+        upstream="none yet",
+        remove_when="vLLM remembers the hash of known bytes",
+    ),
+    Swap(
+        name="lifted_bodies.layer",
+        group="lifted_bodies",
+        target="vllm.entrypoints.launchers.app:init_entrypoints_middleware",
+        reads=("vllm.renderers.hf:HfRenderer.render_messages_async",),
+        make="vllm_mmcache.body.vllm_side:add_layer",
+        vllm=TESTED_VLLM,
+        process="api",
+        args_used=("app",),
+        on_mismatch="off",
+        why="megabytes of base64 are parsed, validated and copied as text on every turn; --middleware needs a flag",
+        upstream="44688: requests wait for a busy frontend",
+        remove_when="vLLM has a seam for middleware that needs no flag, or takes images out of bodies itself",
+    ),
 )
 
 
@@ -163,6 +217,12 @@ PROVEN_ON: dict[str, frozenset[str]] = {
     "image_spans": frozenset({"cpu"}),
     "resumed_images": frozenset({"cpu"}),
 }
+
+# A group is off where vLLM has this symbol, and so does the same by itself.
+OVERTAKEN_BY: dict[str, str] = {"lazy_media": "vllm.multimodal.media.image:ImageMediaIO.load_bytes_lazy"}
+
+# A group can't work without another.
+NEEDS: dict[str, str] = {"lifted_bodies": "lazy_media"}
 
 
 def groups() -> dict[str, list[Swap]]:

@@ -136,6 +136,15 @@ def is_replaced(target: str) -> bool:
     return isinstance(inspect.getattr_static(owner, attribute), Replacement)
 
 
+def is_there(target: str) -> bool:
+    """Whether "module:Owner.attr" exists in this vLLM."""
+    try:
+        resolve_owner(target)
+    except SymbolMissing:
+        return False
+    return True
+
+
 def resolve_owner(target: str) -> tuple[Any, str]:
     """Import the module of "module:Owner.attr" and find the owner. Raises: SymbolMissing."""
     module_name, _, path = target.partition(":")
