@@ -30,7 +30,7 @@ class LazyPicture(Image.Image):
 
     @property
     def is_decoded(self) -> bool:
-        return "_im" in self.__dict__
+        return self._decode is None
 
     def load(self) -> Any:
         """Decode, if that has not happened; then as Pillow's own."""
@@ -43,20 +43,18 @@ class LazyPicture(Image.Image):
         self._fill()
         return self.__dict__[name]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self._fill()
-        plain = Image.Image()
-        plain.__dict__.update({name: self.__dict__[name] for name in plain.__dict__})
-        return plain.__reduce_ex__(protocol)
+    def __reduce__(self) -> Any:
+        return _restore, (self.__getstate__(),)
 
     def _fill(self) -> None:
-        if self.is_decoded:
-            return
         with self._decoding:
-            if self._decode is None:  # another thread was faster
-                return
-            state = dict(self._decode().__dict__)
-            pixels = state.pop("_im")
-            self.__dict__.update(state)
-            self.__dict__["_im"] = pixels  # last: it says to other threads that the rest is there
-            self._decode = None  # lets go of the bytes
+            if self._decode is not None:
+                for name, value in self._decode().__dict__.items():
+                    self.__dict__.setdefault(name, value)  # what was set on the undecoded image stays
+                self._decode = None  # lets go of the bytes
+
+
+def _restore(state: list[Any]) -> Image.Image:
+    image = Image.Image()
+    image.__setstate__(state)
+    return image
