@@ -1,22 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rooms count. Plain numbers per process; observe/ carries them to /metrics.
+"""Plain counters that the rooms add to, and vLLM's own /metrics shows. Any process, any thread.
 
-A room counts an event by name and goes on: nothing here may ever fail a request.
+The prometheus side of a counter is made when it is first needed: vLLM decides between one and several API server
+processes (PROMETHEUS_MULTIPROC_DIR) after plugins are loaded. Counting must never fail a request.
 """
 
+import contextlib
 import threading
-
-_lock = threading.Lock()
-_counts: dict[str, float] = {}
-
-
-def count(name: str, amount: float = 1) -> None:
-    """Add to a counter; any thread."""
-    with _lock:
-        _counts[name] = _counts.get(name, 0) + amount
+import time
+from collections.abc import Iterator
+from typing import Any
 
 
-def totals() -> dict[str, float]:
-    """All counters of this process since its start."""
-    with _lock:
-        return dict(_counts)
+class Counter:
+    """A sum that only grows; `mmcache:<name>_total` on /metrics."""
+
+    def __init__(self, name: str, meaning: str) -> None:
+        self.name = name
+        self.meaning = meaning
+        self.value = 0.0
+        self._lock = threading.Lock()
+        self._prometheus: Any = None
+
+    def add(self, amount: float = 1) -> None:
+        """Count `amount`, which is not negative."""
+        self.expose()
+        with self._lock:
+            self.value += amount
+        self._prometheus.inc(amount)
+
+    def expose(self) -> None:
+        """Make the prometheus side, if it is not there yet."""
+        with self._lock:
+            if self._prometheus is None:
+                import prometheus_client
+
+                self._prometheus = prometheus_client.Counter(f"mmcache:{self.name}", self.meaning)
+
+    @contextlib.contextmanager
+    def seconds(self) -> Iterator[None]:
+        """Count the seconds that the block takes, also when it raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(time.perf_counter() - start)
+
+
+class EngineCounter(Counter):
+    """A sum that grows in the engine, and is shown by the API server, to which observe/ carries it.
+
+    `add` counts for the engine alone; it makes no prometheus side there, which nobody would read.
+    """
+
+    def __init__(self, name: str, meaning: str) -> None:
+        super().__init__(name, meaning)
+        self._taken = 0.0
+
+    def add(self, amount: float = 1) -> None:
+        """Count `amount`, a whole number, in the engine."""
+        with self._lock:
+            self.value += amount
+
+    def take(self) -> int:
+        """What was counted since the last take."""
+        with self._lock:
+            amount = int(self.value - self._taken)
+            self._taken += amount
+        return amount
+
+    def show(self, amount: int) -> None:
+        """Add what an engine has counted to what /metrics shows."""
+        self.expose()
+        self._prometheus.inc(amount)
+
+
+IMAGES_DECODED = Counter("images_decoded", "Images whose pixels were decoded.")
+IMAGES_AVOIDED = Counter("images_avoided", "Images that were known and handed on undecoded.")
+IMAGES_DECODED_LATE = Counter("images_decoded_late", "Images handed on undecoded whose pixels were needed after all.")
+BYTES_LIFTED = Counter("bytes_lifted", "Bytes of base64 text taken out of request bodies before parsing.")
+IMAGES_LIFTED = Counter("images_lifted", "Images taken out of request bodies before parsing.")
+BODY_SECONDS = Counter("body_seconds", "Seconds spent on taking images out of request bodies.")
+MEDIA_SECONDS = Counter("media_seconds", "Seconds spent on opening images, decoding included, over all threads.")
+
+CHECKPOINTS_MADE = EngineCounter("checkpoints_made", "Image boundaries kept as positions to resume at.")
+CHECKPOINTS_USED = EngineCounter("checkpoints_used", "Prefix hits that ended on a checkpoint.")
+CHECKPOINTS_EVICTED_UNUSED = EngineCounter("checkpoints_evicted_unused", "Checkpoints evicted before any hit.")
+CHECKPOINT_BLOCKS = EngineCounter("checkpoint_blocks", "KV blocks kept for checkpoints, all groups.")
+CHECKPOINT_TOKENS_SAVED = EngineCounter("checkpoint_tokens_saved", "Tokens of the hits that ended on a checkpoint.")
+CHECKPOINT_REQUESTS_BACKED_OFF = EngineCounter(
+    "checkpoint_requests_backed_off", "Requests with images for which a kind of checkpoint was given up."
+)
+
+ENGINE_COUNTERS = {
+    counter.name: counter
+    for counter in (
+        CHECKPOINTS_MADE,
+        CHECKPOINTS_USED,
+        CHECKPOINTS_EVICTED_UNUSED,
+        CHECKPOINT_BLOCKS,
+        CHECKPOINT_TOKENS_SAVED,
+        CHECKPOINT_REQUESTS_BACKED_OFF,
+    )
+}
+
+COUNTERS = (
+    IMAGES_DECODED,
+    IMAGES_AVOIDED,
+    IMAGES_DECODED_LATE,
+    BYTES_LIFTED,
+    IMAGES_LIFTED,
+    BODY_SECONDS,
+    MEDIA_SECONDS,
+    *ENGINE_COUNTERS.values(),
+)
+
+
+def expose() -> None:
+    """Show all counters, also those that are still zero."""
+    for counter in COUNTERS:
+        counter.expose()
+
+
+def take_engine_counts() -> dict[str, int]:
+    """By name, what the engine's counters have counted since the last call; without those that stood still."""
+    return {name: amount for name, counter in ENGINE_COUNTERS.items() if (amount := counter.take())}
+
+
+def show_engine_count(name: str, amount: int) -> None:
+    """Show what an engine has counted; a name that only a newer engine knows is left out."""
+    if name in ENGINE_COUNTERS:
+        ENGINE_COUNTERS[name].show(amount)

@@ -67,6 +67,34 @@ class Settings(BaseSettings):
     checkpoint_min_tokens: int = Field(
         default=64, ge=1, description="Least distance in tokens of a checkpoint from the prompt's start and the others."
     )
+    lazy_media: bool | None = Field(
+        default=None,
+        description=(
+            "Leave an image undecoded whose bytes this process has decoded before, until its pixels are needed. "
+            "Unset: on, unless vLLM has lazy media of its own."
+        ),
+    )
+    lifted_bodies: bool | None = Field(
+        default=None,
+        description=(
+            "Take base64 images out of request bodies before they are parsed. Unset: on where lazy_media is on, "
+            "which it needs."
+        ),
+    )
+    media_records: int = Field(
+        default=65536,
+        ge=1,
+        description="How many images, and how many base64 texts, a process may know at a time.",
+    )
+    media_records_bytes: int = Field(
+        default=64 << 20,
+        ge=1 << 16,
+        description="How many bytes what is known about images may take, and the same for base64 texts.",
+    )
+    metrics: bool | None = Field(
+        default=None,
+        description="Show what the engine counts on /metrics, as mmcache:*. Unset: on where this room is proven (CPU).",
+    )
     allow_causal_images: bool = Field(
         default=False,
         description="Run a model whose images attend both ways on a backend that can't, with wrong answers.",

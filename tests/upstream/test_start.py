@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which groups are wanted here: by setting, and by where the room was exercised."""
 
+from typing import Any
+
 import pytest
 
 from vllm_mmcache import settings
@@ -25,3 +27,16 @@ def test_every_group_and_seam_belongs_together() -> None:
     assert {seam.group for seam in SEAMS} <= set(groups())
     assert set(PROVEN_ON) <= set(groups())
     assert set(PROVEN_ON) <= set(settings.Settings.model_fields)
+
+
+def test_a_room_steps_aside_where_vllm_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The split of a vLLM that stops at the last multimodal feature by itself (56818) reads where that ends."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    assert start.why_off("image_checkpoints") == ""
+
+    def _mamba_block_aligned_split(self: Any, request: Any, num_new_tokens: int) -> int:
+        return min(num_new_tokens, request.mm_final_end)
+
+    monkeypatch.setattr(Scheduler, "_mamba_block_aligned_split", _mamba_block_aligned_split)
+    assert start.why_off("image_checkpoints").startswith("vLLM has its own")

@@ -192,6 +192,86 @@ LEDGER: tuple[Swap, ...] = (
         upstream="56818",
         remove_when="vLLM keeps the states at image boundaries",
     ),
+    Swap(
+        name="metrics.send",
+        group="metrics",
+        target="vllm.v1.core.sched.scheduler:Scheduler.make_stats",
+        make="vllm_mmcache.observe.vllm_side:send",
+        vllm=TESTED_VLLM,
+        process="engine",
+        args_used=(),
+        on_mismatch="off",
+        why="what is counted in the engine is to be seen on /metrics; SchedulerStats has no field for plugins",
+        upstream="none: the stat logger plugins receive, but nothing sends",
+        remove_when="a plugin can add to SchedulerStats",
+    ),
+    Swap(
+        name="metrics.receive",
+        group="metrics",
+        target="vllm.v1.metrics.loggers:StatLoggerManager.record",
+        make="vllm_mmcache.observe.vllm_side:receive",
+        vllm=TESTED_VLLM,
+        process="api",
+        args_used=("scheduler_stats",),
+        on_mismatch="off",
+        why="stat logger plugins are loaded by the server alone, not by LLM()",
+        upstream="none",
+        remove_when="a plugin can add to SchedulerStats",
+    ),
+    Swap(
+        name="lazy_media.text",
+        group="lazy_media",
+        target="vllm.multimodal.media.image:ImageMediaIO.load_base64",
+        make="vllm_mmcache.media.vllm_side:load_base64",
+        vllm=TESTED_VLLM,
+        process="api",
+        args_used=("data",),
+        on_mismatch="off",
+        why="every image of a conversation is decoded from base64 and hashed on every turn",
+        upstream="57752 (lazy media, an experiment)",
+        remove_when="vLLM keeps known images undecoded",
+    ),
+    Swap(
+        name="lazy_media.content",
+        group="lazy_media",
+        target="vllm.multimodal.media.image:ImageMediaIO.load_bytes",
+        reads=("vllm.multimodal.media:MediaWithBytes",),
+        make="vllm_mmcache.media.vllm_side:load_bytes",
+        vllm=TESTED_VLLM,
+        process="api",
+        args_used=("data",),
+        on_mismatch="off",
+        why="every image of a conversation is decoded on every turn, also when all its tokens are cached",
+        upstream="57752 (lazy media, an experiment)",
+        remove_when="vLLM keeps known images undecoded",
+    ),
+    Swap(
+        name="lazy_media.mm_hash",
+        group="lazy_media",
+        target="vllm.multimodal.hasher:MultiModalHasher.hash_kwargs",
+        make="vllm_mmcache.media.vllm_side:remember_mm_hash",
+        vllm=TESTED_VLLM,
+        process="api",
+        args_used=("algorithm",),
+        on_mismatch="off",
+        why="the hash of known bytes is computed anew for every image on every turn",
+        upstream="none yet",
+        remove_when="vLLM remembers the hash of known bytes",
+    ),
+    Swap(
+        name="lifted_bodies.layer",
+        group="lifted_bodies",
+        target="vllm.entrypoints.launchers.app:init_entrypoints_middleware",
+        reads=("vllm.renderers.hf:HfRenderer.render_messages_async",),
+        make="vllm_mmcache.body.vllm_side:add_layer",
+        vllm=TESTED_VLLM,
+        process="api",
+        args_used=("app",),
+        on_mismatch="off",
+        why="megabytes of base64 are parsed, validated and copied as text on every turn; --middleware needs a flag",
+        upstream="44688: requests wait for a busy frontend",
+        remove_when="vLLM has a seam for middleware that needs no flag, or takes images out of bodies itself",
+    ),
 )
 
 
@@ -202,7 +282,20 @@ PROVEN_ON: dict[str, frozenset[str]] = {
     "image_spans": frozenset({"cpu"}),
     "resumed_images": frozenset({"cpu"}),
     "image_checkpoints": frozenset({"cpu"}),
+    "metrics": frozenset({"cpu"}),
 }
+
+# A group is off where vLLM has this symbol, and so does the same by itself.
+OVERTAKEN_BY: dict[str, str] = {"lazy_media": "vllm.multimodal.media.image:ImageMediaIO.load_bytes_lazy"}
+
+# A group is off where the body of this symbol reads a name with this in it, and so does the same by itself. (The
+# proposal 56818 has the last multimodal feature's end on the request, under a name that isn't settled.)
+OVERTAKEN_WHERE: dict[str, tuple[str, str]] = {
+    "image_checkpoints": ("vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split", "mm_")
+}
+
+# A group can't work without another.
+NEEDS: dict[str, str] = {"lifted_bodies": "lazy_media"}
 
 
 def groups() -> dict[str, list[Swap]]:

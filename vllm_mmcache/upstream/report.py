@@ -7,7 +7,7 @@ from vllm_mmcache import settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.upstream import bodies, swap, vllm_version
 from vllm_mmcache.upstream.ledger import groups
-from vllm_mmcache.upstream.start import why_off
+from vllm_mmcache.upstream.start import why_alone, why_off
 
 
 def report() -> list[dict[str, Any]]:
@@ -18,8 +18,9 @@ def report() -> list[dict[str, Any]]:
     version = vllm_version()
     in_force = settings.current()
     rows: list[dict[str, Any]] = []
+    groups_on: set[str] = set()
     for group, members in groups().items():
-        reason = why_off(group)
+        reason = why_off(group) or why_alone(group, groups_on)
         state = "off" if reason else "on"
         if not reason:
             try:
@@ -29,6 +30,8 @@ def report() -> list[dict[str, Any]]:
             except SwapError as error:
                 reason = str(error)
                 state = "refused" if any(m.on_mismatch == "refuse" for m in members) else "off"
+        if state == "on":
+            groups_on.add(group)
         rows += [
             {
                 "group": group,

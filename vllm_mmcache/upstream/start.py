@@ -3,11 +3,12 @@
 
 import logging
 import multiprocessing
+from collections.abc import Collection
 
 from vllm_mmcache import __version__, settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.upstream import swap, vllm_version
-from vllm_mmcache.upstream.ledger import PROVEN_ON, groups
+from vllm_mmcache.upstream.ledger import NEEDS, OVERTAKEN_BY, OVERTAKEN_WHERE, PROVEN_ON, groups
 from vllm_mmcache.upstream.seams import SEAMS
 
 logger = logging.getLogger("vllm.mmcache")
@@ -22,9 +23,11 @@ def start() -> list[swap.Outcome]:
     Raises: SettingsError; SwapError where a group must not be missing.
     """
     version = vllm_version()
-    outcomes = []
+    outcomes: list[swap.Outcome] = []
     for group, members in groups().items():
-        reason = why_off(group)
+        if process_name() != "api" and all(member.process == "api" for member in members):
+            continue  # would import the server into a process that has none
+        reason = why_off(group) or why_alone(group, {outcome.group for outcome in outcomes if outcome.state == "on"})
         if reason:
             outcomes.append(swap.Outcome(group, "off", reason))
         else:
@@ -60,7 +63,17 @@ def why_off(group: str) -> str:
         platform = current_platform.device_type
         if platform not in PROVEN_ON[group]:
             return f"not yet proven on {platform}: switch on with MMCACHE_{group.upper()}=1"
+    if group in OVERTAKEN_BY and swap.is_there(OVERTAKEN_BY[group]):
+        return f"vLLM has its own: {OVERTAKEN_BY[group]}"
+    if group in OVERTAKEN_WHERE and swap.reads_name(*OVERTAKEN_WHERE[group]):
+        return f"vLLM has its own: {OVERTAKEN_WHERE[group][0]}"
     return ""
+
+
+def why_alone(group: str, groups_on: Collection[str]) -> str:
+    """Why a group can't do without another that is not on; empty if it can, or need not."""
+    needed = NEEDS.get(group)
+    return "" if needed is None or needed in groups_on else f"needs {needed}, which is off"
 
 
 def _install(group: str, members: list[swap.Swap], version: str) -> swap.Outcome:

@@ -136,6 +136,24 @@ def is_replaced(target: str) -> bool:
     return isinstance(inspect.getattr_static(owner, attribute), Replacement)
 
 
+def is_there(target: str) -> bool:
+    """Whether "module:Owner.attr" exists in this vLLM."""
+    try:
+        resolve_owner(target)
+    except SymbolMissing:
+        return False
+    return True
+
+
+def reads_name(target: str, part: str) -> bool:
+    """Whether the body of the function "module:Owner.attr" reads an attribute or a global with `part` in its name."""
+    try:
+        owner, attribute = resolve_owner(target)
+    except SymbolMissing:
+        return False
+    return any(part in name for name in getattr(owner, attribute).__code__.co_names)
+
+
 def resolve_owner(target: str) -> tuple[Any, str]:
     """Import the module of "module:Owner.attr" and find the owner. Raises: SymbolMissing."""
     module_name, _, path = target.partition(":")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.image_questions.worker import counted, totals
 from benchmarks.image_questions.workloads import (
     Asks,
     Shape,
@@ -114,9 +115,9 @@ def test_bounds_of_the_policy(pool: EnginePool, config: EngineConfig, monkeypatc
         bounds = {"checkpoints_per_request": most, "checkpoint_min_tokens": apart}
         monkeypatch.setattr(settings, "_current", settings.load_settings(bounds))
         rig.make_cold()
-        before = events.totals().get("checkpoints_made", 0)
+        before = events.CHECKPOINTS_MADE.value
         answer = one(rig, user(filler(shape.words), picture(1, shape.size), shape.question(0)))
-        assert events.totals().get("checkpoints_made", 0) - before == made
+        assert events.CHECKPOINTS_MADE.value - before == made
         asked = one(rig, user(filler(shape.words), picture(1, shape.size), shape.question(1)))
         end = rig.image_spans(answer)[0][1] // rig.block_tokens * rig.block_tokens
         assert asked.num_cached_tokens == (end if made else 0)
@@ -134,7 +135,7 @@ def test_300_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
     rng = random.Random(4)
     rig = pool.get(config)
     size = SHAPES[config.family].size
-    before, preempted = events.totals(), rig.num_preemptions()
+    before, preempted = totals(), rig.num_preemptions()
     answers: list[Answer] = []
     for _ in range(50):
         rendered, salts = [], []
@@ -145,7 +146,7 @@ def test_300_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
             rendered.append(rig.render([user(*parts, filler(rng.randint(1, 60), rng.randint(0, 9)))]))
             salts.append(rng.choice([None, None, "one", "other"]))
         answers += rig.ask_rendered(rendered, [rng.randint(1, 24) for _ in rendered], salts)
-    counts = {name: total - before.get(name, 0) for name, total in events.totals().items()}
+    counts = counted(before)
     print(counts, rig.num_preemptions() - preempted, "preemptions")
     assert len(answers) == 300
     assert counts["checkpoints_made"] > 20

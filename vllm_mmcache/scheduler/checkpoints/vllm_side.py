@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from vllm_mmcache import events, settings
 from vllm_mmcache.scheduler.checkpoints.learner import Learner, Live
-from vllm_mmcache.scheduler.checkpoints.positions import Checkpoint, candidates, choose
+from vllm_mmcache.scheduler.checkpoints.positions import KINDS, Checkpoint, candidates, choose
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -103,8 +103,8 @@ class Checkpoints:
         if kept is not None and kept.hit_tokens == hit_tokens:
             return
         if hit_tokens and self.live.use(self._key(request, hit_tokens)):
-            events.count("checkpoints_used")
-            events.count("checkpoint_tokens_saved", hit_tokens)
+            events.CHECKPOINTS_USED.add()
+            events.CHECKPOINT_TOKENS_SAVED.add(hit_tokens)
         if not request.mm_features:
             setattr(request, _PLAN, Plan(self, hit_tokens, frozenset(), ()))
             return
@@ -114,8 +114,12 @@ class Checkpoints:
         for checkpoint in found:
             if checkpoint.tokens == junction:  # it would have been used
                 self.learner.pays(checkpoint.kinds)
-        events.count("checkpoints_evicted_unused", self.live.sweep(self._is_cached))
-        kinds = self.learner.ask() if kept is None else kept.kinds
+        events.CHECKPOINTS_EVICTED_UNUSED.add(self.live.sweep(self._is_cached))
+        if kept is None:
+            kinds = self.learner.ask()
+            events.CHECKPOINT_REQUESTS_BACKED_OFF.add(kinds != KINDS)
+        else:
+            kinds = kept.kinds
         in_force = settings.current()
         by_vllm = {(request.num_prompt_tokens - 1) // self.block_tokens * self.block_tokens, junction}
         chosen = choose(found, by_vllm, kinds, in_force.checkpoints_per_request, in_force.checkpoint_min_tokens)
@@ -135,8 +139,8 @@ class Checkpoints:
             if manager.kv_cache_group_id == self.group and self.live.add(
                 self._key(request, checkpoint.tokens), checkpoint
             ):
-                events.count("checkpoints_made")
-            events.count("checkpoint_blocks", len(kept))
+                events.CHECKPOINTS_MADE.add()
+            events.CHECKPOINT_BLOCKS.add(len(kept))
 
     def _key(self, request: Any, tokens: int) -> bytes:
         """The block key of the prefix of `tokens` tokens, which says everything that the prefix depends on."""

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounded tables: what goes first, both budgets, threads, and that an entry costs no more than it counts for."""
+
+import secrets
+import threading
+import tracemalloc
+
+from vllm_mmcache.body.payload import TEXT_COST_BYTES
+from vllm_mmcache.bounded import Bounded, Budget
+from vllm_mmcache.media.records import MAX_MM_HASHES, RECORD_COST_BYTES, Key, Record
+
+
+def table(entries: int = 3, size_bytes: int = 1000) -> Bounded[int, str]:
+    return Bounded(lambda: Budget(entries, size_bytes), 100)
+
+
+def test_least_recently_used_goes_first() -> None:
+    known = table()
+    for key in range(3):
+        known.admit(key, str(key))
+    assert known.get(0) == "0"
+    known.admit(3, "3")
+    assert [known.get(key) for key in range(4)] == ["0", None, "2", "3"]
+
+
+def test_the_first_value_is_kept() -> None:
+    known = table()
+    assert known.admit(1, "first") == "first"
+    assert known.admit(1, "second") == "first"
+
+
+def test_bytes_budget() -> None:
+    known = table(entries=100, size_bytes=250)
+    for key in range(10):
+        known.admit(key, str(key))
+    assert (len(known), known.size_bytes) == (2, 200)
+    known.clear()
+    assert not len(known)
+
+
+def test_threads() -> None:
+    known = table(entries=50, size_bytes=10**6)
+
+    def work(first: int) -> None:
+        for key in range(first, first + 2000):
+            known.admit(key, str(key))
+            assert known.get(key) in (None, str(key))
+
+    threads = [threading.Thread(target=work, args=(number * 1000,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(known) == 50
+
+
+def test_mm_hashes_are_bounded() -> None:
+    record = Record((1, 1), "RGB", None)
+    for number in range(2 * MAX_MM_HASHES):
+        record.keep_mm_hash(number, str(number))
+    assert record.mm_hash(0) is None
+    assert record.mm_hash(2 * MAX_MM_HASHES - 1) == str(2 * MAX_MM_HASHES - 1)
+
+
+def test_entries_cost_no_more_than_they_count_for() -> None:
+    """Measured: what a full record, and a text, really take."""
+
+    def new_record(records: Bounded[Key, Record]) -> None:
+        record = Record((1280, 720), "RGB", {"image_mode": "RGB", "rgba_background_color": (255, 255, 255)})
+        for _ in range(MAX_MM_HASHES):
+            record.keep_mm_hash(("blake3", "image", secrets.token_hex(32)), secrets.token_hex(32))
+        records.admit(Key(secrets.token_bytes(32), ("ImageMediaIO", "RGB", (255, 255, 255), 10**9)), record)
+
+    def new_text(texts: Bounded[bytes, bytes]) -> None:
+        texts.admit(secrets.token_bytes(32), secrets.token_bytes(32))
+
+    for new, cost_bytes in ((new_record, RECORD_COST_BYTES), (new_text, TEXT_COST_BYTES)):
+        known: Bounded[object, object] = Bounded(lambda: Budget(10**6, 10**9), cost_bytes)
+        tracemalloc.start()
+        for _ in range(500):
+            new(known)  # type: ignore[arg-type]
+        taken_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        print(new.__name__, taken_bytes // 500, "bytes each")
+        assert taken_bytes <= known.size_bytes

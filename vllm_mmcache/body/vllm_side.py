@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adds the layer to vLLM's application, as the innermost middleware, and says which requests it may touch.
+
+API server process, once while the application is built. It must never let a reference reach a consumer that does not
+ask vLLM's image loader: another media connector, another renderer than the Hugging Face one, a store of messages.
+"""
+
+from typing import Any
+
+import vllm.envs as envs
+
+from vllm_mmcache import events, settings
+from vllm_mmcache.body.layer import LiftImages, Scope
+
+
+def add_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of init_entrypoints_middleware(args, app, ...)."""
+    outcome = wrapped(*args, **kwargs)
+    from starlette.middleware import Middleware
+
+    app = kwargs["app"] if "app" in kwargs else args[1]
+    app.user_middleware.append(Middleware(LiftImages, may_lift=may_lift))  # the first is the outermost
+    events.expose()
+    return outcome
+
+
+def may_lift(scope: Scope, path: str) -> bool:
+    """Whether every image of this request goes to vLLM's image loader, and nowhere else."""
+    now = settings.current()
+    if now.lifted_bodies is False or now.lazy_media is False:
+        return False
+    if envs.VLLM_MEDIA_CONNECTOR != "http":
+        return False
+    if path.startswith("/v1/responses") and envs.VLLM_ENABLE_RESPONSES_API_STORE:
+        return False  # a later request may name this one's messages
+    from vllm.renderers.hf import HfRenderer
+
+    state = scope["app"].state
+    online_renderer = getattr(state, "online_renderer", None)
+    vllm_config = getattr(state, "vllm_config", None)
+    return (
+        vllm_config is not None
+        and vllm_config.model_config.is_multimodal_model
+        and type(getattr(online_renderer, "renderer", None)) is HfRenderer
+    )

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A table with two budgets, entries and bytes, that lets go of what was used longest ago. Any process, any thread.
+
+It knows nothing of what it holds; the caller says what an entry costs. It must never grow past a budget.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, NamedTuple, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Budget(NamedTuple):
+    """What a table may hold."""
+
+    entries: int
+    size_bytes: int
+
+
+class Bounded(Generic[K, V]):
+    """Least recently used goes first. Units: cost_bytes is what one entry counts for.
+
+    The budget is asked for at every admission, so that settings read later count too.
+    """
+
+    def __init__(self, budget: Callable[[], Budget], cost_bytes: int) -> None:
+        self._budget = budget
+        self._cost_bytes = cost_bytes
+        self._entries: OrderedDict[K, V] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: K) -> V | None:
+        """The value, which is now the most recently used; None where it is not known."""
+        with self._lock:
+            value = self._entries.get(key)
+            if value is not None:
+                self._entries.move_to_end(key)
+            return value
+
+    def admit(self, key: K, value: V) -> V:
+        """Keep `value` unless the key is known already; returns what is kept. May evict others."""
+        entries, size_bytes = self._budget()
+        limit = min(entries, size_bytes // self._cost_bytes)
+        with self._lock:
+            kept = self._entries.setdefault(key, value)
+            self._entries.move_to_end(key)
+            while len(self._entries) > limit:
+                self._entries.popitem(last=False)
+            return kept
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def size_bytes(self) -> int:
+        """What the entries count for together."""
+        return len(self._entries) * self._cost_bytes
