@@ -24,6 +24,9 @@ def test_command_line_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     ("variable", "value", "said"),
     [
         ("MMCACHE_BLOCK_KEYS", "maybe", ["MMCACHE_BLOCK_KEYS", "maybe", "allowed: 1, true", "default None"]),
+        ("MMCACHE_LAZY_MEDIA", "maybe", ["MMCACHE_LAZY_MEDIA", "maybe", "allowed: 1, true", "default None"]),
+        ("MMCACHE_MEDIA_RECORDS", "0", ["MMCACHE_MEDIA_RECORDS", "'0'", "greater than or equal to 1", "default 65536"]),
+        ("MMCACHE_MEDIA_RECORDS_BYTES", "64MB", ["MMCACHE_MEDIA_RECORDS_BYTES", "'64MB'", "allowed: int"]),
         ("MMCACHE_BLOKC_KEYS", "1", ["MMCACHE_BLOKC_KEYS", "did you mean MMCACHE_BLOCK_KEYS"]),
     ],
 )
