@@ -208,8 +208,10 @@ def differences(seen: Any, stock: Any, where: str = "") -> list[str]:
 def parse(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:  # server-sent events
-        return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    except ValueError:  # server-sent events; how many tokens come in one depends on the load
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        choices = [choice for event in events for choice in event["choices"]]
+        return ["".join(choice["delta"].get("content") or "" for choice in choices), choices[-1]["finish_reason"]]
 
 
 def ask(url: str, path: str, request: Any) -> tuple[int, Any, Any]:
