@@ -30,6 +30,9 @@ def test_command_line_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MMCACHE_STORE", "/a /b", ["MMCACHE_STORE", "only one directory"]),
         ("MMCACHE_STORE", "redis://a,redis://b", ["MMCACHE_STORE", "only one URL"]),
         ("MMCACHE_STORE_REMOTE_TTL_S", "0", ["MMCACHE_STORE_REMOTE_TTL_S", "greater than or equal to 1"]),
+        ("MMCACHE_LAZY_MEDIA", "maybe", ["MMCACHE_LAZY_MEDIA", "maybe", "allowed: 1, true", "default None"]),
+        ("MMCACHE_MEDIA_RECORDS", "0", ["MMCACHE_MEDIA_RECORDS", "'0'", "greater than or equal to 1", "default 65536"]),
+        ("MMCACHE_MEDIA_RECORDS_BYTES", "much", ["MMCACHE_MEDIA_RECORDS_BYTES", "'much'", "such as 512MiB"]),
         ("MMCACHE_BLOKC_KEYS", "1", ["MMCACHE_BLOKC_KEYS", "did you mean MMCACHE_BLOCK_KEYS"]),
     ],
 )

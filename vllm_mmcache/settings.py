@@ -86,8 +86,8 @@ class Settings(BaseSettings):
         ge=1,
         description="How many images, and how many base64 texts, a process may know at a time.",
     )
-    media_records_bytes: int = Field(
-        default=64 << 20,
+    media_records_bytes: ByteSize = Field(
+        default=ByteSize(64 << 20),
         ge=1 << 16,
         description="How many bytes what is known about images may take, and the same for base64 texts.",
     )

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from vllm_mmcache import settings
-from vllm_mmcache.upstream import start
-from vllm_mmcache.upstream.ledger import PROVEN_ON, groups
+from vllm_mmcache.upstream import start, swap
+from vllm_mmcache.upstream.ledger import NEEDS, OVERTAKEN_BY, PROVEN_ON, groups
 from vllm_mmcache.upstream.seams import SEAMS
 
 
@@ -27,6 +27,9 @@ def test_every_group_and_seam_belongs_together() -> None:
     assert {seam.group for seam in SEAMS} <= set(groups())
     assert set(PROVEN_ON) <= set(groups())
     assert set(PROVEN_ON) <= set(settings.Settings.model_fields)
+    assert set(OVERTAKEN_BY) | set(NEEDS) | set(NEEDS.values()) <= set(groups())
+    order = list(groups())
+    assert all(order.index(needed) < order.index(group) for group, needed in NEEDS.items())
 
 
 def test_a_room_steps_aside_where_vllm_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,3 +43,29 @@ def test_a_room_steps_aside_where_vllm_does_the_same(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Scheduler, "_mamba_block_aligned_split", _mamba_block_aligned_split)
     assert start.why_off("image_checkpoints").startswith("vLLM has its own")
+
+
+@pytest.mark.parametrize("group", OVERTAKEN_BY)
+def test_a_room_steps_aside(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This vLLM does not do it itself; where the symbol is there, the room is off and says which it is."""
+    monkeypatch.setattr(settings, "_current", settings.Settings())
+    assert start.why_off(group) == ""
+    owner, name = swap.resolve_owner(OVERTAKEN_BY[group].rpartition(".")[0])
+    monkeypatch.setattr(getattr(owner, name), OVERTAKEN_BY[group].rpartition(".")[2], print, raising=False)
+    assert start.why_off(group) == f"vLLM has its own: {OVERTAKEN_BY[group]}"
+
+
+def test_a_room_needs_another() -> None:
+    assert start.why_alone("lifted_bodies", {"lazy_media"}) == ""
+    assert start.why_alone("lifted_bodies", set()) == "needs lazy_media, which is off"
+    assert start.why_alone("settings", set()) == ""
+
+
+def test_rooms_of_the_api_server_are_not_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "_install", lambda group, members, version: swap.Outcome(group, "on"))
+    monkeypatch.setattr(start, "_say", lambda version, outcomes: None)
+    for process, there in (("api", True), ("engine", False), ("worker", False)):
+        monkeypatch.setattr(start, "process_name", lambda process=process: process)
+        on = {outcome.group for outcome in start.start()}
+        assert ({"lazy_media", "lifted_bodies"} <= on) == there
+        assert "settings" in on

@@ -13,7 +13,7 @@ from typing import Any
 from vllm_mmcache import events
 from vllm_mmcache.body import references
 from vllm_mmcache.body.lift import lift
-from vllm_mmcache.body.scan import MIN_TEXT_BYTES
+from vllm_mmcache.body.scan import MIN_TEXT_BYTES, NEEDLE
 from vllm_mmcache.body.shapes import WALKERS, Walker
 
 Scope = MutableMapping[str, Any]
@@ -40,7 +40,7 @@ class LiftImages:
         body = b"".join([message.get("body", b"") for message in messages])
         del messages
         with events.BODY_SECONDS.seconds():
-            lifted = await asyncio.to_thread(lift, body, walker)
+            lifted = await asyncio.to_thread(lift, body, walker) if NEEDLE in body else None
         if lifted is None:
             return await self.app(scope, _again(_one(body), receive), send)
         events.BYTES_LIFTED.add(lifted.num_bytes)

@@ -11,25 +11,25 @@ from collections.abc import Iterator
 
 MIN_TEXT_BYTES = 1024  # a shorter image costs less than looking at it
 
-_NEEDLE = b'"data'
+NEEDLE = b'"data'  # a body without it has no candidate
 _DATA_URL = re.compile(rb'"data:image(?:/|\\/|\\u002[fF])[^",\\\x00-\x1f]{1,100};base64,')
 _DATA_KEY = re.compile(rb'"data"[ \t\r\n]*:[ \t\r\n]*"')
 
 
 def find_texts(body: bytes) -> Iterator[tuple[int, int]]:
     """The (start, end) of each candidate's base64 text as it stands in the body, in order, apart from each other."""
-    at = body.find(_NEEDLE)
+    at = body.find(NEEDLE)
     while at >= 0:
         opened = None if _is_escaped(body, at) else _DATA_URL.match(body, at) or _DATA_KEY.match(body, at)
         if opened is None:
-            at = body.find(_NEEDLE, at + 1)
+            at = body.find(NEEDLE, at + 1)
             continue
         start, end = opened.end(), body.find(b'"', opened.end())
         if end < 0:
             return
         if end - start >= MIN_TEXT_BYTES and body[end - 1] != ord("\\"):
             yield start, end
-        at = body.find(_NEEDLE, end)
+        at = body.find(NEEDLE, end)
 
 
 def _is_escaped(body: bytes, at: int) -> bool:
