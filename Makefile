@@ -8,10 +8,10 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint check-upstream bench-block-keys bench-gemma3 clean
+.PHONY: help venv demo test lint check-upstream bench-block-keys bench-gemma3 bench-image-questions clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml scripts/make_venv
 	@scripts/make_venv "$(PYTHON)" "$(VENV)"
@@ -38,6 +38,9 @@ bench-block-keys: $(STAMP)  ## time the block keys
 
 bench-gemma3: $(STAMP)  ## Gemma 3, stock and plugin: exactness, splits under load, prefill time
 	@$(BIN)/python -m benchmarks.gemma3_attention.run $(ARGS)
+
+bench-image-questions: $(STAMP)  ## the second question about an image: cached tokens, cost of a cold request (about 15 minutes)
+	@$(BIN)/python -m benchmarks.image_questions.run $(ARGS)
 
 clean:  ## remove .venv, built models, logs and tool caches
 	rm -rf $(VENV) .artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

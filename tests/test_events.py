@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters: many threads, and what prometheus shows, in one process and in several."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -60,3 +61,14 @@ def test_several_processes(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SEVERAL], env=environment, capture_output=True, text=True, timeout=60)
     assert "mmcache:bytes_lifted_total 42.0" in done.stdout, done.stderr
     assert "mmcache:images_decoded_total 0.0" in done.stdout
+
+
+def test_bookkeeping_never_fails_a_request(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One log line per room, with the traceback; what follows goes on."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    for _ in range(3):
+        with events.guarded("a room"):
+            raise KeyError("lost")
+    assert [record.message for record in caplog.records] == [
+        "mmcache: bookkeeping of a room failed; requests go on without it"
+    ]

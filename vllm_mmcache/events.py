@@ -6,10 +6,15 @@ processes (PROMETHEUS_MULTIPROC_DIR) after plugins are loaded. Counting must nev
 """
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+
+logger = logging.getLogger("vllm.mmcache")
+
+_logged: set[str] = set()
 
 
 class Counter:
@@ -120,6 +125,17 @@ def expose() -> None:
     """Show all counters, also those that are still zero."""
     for counter in COUNTERS:
         counter.expose()
+
+
+@contextlib.contextmanager
+def guarded(room: str) -> Iterator[None]:
+    """Our own bookkeeping: an error in it is logged once per room and never fails a request."""
+    try:
+        yield
+    except Exception:
+        if room not in _logged:
+            _logged.add(room)
+            logger.exception("mmcache: bookkeeping of %s failed; requests go on without it", room)
 
 
 def take_engine_counts() -> dict[str, int]:

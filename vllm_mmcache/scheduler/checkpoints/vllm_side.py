@@ -34,7 +34,8 @@ def plan_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     room = _room_of(instance)
     if room is not None:
         request = args[0] if args else kwargs["request"]
-        room.plan(request, hit_tokens=outcome[1], junction_tokens=outcome[2])
+        with events.guarded("image_checkpoints"):
+            room.plan(request, hit_tokens=outcome[1], junction_tokens=outcome[2])
     return outcome
 
 
@@ -64,7 +65,8 @@ def keep_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     kwargs = kwargs | {"replay_boundaries": [*kwargs["replay_boundaries"], *(c.tokens for c in checkpoints)]}
     before = instance.num_cached_block.get(request.request_id, 0)
     outcome = wrapped(*args, **kwargs)
-    getattr(request, _PLAN).room.note_kept(request, instance, before, checkpoints)
+    with events.guarded("image_checkpoints"):
+        getattr(request, _PLAN).room.note_kept(request, instance, before, checkpoints)
     return outcome
 
 
