@@ -23,6 +23,10 @@ class Shape:
     size: tuple[int, int]
     words: int  # of text before the image
 
+    def text(self, image: int) -> str:
+        """What precedes an image: other words for each image, from the first one on."""
+        return f"{image}.{filler(self.words, image)}"
+
     def question(self, number: int) -> str:
         """A question that differs from the others from its first word on."""
         return f"{number}:{filler(300, number)}?"
@@ -35,14 +39,14 @@ def questions(shape: Shape, images: int, count: int) -> Asks:
     """All questions about one image, then the next image."""
     for image in range(images):
         for number in range(count):
-            yield number > 0, [user(filler(shape.words), picture(image, shape.size), shape.question(number))]
+            yield number > 0, [user(shape.text(image), picture(image, shape.size), shape.question(number))]
 
 
 def interleaved(shape: Shape, images: int, count: int) -> Asks:
     """A question about every image, then the next question."""
     for number in range(count):
         for image in range(images):
-            yield number > 0, [user(filler(shape.words), picture(image, shape.size), shape.question(number))]
+            yield number > 0, [user(shape.text(image), picture(image, shape.size), shape.question(number))]
 
 
 def demos(shape: Shape, queries: int) -> Asks:
