@@ -12,6 +12,12 @@ _SETTINGS_WHY = (
 _SETTINGS_UPSTREAM = "none: no public hook hands VllmConfig to a general plugin"
 _SETTINGS_REMOVE = "general plugins are handed the VllmConfig"
 
+_FEATURES_UPSTREAM = (
+    "vLLM's encoder-cache connector makes the scheduler promise what only the worker can load; a promise that fails "
+    "ends the engine with `Encoder cache miss`"
+)
+_FEATURES_REMOVE = "a connector may decline an item in the worker, and is handed the item with its inputs"
+
 LEDGER: tuple[Swap, ...] = (
     Swap(
         name="settings.api",
@@ -192,6 +198,84 @@ LEDGER: tuple[Swap, ...] = (
         upstream="56818",
         remove_when="vLLM keeps the states at image boundaries",
     ),
+    Swap(
+        name="features.open",
+        group="features",
+        target="vllm.v1.worker.gpu_worker:Worker.load_model",
+        make="vllm_mmcache.features.vllm_side:open_after_load",
+        vllm=TESTED_VLLM,
+        process="worker",
+        args_used=(),
+        on_mismatch="off",
+        why="the store belongs to one model, and its identity holds a digest of the vision weights as loaded",
+        upstream=_FEATURES_UPSTREAM,
+        remove_when=_FEATURES_REMOVE,
+    ),
+    Swap(
+        name="features.take",
+        group="features",
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._batch_mm_inputs_from_scheduler",
+        make="vllm_mmcache.features.vllm_side:take_known",
+        vllm=TESTED_VLLM,
+        process="worker",
+        args_used=("scheduler_output",),
+        on_mismatch="off",
+        why="an image whose features are stored needs no run of the vision tower",
+        upstream=_FEATURES_UPSTREAM,
+        remove_when=_FEATURES_REMOVE,
+    ),
+    Swap(
+        name="features.save",
+        group="features",
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._cache_encoder_output",
+        make="vllm_mmcache.features.vllm_side:save_new",
+        vllm=TESTED_VLLM,
+        process="worker",
+        args_used=("mm_hash", "output"),
+        on_mismatch="off",
+        why="what the tower gave is to be found by later requests",
+        upstream=_FEATURES_UPSTREAM,
+        remove_when=_FEATURES_REMOVE,
+    ),
+    Swap(
+        name="features.reset",
+        group="features",
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.reset_encoder_cache",
+        make="vllm_mmcache.features.vllm_side:doubt_weights",
+        vllm=TESTED_VLLM,
+        process="worker",
+        args_used=(),
+        on_mismatch="off",
+        why="vLLM calls it when weights were replaced in place: features of the old weights must not be used",
+        upstream=_FEATURES_UPSTREAM,
+        remove_when=_FEATURES_REMOVE,
+    ),
+    Swap(
+        name="features.update",
+        group="features",
+        target="vllm.v1.worker.gpu_worker:Worker.update_weights",
+        make="vllm_mmcache.features.vllm_side:doubt_weights",
+        vllm=TESTED_VLLM,
+        process="worker",
+        args_used=(),
+        on_mismatch="off",
+        why="weight transfer can write into parameters without the model's load_weights",
+        upstream=_FEATURES_UPSTREAM,
+        remove_when=_FEATURES_REMOVE,
+    ),
+    Swap(
+        name="features.close",
+        group="features",
+        target="vllm.v1.worker.gpu_worker:Worker.shutdown",
+        make="vllm_mmcache.features.vllm_side:close_at_shutdown",
+        vllm=TESTED_VLLM,
+        process="worker",
+        args_used=(),
+        on_mismatch="off",
+        why="features that wait for the disk are written before the worker ends",
+        upstream=_FEATURES_UPSTREAM,
+        remove_when=_FEATURES_REMOVE,
+    ),
 )
 
 
@@ -202,6 +286,7 @@ PROVEN_ON: dict[str, frozenset[str]] = {
     "image_spans": frozenset({"cpu"}),
     "resumed_images": frozenset({"cpu"}),
     "image_checkpoints": frozenset({"cpu"}),
+    "features": frozenset({"cpu"}),
 }
 
 
