@@ -16,8 +16,10 @@ MAY_IMPORT_VLLM = {
     "upstream/start.py",  # asks for the platform
     "cli/doctor.py",  # reports on it
     "attention/seam.py",  # the public registries
-    "models/seam.py",
+    "models/registration.py",  # the public registry
     "models/gemma3.py",  # derives from vLLM's class
+    "models/qwen.py",
+    "features/vllm_facts.py",  # asks for platform, version and ranks, beside the room's vllm_side.py
 }
 
 

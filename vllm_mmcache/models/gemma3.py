@@ -49,5 +49,6 @@ class CountedGemma3(CountedTower, ImageSpanGemma3):
 
     def patches_of(self, pixels: torch.Tensor) -> int:
         """Shapes: (num_crops, 3, height, width) in pixels."""
-        side: int = self.config.vision_config.patch_size
-        return len(pixels) * (pixels.shape[-2] // side) * (pixels.shape[-1] // side)
+        side = self.config.vision_config.patch_size
+        patches: int = len(pixels) * (pixels.shape[-2] // side) * (pixels.shape[-1] // side)
+        return patches
