@@ -15,6 +15,7 @@ MAY_IMPORT_VLLM = {
     "upstream/__init__.py",  # asks for the version
     "upstream/start.py",  # asks for the platform
     "cli/doctor.py",  # reports on it
+    "cli/warm.py",  # starts an engine
     "attention/seam.py",  # the public registries
     "models/registration.py",  # the public registry
     "models/gemma3.py",  # derives from vLLM's class

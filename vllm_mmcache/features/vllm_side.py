@@ -110,3 +110,8 @@ def counts() -> dict[str, dict[str, float]]:
             for name, amount in amounts.items():
                 into[name] = into.get(name, 0) + amount
     return total
+
+
+def flush(timeout_s: float) -> bool:
+    """Wait until all that was saved in this process is written or given up. Returns False after `timeout_s`."""
+    return all(room.store.flush(timeout_s) for room in _rooms)
