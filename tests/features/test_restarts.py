@@ -14,8 +14,8 @@ import torch
 from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
 from tests.exactness.expect import assert_exact
 from tests.exactness.scenarios import filler, one, picture, user
-from tests.features.conftest import Server
-from tests.features.test_tower_runs import Put, Runs, ask_named, features_by_image, put  # noqa: F401  a fixture
+from tests.features.conftest import Put, Server
+from tests.features.towers import Runs, ask_named, features_by_image
 from vllm_mmcache.zoo import FAMILIES
 
 pytestmark = pytest.mark.engine
@@ -41,15 +41,13 @@ def assert_same_features(found: dict[str, torch.Tensor], expected: dict[str, tor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_restart_with_a_filled_disk(alone: EnginePool, put: Put, tmp_path: Path, family: str) -> None:  # noqa: F811
+def test_a_restart_with_a_filled_disk(alone: EnginePool, put: Put, tmp_path: Path, family: str) -> None:
     put(store=str(tmp_path), tower_trap=True)
     first = alone.get(EngineConfig(family))
     before = ask(first, 600, 601)
     saved = features_by_image(first)
     alone.close()
-    runs = Runs()
-    second = alone.get(EngineConfig(family))
-    assert runs.new() >= 0  # what vLLM runs at start
+    second, runs = alone.get(EngineConfig(family)), Runs()
     after = ask(second, 601, 600)
     assert runs.new() == 0
     assert_same_features(features_by_image(second), saved)
@@ -58,7 +56,7 @@ def test_a_restart_with_a_filled_disk(alone: EnginePool, put: Put, tmp_path: Pat
     assert_exact(second, after)
 
 
-def test_a_second_replica(alone: EnginePool, put: Put, server: Server) -> None:  # noqa: F811
+def test_a_second_replica(alone: EnginePool, put: Put, server: Server) -> None:
     put(store=server.url, store_remote_timeout_s=1, tower_trap=True)
     first = alone.get(QWEN)
     ask(first, 602, 603)
@@ -72,7 +70,7 @@ def test_a_second_replica(alone: EnginePool, put: Put, server: Server) -> None: 
     assert_exact(second, answers)
 
 
-def test_a_server_that_dies(alone: EnginePool, put: Put, server: Server) -> None:  # noqa: F811
+def test_a_server_that_dies(alone: EnginePool, put: Put, server: Server) -> None:
     """Answers stay right while it is gone, and when it is back and empty."""
     put(store=server.url, store_remote_timeout_s=1)
     rig = alone.get(QWEN)
@@ -88,7 +86,7 @@ def test_a_server_that_dies(alone: EnginePool, put: Put, server: Server) -> None
     assert_exact(rig, answers)
 
 
-def test_spoiled_files(alone: EnginePool, put: Put, tmp_path: Path) -> None:  # noqa: F811
+def test_spoiled_files(alone: EnginePool, put: Put, tmp_path: Path) -> None:
     """A flipped bit and a cut file: the tower runs, the answer is right, the files are set aside."""
     put(store=str(tmp_path), tower_trap=True)
     rig, runs = alone.get(QWEN), Runs()
@@ -107,7 +105,7 @@ def test_spoiled_files(alone: EnginePool, put: Put, tmp_path: Path) -> None:  # 
     assert_exact(rig, answers)
 
 
-def test_hostile_names_reach_no_path(alone: EnginePool, put: Put, tmp_path: Path) -> None:  # noqa: F811
+def test_hostile_names_reach_no_path(alone: EnginePool, put: Put, tmp_path: Path) -> None:
     put(store=str(tmp_path / "in" / "store"), tower_trap=True)
     rig = alone.get(QWEN)
     answers = [ask_named(rig, 608, name) for name in ("../../x", "/tmp/x", "a\0b", "x" * 1024**2)]
@@ -120,7 +118,7 @@ def test_hostile_names_reach_no_path(alone: EnginePool, put: Put, tmp_path: Path
     assert_exact(rig, answers)
 
 
-def test_a_ram_budget_below_the_images(alone: EnginePool, put: Put) -> None:  # noqa: F811
+def test_a_ram_budget_below_the_images(alone: EnginePool, put: Put) -> None:
     """Three images in rotation, room for two: the tower runs each time, and answers are right."""
     put(tower_trap=True)
     rig = alone.get(QWEN)

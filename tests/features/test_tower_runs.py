@@ -5,18 +5,17 @@ Negative controls: spoiled features spoil the answer, so hits really use them; a
 its own answer; with the room off the tower runs as often as on stock.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
+from tests.exactness.engines import EngineConfig, EnginePool, Rig
 from tests.exactness.expect import Inexact, assert_exact
 from tests.exactness.oracle import Oracle
 from tests.exactness.scenarios import assistant, filler, one, picture, user
-from vllm_mmcache import events, settings
-from vllm_mmcache.features.package import FEATURES
+from tests.features.conftest import Put
+from tests.features.towers import Runs, ask_named, features_by_image
 from vllm_mmcache.zoo import FAMILIES, build_cached
 
 pytestmark = pytest.mark.engine
@@ -24,38 +23,11 @@ pytestmark = pytest.mark.engine
 CONFIGS = [pytest.param(EngineConfig(family), id=family) for family in FAMILIES]
 QWEN = [pytest.param(EngineConfig("qwen3-vl"), id="qwen3-vl")]
 
-Put = Callable[..., None]
-
-
-@pytest.fixture
-def put(monkeypatch: pytest.MonkeyPatch) -> Put:
-    """Puts settings in force for one test."""
-
-    def put_in_force(**values: object) -> None:
-        monkeypatch.setattr(settings, "_current", settings.load_settings(values))
-
-    return put_in_force
-
 
 @pytest.fixture(autouse=True)
 def trapped(put: Put) -> None:
     """No test here may run the tower for an image that is stored."""
     put(tower_trap=True)
-
-
-class Runs:
-    """Images that the tower ran for since the last look."""
-
-    def __init__(self) -> None:
-        self._seen = self._total()
-
-    def new(self) -> int:
-        before, self._seen = self._seen, self._total()
-        return self._seen - before
-
-    @staticmethod
-    def _total() -> int:
-        return int(events.totals().get("tower_images", 0))
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -188,13 +160,6 @@ def test_a_lookup_that_fails_is_a_miss(
     assert_exact(rig, answers)
 
 
-def ask_named(rig: Rig, number: int, name: str) -> Answer:
-    """A question about a picture that the client calls `name`."""
-    prompt, images = rig.render([user(filler(40), picture(number), "What is it?")])
-    (answer,) = rig.ask_rendered([(prompt, images)], [8], uuids=[[name]])
-    return answer
-
-
 @pytest.mark.parametrize("name", ["../../x", "a\0b", "x" * 1024**2], ids=["path", "nul", "1MB"])
 @pytest.mark.parametrize("config", QWEN)
 def test_hostile_names(pool: EnginePool, config: EngineConfig, name: str) -> None:
@@ -262,9 +227,3 @@ def test_image_by_image(pool: EnginePool, config: EngineConfig, put: Put) -> Non
     assert len(found) == len(again) == len(sizes)
     assert all(torch.equal(features, again[name]) for name, features in found.items())
     assert_exact(rig, [together, *alone])
-
-
-def features_by_image(rig: Rig) -> dict[str, torch.Tensor]:
-    """What the RAM tier holds, by content id."""
-    held = rig.features.store.ram._packages.values()
-    return {identity.content_id: package.tensors[FEATURES] for identity, package in held}
