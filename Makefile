@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint check-upstream bench-block-keys bench-gemma3 bench-image-questions clean
+.PHONY: help venv demo test lint check-upstream bench-block-keys bench-gemma3 bench-image-questions bench-features clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,10 @@ bench-gemma3: $(STAMP)  ## Gemma 3, stock and plugin: exactness, splits under lo
 
 bench-image-questions: $(STAMP)  ## the second question about an image: cached tokens, cost of a cold request (about 15 minutes)
 	@$(BIN)/python -m benchmarks.image_questions.run $(ARGS)
+
+bench-features: $(STAMP)  ## images in rotation and after a restart, stock and plugin
+	@$(BIN)/python -m benchmarks.gallery.run $(ARGS)
+	@$(BIN)/python -m benchmarks.restart.run $(ARGS)
 
 clean:  ## remove .venv, built models, logs and tool caches
 	rm -rf $(VENV) .artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -15,9 +15,12 @@ MAY_IMPORT_VLLM = {
     "upstream/__init__.py",  # asks for the version
     "upstream/start.py",  # asks for the platform
     "cli/doctor.py",  # reports on it
+    "cli/warm.py",  # starts an engine
     "attention/seam.py",  # the public registries
-    "models/seam.py",
+    "models/registration.py",  # the public registry
     "models/gemma3.py",  # derives from vLLM's class
+    "models/qwen.py",
+    "features/vllm_facts.py",  # asks for platform, version and ranks, beside the room's vllm_side.py
 }
 
 

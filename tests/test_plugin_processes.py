@@ -47,7 +47,8 @@ def test_processes(tmp_path: Path, model: Path) -> None:
     """On by default; off by configuration, in the engine's process too; nothing at all when disabled."""
     code, on = start(tmp_path, model)
     assert code == 0, on[-3000:]
-    assert "[engine]: 6 on (settings, block_keys, image_spans, resumed_images, image_checkpoints, metrics), 0 off" in on
+    groups = "settings, block_keys, image_spans, resumed_images, image_checkpoints, features, metrics"
+    assert f"[engine]: 7 on ({groups}), 0 off" in on
     assert "mmcache block keys: cumulative layout" in on
 
     code, off = start(tmp_path, model, more='additional_config={"mmcache": {"block_keys": False}}')

@@ -6,6 +6,7 @@
     +-- EnvironmentProblem   this Python environment can't do what was asked (missing package, port in use)
     +-- CausalImages         the attention backend would run a model's images causally, silently wrong
     +-- UnschedulableImage   an image of the model is longer than a step may be
+    +-- TowerTrapped         the vision tower ran for an image whose features are stored (tests only)
     +-- ZooError             an unknown model family, or a directory that can't be written
     +-- StoreError           the feature store can't do what was asked
     |   +-- StoreCorrupt         bytes that are no whole package, or are another package than their name says
@@ -38,6 +39,10 @@ class CausalImages(MMCacheError):
 
 class UnschedulableImage(MMCacheError):
     """An image that must be computed in one step is longer than a step may be."""
+
+
+class TowerTrapped(MMCacheError):
+    """The vision tower was entered for an image whose features are stored, and the setting tower_trap is on."""
 
 
 class ZooError(MMCacheError):

@@ -63,21 +63,21 @@ class EngineCounter(Counter):
         self._taken = 0.0
 
     def add(self, amount: float = 1) -> None:
-        """Count `amount`, a whole number, in the engine."""
+        """Count `amount` in the engine."""
         with self._lock:
             self.value += amount
 
     def take(self) -> int:
-        """What was counted since the last take."""
+        """What was counted since the last take, in millionths, since only whole numbers travel."""
         with self._lock:
-            amount = int(self.value - self._taken)
-            self._taken += amount
-        return amount
+            millionths = round((self.value - self._taken) * 1e6)
+            self._taken = self.value
+        return millionths
 
-    def show(self, amount: int) -> None:
+    def show(self, millionths: int) -> None:
         """Add what an engine has counted to what /metrics shows."""
         self.expose()
-        self._prometheus.inc(amount)
+        self._prometheus.inc(millionths / 1e6)
 
 
 IMAGES_DECODED = Counter("images_decoded", "Images whose pixels were decoded.")
@@ -97,6 +97,11 @@ CHECKPOINT_REQUESTS_BACKED_OFF = EngineCounter(
     "checkpoint_requests_backed_off", "Requests with images for which a kind of checkpoint was given up."
 )
 
+TOWER_IMAGES = EngineCounter("tower_images", "Images that went through the vision tower.")
+TOWER_PATCHES = EngineCounter("tower_patches", "Patches that went through the vision tower.")
+TOWER_SECONDS = EngineCounter("tower_seconds", "Seconds in the vision tower.")
+TOWER_IMAGES_AVOIDED = EngineCounter("tower_images_avoided", "Images whose features were stored, so no tower ran.")
+
 ENGINE_COUNTERS = {
     counter.name: counter
     for counter in (
@@ -106,6 +111,10 @@ ENGINE_COUNTERS = {
         CHECKPOINT_BLOCKS,
         CHECKPOINT_TOKENS_SAVED,
         CHECKPOINT_REQUESTS_BACKED_OFF,
+        TOWER_IMAGES,
+        TOWER_PATCHES,
+        TOWER_SECONDS,
+        TOWER_IMAGES_AVOIDED,
     )
 }
 
@@ -139,11 +148,16 @@ def guarded(room: str) -> Iterator[None]:
 
 
 def take_engine_counts() -> dict[str, int]:
-    """By name, what the engine's counters have counted since the last call; without those that stood still."""
-    return {name: amount for name, counter in ENGINE_COUNTERS.items() if (amount := counter.take())}
+    """By name, in millionths, what the engine has counted since the last call; without what stood still."""
+    return {name: millionths for name, counter in ENGINE_COUNTERS.items() if (millionths := counter.take())}
 
 
-def show_engine_count(name: str, amount: int) -> None:
+def show_engine_count(name: str, millionths: int) -> None:
     """Show what an engine has counted; a name that only a newer engine knows is left out."""
     if name in ENGINE_COUNTERS:
-        ENGINE_COUNTERS[name].show(amount)
+        ENGINE_COUNTERS[name].show(millionths)
+
+
+def totals() -> dict[str, float]:
+    """What was counted in this process, by name."""
+    return {counter.name: counter.value for counter in COUNTERS}

@@ -144,6 +144,17 @@ class Settings(BaseSettings):
             "After a failure it is left alone for 5 s, doubling up to 60 s."
         ),
     )
+    tower_one_by_one: bool = Field(
+        default=False,
+        description=(
+            "Run the vision tower image by image, so that features don't depend on what else was in the batch to the "
+            "last bit, and peak memory is that of one image."
+        ),
+    )
+    tower_trap: bool = Field(
+        default=False,
+        description="Fail the run if the vision tower is entered for an image whose features are stored; for tests.",
+    )
     allow_untested_vllm: bool = Field(
         default=False,
         description=(

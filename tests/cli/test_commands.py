@@ -147,6 +147,33 @@ def test_serve_adds_its_defaults_unless_told_otherwise(tmp_path: Path) -> None:
     assert serve.with_defaults(["--config", str(config)]) == ["--config", str(config), both[1]]
 
 
+def test_serve_keeps_features_in_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kept(*arguments: str, **variables: str) -> str | None:
+        with monkeypatch.context() as patched:
+            for name in ("MMCACHE_STORE", "XDG_CACHE_HOME"):
+                # Set first, so that what the command sets is taken back, too.
+                patched.setenv(name, "")
+                patched.delenv(name)
+            for name, value in variables.items():
+                patched.setenv(name, value)
+            serve.keep_features(arguments)
+            return os.environ.get("MMCACHE_STORE")
+
+    assert kept(XDG_CACHE_HOME=str(tmp_path)) == str(tmp_path / "mmcache")
+    assert f"{tmp_path}/mmcache, 10.0GiB at most" in capsys.readouterr().err
+    assert kept(HOME="/home/some", XDG_CACHE_HOME="relative") == "/home/some/.cache/mmcache"
+    capsys.readouterr()
+    assert kept(HOME="/home/with space") is None
+    assert kept(MMCACHE_STORE="/else/where") == "/else/where"
+    assert kept(MMCACHE_STORE="") == ""
+    assert kept(MMCACHE_FEATURES="0") is None
+    assert kept(MMCACHE_DISABLE="1") is None
+    assert kept("--additional-config", '{"mmcache": {"store": "/else/where"}}') is None
+    assert capsys.readouterr().err == ""
+
+
 def test_serve_works_with_both_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     absent, present = "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"
     monkeypatch.setattr(serve.importlib.metadata, "version", lambda name: "0.33.0")

@@ -113,8 +113,9 @@ class Rig:
         rendered: Sequence[tuple[str, tuple[Image.Image, ...]]],
         lengths: Sequence[int],
         salts: Sequence[str | None] | None = None,
+        uuids: Sequence[Sequence[str]] | None = None,
     ) -> list[Answer]:
-        """As `ask`, for prompts that are rendered already; each with its cache_salt, if it has one."""
+        """As `ask`, for prompts that are rendered already; with cache_salts, and the client's names of the images."""
         prompts: list[Any] = [
             {"prompt": prompt, "multi_modal_data": {"image": list(images)}} if images else {"prompt": prompt}
             for prompt, images in rendered
@@ -122,6 +123,8 @@ class Rig:
         for prompt, salt in zip(prompts, salts or (), strict=bool(salts)):
             if salt is not None:
                 prompt["cache_salt"] = salt
+        for prompt, names in zip(prompts, uuids or (), strict=bool(uuids)):
+            prompt["multi_modal_uuids"] = {"image": list(names)}
         params = [SamplingParams(max_tokens=n, temperature=0, logprobs=NUM_LOGPROBS, ignore_eos=True) for n in lengths]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return [
@@ -138,10 +141,26 @@ class Rig:
         ]
 
     def make_cold(self) -> None:
-        """Forget all KV blocks, encoder outputs and processed images."""
+        """Forget all KV blocks, encoder outputs and processed images, and the features in RAM."""
+        self.forget_all_but_features()
+        if self.features is not None:
+            self.features.store.ram.clear()
+
+    def forget_all_but_features(self) -> None:
+        """As after many other requests, and in the KV cache as after a restart."""
         assert self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
+
+    @property
+    def runner(self) -> Any:
+        """vLLM's model runner."""
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def features(self) -> Any:
+        """The feature store of the engine's model; None on stock."""
+        return getattr(self.runner, "_mmcache_features", None)
 
     def num_preemptions(self) -> int:
         """Requests preempted since the engine started."""
@@ -151,8 +170,7 @@ class Rig:
 
     def kv_tensors(self) -> list[torch.Tensor]:
         """The KV cache itself, one tensor per layer, shared with the worker."""
-        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        return [layer for layer in runner.kv_caches if isinstance(layer, torch.Tensor)]
+        return [layer for layer in self.runner.kv_caches if isinstance(layer, torch.Tensor)]
 
     def image_spans(self, answer: Answer) -> list[tuple[int, int]]:
         """Start and end (exclusive) of each image's run of placeholder tokens in the prompt."""

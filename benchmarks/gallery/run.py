@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many images in rotation: time of a question in rounds 2 and 3, runs of the vision tower, and what saving costs.
+
+python -m benchmarks.gallery.run [--images 20] [--size 1024] [--repeats 2] [--save]
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import provenance
+from benchmarks.sides import SIDES, run_worker
+
+RESULTS = Path(__file__).parent / "results"
+WORKER = "benchmarks.gallery.worker"
+FAMILIES = ("qwen3-vl", "qwen3.5")
+
+
+def main() -> None:
+    """Measure, print, and write the result with --save."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gallery.run", description=__doc__)
+    parser.add_argument("--images", type=int, default=20)
+    parser.add_argument("--size", type=int, default=1024, help="pixels of an image's side")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    result = {family: measure(family, options) for family in FAMILIES}
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        payload = {**provenance(), "options": vars(options), **result}
+        (RESULTS / "gallery.json").write_text(json.dumps(payload, indent=2) + "\n")
+
+
+def measure(family: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Both sides of one family, in turn; prints a line per row."""
+    common = {"family": family, "images": options.images, "size": options.size}
+    later: dict[str, list[float]] = {side: [] for side in SIDES}
+    cold: dict[str, list[float]] = {side: [] for side in SIDES}
+    tower: dict[str, int] = dict.fromkeys(SIDES, 0)
+    for _ in range(options.repeats):
+        for side in SIDES:
+            found = run_worker(WORKER, side, {"kind": "rotation", "rounds": 3, **common})
+            later[side] += [seconds for round_ in found["seconds"][1:] for seconds in round_]
+            tower[side] += sum(found["tower_runs"][1:])
+            found = run_worker(WORKER, side, {"kind": "all_new", "with_disk": True, **common})
+            cold[side] += found["seconds"][0]
+    result: dict[str, Any] = {"tower_runs_in_rounds_2_and_3": tower}
+    for name, seconds in (("rounds_2_and_3", later), ("cold_with_saving", cold)):
+        stock, ours = (statistics.median(seconds[side]) for side in SIDES)
+        result[name] = {"stock_s": stock, "mmcache_s": ours, "ratio": ours / stock}
+        print(f"{family} {name}: stock {stock:.4f} s, mmcache {ours:.4f} s, ratio {ours / stock:.3f}", flush=True)
+    print(f"{family} tower runs in rounds 2 and 3: {tower}", flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    main()

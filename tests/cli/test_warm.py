@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mmcache store warm` as users run it: an engine of its own fills a store that a server then finds filled."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_commands import assert_one_line, mmcache
+from tests.pictures import ellipses
+from vllm_mmcache.zoo import build_cached
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["/no/such/pictures", "--model", "m"], "/no/such/pictures can't be read"),
+        (["."], "no model is given"),
+        ([".", "--model", "m"], "there is no picture in ."),
+        (["picture.png", "--model", "m"], "picture.png can't be read"),
+        (["list", "--model", "m"], "no store is given: use --dir PATH, or set MMCACHE_STORE"),
+        (["list", "--model", "m", "--batch", "0"], "batch"),
+    ],
+)
+def test_mistakes(args: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    if args[0] != ".":
+        ellipses("warm").save(tmp_path / "in" / "picture.png")
+        (tmp_path / "in" / "list").write_text("picture.png\n")
+    assert_one_line(mmcache("store", "warm", *args, cwd=tmp_path / "in"), said)
+
+
+@pytest.mark.engine
+def test_warm_fills_and_goes_on(tmp_path: Path) -> None:
+    """Some pictures, then these and more: only what is new runs the tower. What is no picture is named."""
+    model = build_cached("qwen3-vl", tmp_path / "zoo")
+    pictures, store = tmp_path / "pictures", tmp_path / "store"
+    (pictures / "below").mkdir(parents=True)
+    for number in range(3):
+        ellipses(f"warm {number}").save(pictures / "below" / f"{number}.png")
+    (pictures / "broken.jpg").write_text("no picture")
+    (pictures / "notes.txt").write_text("not even by name")
+    arguments = ["--dir", str(store), "--model", str(model), "--batch", "2", "--json", "--"]
+    arguments += ["--max-model-len", "2048", "--enforce-eager", "--dtype", "float32"]
+    environ = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    listed = tmp_path / "list"
+    listed.write_text("pictures/below/0.png\n\npictures/below/1.png\n")
+
+    some = mmcache("store", "warm", str(listed), *arguments, **environ)
+    assert some.returncode == 0, some.stderr[-3000:]
+    assert json.loads(some.stdout[some.stdout.index("{") :]) == {"encoded": 2, "present": 0, "failed": []}
+
+    more = mmcache("store", "warm", str(pictures), *arguments, **environ)
+    assert more.returncode == 1, more.stderr[-3000:]
+    report = json.loads(more.stdout[more.stdout.index("{") :])
+    assert (report["encoded"], report["present"]) == (1, 2)
+    assert [failure["path"] for failure in report["failed"]] == [str(pictures / "broken.jpg")]
+    assert len(list((store / "features").glob("??/*.safetensors"))) == 3

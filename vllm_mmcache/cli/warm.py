@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mmcache store warm PICTURES --model M`: fills the feature store before anybody asks.
+
+Starts an engine of its own in this process and asks for one token about each picture, read as a server would read it.
+The tower runs only for pictures that the store lacks, so it may be stopped and started again, and may run beside a
+server. The rest of the arguments goes to vLLM: features depend on dtype, quantization and the processor's settings, so
+give the server's own.
+"""
+
+import base64
+import json
+import mimetypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_mmcache.errors import EnvironmentProblem, StoreUnusable
+
+ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+
+WRITING_S = 600.0  # longest wait for the disk, per batch
+
+
+def warm(
+    pictures: Annotated[Path, typer.Argument(help="a directory of pictures, or a text file with one path per line")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[VLLM ARGUMENTS]...", help="the server's own, after --")
+    ] = None,
+    model: Annotated[str, typer.Option(help="the model that will be served")] = "",
+    place: Annotated[Path | None, typer.Option("--dir", metavar="PATH", help="the store's directory")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="pictures that are asked about at once")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")] = False,
+) -> None:
+    """Fill the store with the features of pictures. Exit status 1 if a picture could not be read."""
+    if not model:
+        raise EnvironmentProblem("no model is given: mmcache store warm PICTURES --model MODEL")
+    paths = listed(pictures)
+    prepare(place)
+    report = fill(paths, model, arguments or [], batch)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        for failure in report["failed"]:
+            print("not read:", ascii(failure["path"])[1:-1], ascii(failure["why"])[1:-1])
+        print(f"{report['encoded']} pictures encoded, {report['present']} were there, {len(report['failed'])} not read")
+    raise typer.Exit(1 if report["failed"] else 0)
+
+
+def listed(pictures: Path) -> list[Path]:
+    """The pictures of a directory and those below it, or of a list, whose paths may be relative to it.
+
+    Raises: EnvironmentProblem where there is none.
+    """
+    place = pictures.expanduser()
+    try:
+        if place.is_dir():
+            found = sorted(path for path in place.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file())
+        else:
+            lines = place.read_text(encoding="utf-8").splitlines()
+            found = [place.parent / Path(line.strip()).expanduser() for line in lines if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise EnvironmentProblem(f"{pictures} can't be read: {error}: give a directory, or a list of paths") from None
+    if not found:
+        raise EnvironmentProblem(f"there is no picture in {pictures}: files with {', '.join(sorted(ENDINGS))} count")
+    return found
+
+
+def prepare(place: Path | None) -> None:
+    """Settle the environment that the engine reads. Raises: StoreUnusable where features would not outlive it."""
+    from vllm_mmcache.settings import load_settings
+
+    if place is not None:
+        os.environ["MMCACHE_STORE"] = str(place.expanduser().absolute())
+    if not load_settings().store:
+        raise StoreUnusable("no store is given: use --dir PATH, or set MMCACHE_STORE")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the store is asked in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def fill(paths: Sequence[Path], model: str, arguments: Sequence[str], batch: int) -> dict[str, Any]:
+    """Start the engine, and put every picture to it; the tower runs for those that the store lacks.
+
+    Raises: EnvironmentProblem if this engine has no store.
+    """
+    from rich.console import Console
+    from rich.progress import track
+    from vllm import LLM, SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_mmcache import events
+    from vllm_mmcache.features.vllm_side import counts, flush
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="mmcache store warm PICTURES --"))
+    parsed = parser.parse_args(["--model", model, "--enable-prefix-caching", *arguments])
+    llm = LLM.from_engine_args(EngineArgs.from_cli_args(parsed))
+    if not counts():
+        raise EnvironmentProblem("this engine has no feature store; its log says why: see `mmcache doctor`")
+    params = SamplingParams(max_tokens=1, temperature=0)
+    failed: list[dict[str, str]] = []
+    waiting: list[Any] = []
+    before = events.totals()
+    for number, path in enumerate(track(paths, "encoding", console=Console(stderr=True)), 1):
+        try:
+            waiting.append(question(path))
+        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for what is no picture
+            failed.append({"path": str(path), "why": str(error)})
+        if waiting and (len(waiting) == batch or number == len(paths)):
+            llm.chat(waiting, params, use_tqdm=False)
+            waiting.clear()
+            flush(WRITING_S)  # or the writer's queue would drop what a slow disk can't take
+    seen = {name: int(count - before.get(name, 0)) for name, count in events.totals().items()}
+    llm.llm_engine.engine_core.shutdown()
+    return {
+        "encoded": seen.get("tower_images", 0),
+        "present": seen.get("tower_images_avoided", 0),
+        "failed": failed,
+    }
+
+
+def question(path: Path) -> list[dict[str, Any]]:
+    """A conversation about one picture, as a client would send it: a server gives it the same content id.
+
+    Raises: OSError, SyntaxError or ValueError for what is no picture.
+    """
+    from PIL import Image
+
+    with Image.open(path) as image:
+        image.verify()
+    kind = mimetypes.guess_type(path.name)[0] or "image/png"
+    url = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]
+    return [{"role": "user", "content": content}]

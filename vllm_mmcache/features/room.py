@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model's view of the store: which package belongs to an image, and whether it may be used. Worker process.
+
+Knows no vLLM: it is handed images as the tensors that the processor made of them, and gives back features or nothing.
+With several tensor-parallel ranks, features are used only where every rank has them, since the tower's layers wait
+for each other.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_mmcache import events, settings
+from vllm_mmcache.errors import TowerTrapped
+from vllm_mmcache.features.identity import Identity
+from vllm_mmcache.features.package import FEATURES, GRID, Package
+from vllm_mmcache.features.store import Store
+from vllm_mmcache.models.digests import inputs_digest, tensors_digest
+from vllm_mmcache.models.tower import CountedTower
+
+logger = logging.getLogger("vllm.mmcache")
+
+PIXELS = "pixel_values"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image that vLLM wants encoded."""
+
+    mm_hash: str
+    """vLLM's name for it; a client may have chosen it."""
+    inputs: Mapping[str, Any]
+    """What the processor made of it, by name."""
+    num_tokens: int
+    """Rows that its features must have."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What features depend on beside image and weights. All text."""
+
+    model: str
+    """Class, vision configuration, platform and vLLM's version."""
+    processor: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Place in the tensor-parallel group; `agree` makes of one rank's findings those of all ranks."""
+
+    rank: int
+    size: int
+    agree: Callable[[list[bool]], list[bool]]
+
+
+class Room:
+    """The store as one model sees it. One thread, the model runner's."""
+
+    def __init__(self, model: CountedTower, store: Store, facts: Facts, layout: Layout) -> None:
+        self.store = store
+        self._model = model
+        self._facts = facts
+        self._layout = layout
+        self._expected: dict[str, tuple[Identity, Item]] = {}
+        self._fingerprint: tuple[int, str] | None = None  # model.num_loads, digest
+        self._is_serving = False
+        model.before_tower = self.spring_trap
+
+    def doubt(self) -> None:
+        """Weights may have changed: look at them again before features are used."""
+        self._fingerprint = None
+
+    def fingerprint(self) -> str:
+        """Digest of the vision weights as loaded and as they are now, and of what else makes features of an image."""
+        if self._fingerprint is None or self._fingerprint[0] != self._model.num_loads:
+            loaded = "".join(
+                f"{name} {digest}\n" for name, digest in sorted((self._model.loaded_weights or {}).items())
+            )
+            here = tensors_digest(_tensors(self._model))
+            digest = inputs_digest({"facts": self._facts.model, "loaded": loaded, "here": here})
+            self._fingerprint = self._model.num_loads, digest
+        return self._fingerprint[1]
+
+    def take(self, items: Sequence[Item | None]) -> list[torch.Tensor | None]:
+        """Features of each image that the store has; the others are expected from the tower. None is no image.
+
+        Shapes: (num_tokens, hidden * (1 + num_deepstack)), on the CPU, read only.
+        """
+        self._is_serving = True
+        packages: list[tuple[Identity, Package | None] | None] = [self._look_up(item) for item in items]
+        has = self._layout.agree([found is not None and found[1] is not None for found in packages])
+        features: list[torch.Tensor | None] = [None] * len(items)
+        expected = []
+        for index, (item, found) in enumerate(zip(items, packages, strict=True)):
+            if item is None or found is None:
+                continue
+            identity, package = found
+            if has[index] and package is not None:
+                features[index] = package.tensors[FEATURES]
+            else:
+                expected.append((identity, item))
+        self.expect(expected)
+        events.TOWER_IMAGES_AVOIDED.add(sum(one is not None for one in features))
+        return features
+
+    def expect(self, items: Sequence[tuple[Identity, Item]]) -> None:
+        """The tower runs for these images next."""
+        self._expected = {item.mm_hash: (identity, item) for identity, item in items}
+
+    def save(self, mm_hash: str, features: torch.Tensor) -> None:
+        """Keep what the tower gave for an image that was expected."""
+        identity, item = self._expected.pop(mm_hash, (None, None))
+        if identity is None or item is None:
+            return
+        try:
+            tensors = {FEATURES: features}
+            if isinstance(grid := item.inputs.get(GRID), torch.Tensor):
+                tensors[GRID] = grid
+            self.store.save(identity, Package.of(tensors))
+        except Exception:
+            logger.exception("mmcache could not keep the features of an image; serving goes on without them")
+
+    def spring_trap(self, num_images: int) -> None:
+        """Called before the tower runs. Raises: TowerTrapped, with the setting tower_trap, where it need not run."""
+        in_force = settings.current()
+        if not in_force.tower_trap or in_force.features is False or not self._is_serving:
+            return
+        held = [identity.content_id for identity, _ in self._expected.values() if self.store.has(identity)]
+        if held or num_images > len(self._expected):
+            raise TowerTrapped(
+                f"the vision tower was entered for {num_images} images; {len(self._expected)} were not stored, and of "
+                f"these the store holds {held}: unset MMCACHE_TOWER_TRAP outside tests"
+            )
+
+    def _look_up(self, item: Item | None) -> tuple[Identity, Package | None] | None:
+        if item is None or PIXELS not in item.inputs:  # ready-made embeddings never meet the tower
+            return None
+        try:
+            identity = Identity(
+                content_id=f"{item.mm_hash}:{inputs_digest(item.inputs)}",
+                model=self.fingerprint(),
+                processor=self._facts.processor,
+                dtype=self._facts.dtype,
+                layout=f"{self._layout.rank}/{self._layout.size}",
+            )
+            package = self.store.load(identity)
+            return identity, package if package is not None and _fits(package, item) else None
+        except Exception:
+            logger.exception("mmcache could not look up the features of an image; the vision tower runs")
+            return None
+
+
+def _fits(package: Package, item: Item) -> bool:
+    """Whether a package has the tokens and the grid of this image; one that was planted in Redis need not."""
+    features, grid = package.tensors.get(FEATURES), package.tensors.get(GRID)
+    asked = item.inputs.get(GRID)
+    return (
+        features is not None
+        and features.ndim == 2
+        and len(features) == item.num_tokens
+        and (grid is None) == (asked is None)
+        and (grid is None or torch.equal(grid, asked))
+    )
+
+
+def _tensors(model: CountedTower) -> list[tuple[str, torch.Tensor]]:
+    return [
+        (f"{part}.{name}", tensor.data)
+        for part in model.tower_parts
+        for module in [getattr(model, part)]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    ]

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's configuration says that features depend on, and why a configuration has no feature store.
+
+Worker process, once at start. Reads vLLM's objects and changes none.
+"""
+
+import json
+from typing import Any
+
+import torch
+
+from vllm_mmcache import settings
+from vllm_mmcache.features.room import Facts, Layout
+from vllm_mmcache.models.digests import inputs_digest
+from vllm_mmcache.models.tower import CountedTower
+
+
+def why_not(vllm_config: Any, runner: Any) -> str:
+    """Why there is no feature store in this worker; empty if there is one."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    model_config = vllm_config.model_config
+    if settings.current().features is False:
+        return "switched off by the setting features"
+    if not isinstance(runner, GPUModelRunner):
+        return f"the model runner {type(runner).__name__} is not one that it was tested with"
+    if not runner.supports_mm_inputs:
+        return "this deployment takes no images"
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "prefix caching is off"
+    if vllm_config.ec_transfer_config is not None:
+        return "ec_transfer_config is set, and wins"
+    model = runner.get_model()
+    if not isinstance(model, CountedTower):
+        return f"not tested with {type(model).__name__}"
+    if vllm_config.lora_config is not None and vllm_config.lora_config.enable_tower_connector_lora:
+        return "LoRA adapters can change the vision tower"
+    if model_config.multimodal_config.is_multimodal_pruning_enabled():
+        return "features are pruned"
+    if not model.loaded_weights:
+        return f"load format {vllm_config.load_config.load_format} does not show the vision weights"
+    return ""
+
+
+def facts_of(vllm_config: Any) -> Facts:
+    """What features depend on beside image and weights."""
+    from vllm.platforms import current_platform
+    from vllm.version import __version__
+
+    model_config, mm_config = vllm_config.model_config, vllm_config.model_config.multimodal_config
+    hf_config = model_config.hf_config
+    return Facts(
+        model=_text(
+            {
+                "architectures": hf_config.architectures,
+                "vision": {k: v for k, v in hf_config.vision_config.to_dict().items() if k != "_name_or_path"},
+                "attention": mm_config.mm_encoder_attn_backend,
+                "sharding": mm_config.mm_encoder_tp_mode,
+                "quantization": model_config.quantization,
+                "platform": current_platform.device_type,
+                "vllm": __version__,
+            }
+        ),
+        processor=inputs_digest(
+            {"settings": _text(model_config.hf_image_processor_config), "given": _text(mm_config.mm_processor_kwargs)}
+        ),
+        dtype=str(model_config.dtype).removeprefix("torch."),
+    )
+
+
+def layout() -> Layout:
+    """This worker's place in its tensor-parallel group, and how the group agrees on what every rank has."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+
+    def agree(has: list[bool]) -> list[bool]:
+        if group.world_size == 1 or not has:
+            return has
+        mask = torch.tensor(has, dtype=torch.int32)
+        torch.distributed.all_reduce(mask, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+        return [bool(one) for one in mask.tolist()]
+
+    return Layout(group.rank_in_group, group.world_size, agree)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
