@@ -20,7 +20,7 @@ def workloads(pool: EnginePool, family: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, make in WORKLOADS.items():
         rig.make_cold()
-        before = totals()
+        before = events.totals()
         start = time.perf_counter()
         answers = run(rig, make(SHAPES[family]))
         seconds = time.perf_counter() - start
@@ -41,7 +41,7 @@ def unique_pictures(pool: EnginePool, family: str, requests: int) -> dict[str, A
     groups = len(rig.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.coordinator.single_type_managers)
     blocks = requests * groups * -(-len(answer.prompt_ids) // rig.block_tokens) // 10
     rig = pool.get(default(family, num_blocks=blocks))
-    before = totals()
+    before = events.totals()
     found = reuse(rig, run(rig, unique(shape, requests)))
     return {**found, "kv_blocks": blocks, "groups": groups, "counters": counted(before)}
 
@@ -80,14 +80,9 @@ def default(family: str, num_blocks: int | None = None) -> EngineConfig:
     )
 
 
-def totals() -> dict[str, float]:
-    """The plugin's counters; all zero on stock."""
-    return {name: counter.value for name, counter in events.ENGINE_COUNTERS.items()}
-
-
 def counted(before: dict[str, float]) -> dict[str, float]:
     """What was counted since `before`."""
-    return {name: n - before[name] for name, n in totals().items() if n != before[name]}
+    return {name: n - before[name] for name, n in events.totals().items() if n != before[name]}
 
 
 def main() -> None:

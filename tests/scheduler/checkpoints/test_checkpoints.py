@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.image_questions.worker import counted, totals
+from benchmarks.image_questions.worker import counted
 from benchmarks.image_questions.workloads import (
     Asks,
     Shape,
@@ -135,7 +135,7 @@ def test_300_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
     rng = random.Random(4)
     rig = pool.get(config)
     size = SHAPES[config.family].size
-    before, preempted = totals(), rig.num_preemptions()
+    before, preempted = events.totals(), rig.num_preemptions()
     answers: list[Answer] = []
     for _ in range(50):
         rendered, salts = [], []
