@@ -154,12 +154,13 @@ class Rig:
 
     @property
     def runner(self) -> Any:
-        """vLLM's model runner."""
-        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        """vLLM's model runner, where it is in this process."""
+        driver = getattr(self.llm.llm_engine.model_executor, "driver_worker", None)
+        return driver.worker.model_runner if driver is not None else None
 
     @property
     def features(self) -> Any:
-        """The feature store of the engine's model; None on stock."""
+        """The feature store of the engine's model; None on stock, and where workers have processes of their own."""
         return getattr(self.runner, "_mmcache_features", None)
 
     def num_preemptions(self) -> int:
