@@ -116,9 +116,16 @@ def targets(result: dict[str, Any]) -> dict[str, Any]:
         rows[f"{case}: time to first token, mmcache / floor"] = round(times[1] / floor, 3)
         cpu_s = [side[case]["api_server_cpu_s"] for side in (stock, ours)]
         rows[f"{case}: API server CPU per warm turn, mmcache / stock"] = round(cpu_s[1] / cpu_s[0], 3)
-        rows[f"{case}: images decoded on warm turns, mmcache"] = ours[case]["images_decoded"]
+        rows[f"{case}: images decoded on a warm turn, mmcache"] = ours[case]["images_decoded"]
+        counted = ours[case]["counters_per_turn"]
+        parts = [round(counted[name] * 1e3, 1) for name in ("body_seconds", "media_seconds")]
+        rows[f"{case}: of a warm turn of mmcache, ms in (body/, media/)"] = parts
     at_once = [side["at_once"]["turns_per_s"] for side in (stock, ours)]
     rows["at once: warm turns per second, mmcache / stock"] = round(at_once[1] / at_once[0], 3)
+    transport_s = [median(ours["transport_s"]), median(stock["transport_s"])]
+    warm_s = median(stock["png"]["warm_s"])
+    rows["png: client transport and mmcache / stock without it"] = round(transport_s[0] / warm_s, 3)
+    rows["png: client transport and stock / stock without it"] = round(transport_s[1] / warm_s, 3)
     rows["cold turn with unknown images, mmcache / stock"] = round(median(ours["cold_s"]) / median(stock["cold_s"]), 3)
     for name, side in (("stock", stock), ("mmcache", ours)):
         grown = [(images, round((size - side["memory"][0][1]) / 2**20, 1)) for images, size in side["memory"]]

@@ -13,8 +13,20 @@ import urllib.request
 from argparse import Namespace
 from typing import Any
 
+import httpx
+
 from benchmarks.warm_turn.pictures import JPEG, PNG, SMALL, Kind, data_url, picture, variant
-from benchmarks.warm_turn.turns import Talk, first_token_s, image_part, process_cpu_s, resident_bytes, talk
+from benchmarks.warm_turn.turns import (
+    PATH,
+    TIMEOUT_S,
+    Talk,
+    first_token_s,
+    image_part,
+    process_cpu_s,
+    resident_bytes,
+    talk,
+)
+from vllm_mmcache.client import OnceTransport
 from vllm_mmcache.demo.server import Server
 
 CASES = {"png": PNG, "jpeg": JPEG}
@@ -36,14 +48,14 @@ def make_pictures(options: Namespace) -> dict[str, list[bytes]]:
 
 def measure(server: Server, files: dict[str, list[bytes]], options: Namespace) -> dict[str, Any]:
     """All cases on one server. Units: seconds, of which those of turns are lists, one number per turn."""
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"memory": memory(server, options)}  # first: later the allocator has room to reuse
     for name, kind in CASES.items():
         urls = [data_url(kind, content) for content in files[name]]
         result[name] = warm_turns(server, talk([image_part(url) for url in urls]), options.turns)
         result[name]["ids_s"] = ids_turns(server, name, urls, options.turns)
     result["at_once"] = turns_at_once(server, files["png"], options)
+    result["transport_s"] = transport_turns(server, PNG, files["png"], options.turns)
     result["cold_s"] = cold_turns(server, PNG, files["png"], options.cold)
-    result["memory"] = memory(server, options)
     return result
 
 
@@ -90,6 +102,25 @@ def turns_at_once(server: Server, files: list[bytes], options: Namespace) -> dic
     return {"turns_per_s": num_turns / seconds, "api_server_cpu_s": cpu_s / num_turns}
 
 
+def transport_turns(server: Server, kind: Kind, files: list[bytes], num_turns: int) -> list[float]:
+    """The same turns through the client's transport, which gets the serialised request with all bytes."""
+    conversation = talk([image_part(data_url(kind, content)) for content in files])
+    with httpx.Client(timeout=TIMEOUT_S) as client, OnceTransport(httpx.HTTPTransport()) as transport:
+        seconds = []
+        for _ in range(1 + NUM_WARM_UPS + num_turns):  # the first one carries the bytes
+            body = b"".join(conversation.body(question()))
+            headers = {"content-type": "application/json"}
+            request = client.build_request("POST", server.url + PATH, content=body, headers=headers)
+            start = time.perf_counter()
+            answer = transport.handle_request(request)
+            line = next(answer.iter_lines())
+            seconds.append(time.perf_counter() - start)
+            answer.close()
+            if answer.status_code != 200 or not line.startswith("data:") or '"error"' in line:
+                raise RuntimeError(f"{server.url} answered {answer.status_code}: {line[:500]}")
+    return seconds[1 + NUM_WARM_UPS :]
+
+
 def cold_turns(server: Server, kind: Kind, files: list[bytes], num_samples: int) -> list[float]:
     """First turns about images that the server has never seen."""
     seconds = []
@@ -101,16 +132,19 @@ def cold_turns(server: Server, kind: Kind, files: list[bytes], num_samples: int)
 
 
 def memory(server: Server, options: Namespace) -> list[tuple[int, int]]:
-    """(Distinct images seen, resident bytes of the API server), while it sees more and more small ones."""
+    """(Distinct images seen, resident bytes of the API server), while it sees more and more small ones.
+
+    The first request, in which the server loads what it needs for any image, is before the count.
+    """
     content = picture(SMALL, 0)
-    found = [(0, resident_bytes(server.process.pid))]
+    found = []
     step = max(1, options.distinct // NUM_MEMORY_STEPS // options.images)
-    for number in range(NUM_MEMORY_STEPS * step):
+    for number in range(NUM_MEMORY_STEPS * step + 1):
         names = [f"memory {number} {one}" for one in range(options.images)]
         parts = [image_part(data_url(SMALL, variant(SMALL, content, name))) for name in names]
         first_token_s(server.url, talk(parts).body(question()))
-        if (number + 1) % step == 0:
-            found.append(((number + 1) * options.images, resident_bytes(server.process.pid)))
+        if number % step == 0:
+            found.append((number * options.images, resident_bytes(server.process.pid)))
     return found
 
 
