@@ -54,6 +54,16 @@ def test_importing_the_package_is_cheap() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_the_client_is_cheap() -> None:
+    code = (
+        "import sys, vllm_mmcache.client\n"
+        "heavy = {'torch', 'vllm', 'numpy', 'PIL', 'pydantic', 'openai', 'httpx', 'prometheus_client'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
 def test_the_feature_store_loads_what_it_needs() -> None:
     code = (
         "import sys, vllm_mmcache.features.directory, vllm_mmcache.features.record\n"

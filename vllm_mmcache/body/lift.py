@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from vllm_mmcache.body import references
 from vllm_mmcache.body.payload import Payload
-from vllm_mmcache.body.scan import find_texts
+from vllm_mmcache.body.scan import find_texts, replace_spans
 from vllm_mmcache.body.shapes import Walker
 
 
@@ -32,7 +32,7 @@ def lift(body: bytes, walker: Walker) -> Lifted | None:
     stem = references.new_stem()
     names = [f"{stem}{number}" for number in range(len(spans))]
     try:
-        request = json.loads(_join(body, spans, [name.encode() for name in names]))
+        request = json.loads(replace_spans(body, spans, [name.encode() for name in names]))
     except (ValueError, RecursionError):
         return None
     if not isinstance(request, dict):
@@ -49,18 +49,7 @@ def lift(body: bytes, walker: Walker) -> Lifted | None:
     if not payloads:
         return None
     num_bytes = sum(len(payload.text) for payload in payloads.values())
-    return Lifted(_join(body, spans, texts), payloads, num_bytes)
-
-
-def _join(body: bytes, spans: list[tuple[int, int]], texts: list[bytes] | list[bytes | memoryview]) -> bytes:
-    """The body with each span replaced."""
-    view = memoryview(body)
-    pieces: list[bytes | memoryview] = []
-    at = 0
-    for (start, end), text in zip(spans, texts, strict=True):
-        pieces += (view[at:start], text)
-        at = end
-    return b"".join([*pieces, view[at:]])
+    return Lifted(replace_spans(body, spans, texts), payloads, num_bytes)
 
 
 def _read(text: memoryview) -> Payload | None:

@@ -7,7 +7,7 @@ with escapes, bodies in UTF-16 and short images are not found, and then stay as 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 MIN_TEXT_BYTES = 1024  # a shorter image costs less than looking at it
 
@@ -30,6 +30,17 @@ def find_texts(body: bytes) -> Iterator[tuple[int, int]]:
         if end - start >= MIN_TEXT_BYTES and body[end - 1] != ord("\\"):
             yield start, end
         at = body.find(NEEDLE, end)
+
+
+def replace_spans(body: bytes, spans: Sequence[tuple[int, int]], texts: Sequence[bytes | memoryview]) -> bytes:
+    """The body with each span, in order, replaced by its text."""
+    view = memoryview(body)
+    pieces: list[bytes | memoryview] = []
+    at = 0
+    for (start, end), text in zip(spans, texts, strict=True):
+        pieces += (view[at:start], text)
+        at = end
+    return b"".join([*pieces, view[at:]])
 
 
 def _is_escaped(body: bytes, at: int) -> bool:

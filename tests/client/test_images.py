@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of images, and bodies with and without their bytes."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.body.test_lift import text_of
+from vllm_mmcache.client.images import PREFIX, content_id, find_images
+
+
+def part(text: str, kind: str = "png", **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{text}"}, **more}
+
+
+def chat(*parts: Any, **more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "é?"}]}], **more}
+
+
+def names(request: Any) -> list[Any]:
+    return [part.get("uuid") for part in request["messages"][0]["content"]]
+
+
+def encode(request: Any) -> bytes:
+    return json.dumps(request).encode()
+
+
+def test_bodies_are_the_request_with_names() -> None:
+    a, b = text_of("a", 2000), text_of("b", 2000)
+    quoted = {"type": "text", "text": part(a)["image_url"]["url"]}
+    request = chat(part(a), quoted, part(b, detail="high"), part(a, "jpeg"), temperature=0.1, seed=2**70)
+    images = find_images(encode(request))
+    assert images
+    assert len(set(images.ids)) == 3
+    assert all(one.startswith(PREFIX) and len(one) == len(PREFIX) + 64 for one in images.ids)
+    expected = json.loads(json.dumps(request))
+    content = expected["messages"][0]["content"]
+    for place, one in zip((0, 2, 3), images.ids, strict=True):
+        content[place]["uuid"] = one
+    assert json.loads(images.body(())) == expected
+    content[2]["image_url"] = None
+    assert json.loads(images.body({images.ids[1]})) == expected
+    for place in (0, 3):
+        content[place]["image_url"] = None
+    assert json.loads(images.body(set(images.ids))) == expected
+    assert json.loads(images.body(())) != expected  # and the bytes come back
+    assert quoted in json.loads(images.body(set(images.ids)))["messages"][0]["content"]
+
+
+def test_the_same_image_twice_comes_with_its_bytes_twice() -> None:
+    a = text_of("a", 2000)
+    images = find_images(encode(chat(part(a), part(a))))
+    assert images
+    assert images.ids[0] == images.ids[1]
+    assert images.body(()).count(a.encode()) == 2
+
+
+def test_the_id_covers_all_that_the_image_is() -> None:
+    """Negative control: one changed byte, another type, a border moved between the two."""
+    text = bytearray(text_of("a", 5000), "ascii")
+    ids = {content_id("data:image/png;base64,", bytes(text)), content_id("data:image/jpeg;base64,", bytes(text))}
+    ids.add(content_id("data:image/png;base64,A", bytes(text[1:])))
+    for place in (0, 2500, 4999):
+        changed = bytearray(text)
+        changed[place] = ord("A") if changed[place] != ord("A") else ord("B")
+        ids.add(content_id("data:image/png;base64,", bytes(changed)))
+    assert len(ids) == 6
+    assert content_id("data:image/png;base64,", bytes(text)) in ids
+
+
+def test_escaped_slashes() -> None:
+    a = text_of("a", 2000).replace("A", "/")
+    images = find_images(encode(chat(part(a))).replace(b"/", b"\\/"))
+    assert images
+    sent = json.loads(images.body(()))
+    assert sent["messages"][0]["content"][0]["image_url"] == part(a)["image_url"]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        chat(part(text_of("a", 2000), uuid="mine")),
+        chat(part(text_of("a", 2000), uuid=None)),
+        chat({"type": "image_url", "image_url": {"url": "https://host/image.png"}}),
+        chat({"type": "text", "text": part(text_of("a", 2000))["image_url"]["url"]}),
+        chat({"type": "video_url", "image_url": part(text_of("a", 2000))["image_url"]}),
+        chat(part("AAAA")),
+        {"messages": part(text_of("a", 2000))},
+        [part(text_of("a", 2000))],
+    ],
+)
+def test_nothing_to_name(request_: Any) -> None:
+    assert find_images(encode(request_)) is None
+
+
+def test_not_json() -> None:
+    assert find_images(encode(chat(part(text_of("a", 2000))))[:-1]) is None
+
+
+def test_own_ids_stay_beside_named_images() -> None:
+    a = text_of("a", 2000)
+    images = find_images(encode(chat(part(a, uuid="mine"), part(a))))
+    assert images
+    mine, named = json.loads(images.body(set(images.ids)))["messages"][0]["content"][:2]
+    assert mine == part(a, uuid="mine")
+    assert named == {"type": "image_url", "image_url": None, "uuid": images.ids[0]}

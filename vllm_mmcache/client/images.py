@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The images of one chat request: their content ids, and the request's body with or without their bytes. Pure.
+
+The body is cut at its base64 texts and only the rest is parsed, so that tens of megabytes cost a search and a BLAKE3.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from blake3 import blake3
+
+from vllm_mmcache.body.scan import find_texts, replace_spans
+
+PREFIX = "mmc1-"  # of a content id; the number goes up when it covers something else
+
+# What the server's answer to "do you know this image" depends on, besides the server and the user.
+SCOPE_FIELDS = ("model", "cache_salt", "mm_processor_kwargs", "media_io_kwargs")
+
+
+class Images:
+    """One parsed request with images. Not for several threads at once."""
+
+    def __init__(self, request: dict[str, Any], stem: str, texts: list[memoryview], parts: list[dict[str, Any]]):
+        self._request = request
+        self._name = re.compile(re.escape(stem.encode()) + rb"(\d+)")
+        self._texts = texts
+        self._parts = [(part, part["image_url"]) for part in parts]
+        self.ids = [content_id(*_cut(_url(part), stem, texts)) for part in parts]
+
+    @property
+    def scope(self) -> list[Any]:
+        """What else the server looks images up by."""
+        return [self._request.get(field) for field in SCOPE_FIELDS]
+
+    def body(self, known: Collection[str]) -> bytes:
+        """The request with every image named, and without the bytes of those in `known`."""
+        for (part, image_url), one in zip(self._parts, self.ids, strict=True):
+            part |= {"uuid": one, "image_url": None if one in known else image_url}
+        short = json.dumps(self._request, separators=(",", ":")).encode()
+        found = list(self._name.finditer(short))
+        return replace_spans(short, [match.span() for match in found], [self._texts[int(match[1])] for match in found])
+
+
+def content_id(head: str, text: bytes | memoryview) -> str:
+    """The id of an image: its base64 text, all of it, and what the URL says before it (type and encoding)."""
+    framing = head.encode()
+    digest = blake3(len(framing).to_bytes(4, "little") + framing)
+    digest.update(text)
+    return PREFIX + digest.hexdigest()
+
+
+def find_images(body: bytes) -> Images | None:
+    """Parse a chat request; None where it has no image to name, or is nothing that we know."""
+    spans = list(find_texts(body))
+    if not spans:
+        return None
+    stem = f"mmcache-{secrets.token_hex(16)}-"
+    names = [f"{stem}{number}".encode() for number in range(len(spans))]
+    try:
+        request = json.loads(replace_spans(body, spans, names))
+    except (ValueError, RecursionError):
+        return None  # the server says what is wrong with it
+    parts = [part for part in _parts(request) if _is_ours(part, stem)]
+    view = memoryview(body)
+    return Images(request, stem, [view[start:end] for start, end in spans], parts) if parts else None
+
+
+def _parts(request: Any) -> Iterator[dict[str, Any]]:
+    for message in _dicts(request.get("messages") if isinstance(request, dict) else None):
+        yield from _dicts(message.get("content"))
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _is_ours(part: dict[str, Any], stem: str) -> bool:
+    """Whether this is an image part with bytes in it, and without an id of the caller's own."""
+    return part.get("type") == "image_url" and "uuid" not in part and stem in _url(part)
+
+
+def _url(part: dict[str, Any]) -> str:
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else image
+    return url if isinstance(url, str) else ""
+
+
+def _cut(url: str, stem: str, texts: list[memoryview]) -> tuple[str, memoryview]:
+    """A data URL's head and text."""
+    head, _, number = url.partition(stem)
+    return head, texts[int(number)]

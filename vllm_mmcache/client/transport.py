@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transports: one wraps the httpx transport that does the sending, sync or async, of httpx or httpx2.
+
+Chat requests go out with their images named, and without the bytes of images that the server has been sent. Where it
+refuses such a request, it has forgotten one, or would refuse the whole request as well: the whole request decides.
+"""
+
+import importlib
+import json
+from types import ModuleType, TracebackType
+from typing import Any, Self
+
+from blake3 import blake3
+
+from vllm_mmcache.client.images import Images, find_images
+from vllm_mmcache.client.sent import Sent
+
+PATH_END = "/chat/completions"  # vLLM takes ids in image parts of other endpoints too, but no openai client sends them
+REFUSALS = frozenset({400, 500})  # 400: an unknown id; 500: the same, where the server has no processor cache
+KEY_HEADERS = ("authorization", "api-key", "x-api-key")
+
+
+class _Once:
+    """What both transports share. inner is an httpx transport; sent may be shared with other transports."""
+
+    def __init__(self, inner: Any, *, enabled: bool = True, sent: Sent | None = None) -> None:
+        self.inner = inner
+        self.enabled = enabled
+        self.sent = Sent() if sent is None else sent
+
+    def _turn(self, request: Any) -> "_Turn | None":
+        """The request as a turn with images; None for every other request, which passes as it is."""
+        if not (self.enabled and request.method == "POST" and request.url.path.endswith(PATH_END)):
+            return None
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" or "content-encoding" in request.headers:
+            return None
+        try:
+            body = request.content
+        except RuntimeError:  # RequestNotRead: a body that is made while it is sent
+            return None
+        images = find_images(body)
+        return None if images is None else _Turn(request, images, self.sent)
+
+
+class _Turn:
+    """One request with images: what to send first, what to send if that is refused, and what to remember."""
+
+    def __init__(self, request: Any, images: Images, sent: Sent) -> None:
+        self._request = request
+        self._images = images
+        self._sent = sent
+        url = request.url
+        keys = [request.headers.get(name) for name in KEY_HEADERS]
+        scope = [url.scheme, url.host, url.port, url.path, keys, images.scope]
+        self._scope = blake3(json.dumps(scope, sort_keys=True).encode()).digest()
+        self._known = sent.known(self._scope, images.ids)
+
+    def short(self) -> Any:
+        """The request without the bytes that the server should know."""
+        return self._with(self._images.body(self._known))
+
+    def whole(self) -> Any:
+        """The request with all bytes."""
+        return self._with(self._images.body(()))
+
+    def is_refused(self, response: Any) -> bool:
+        """Whether the whole request must decide."""
+        return bool(self._known) and response.status_code in REFUSALS
+
+    def remember(self, response: Any) -> None:
+        """The server knows the images if it has accepted the request; also when its answer is still streaming."""
+        if response.status_code == 200:
+            self._sent.remember(self._scope, self._images.ids)
+
+    def _with(self, body: bytes) -> Any:
+        request = self._request
+        headers = [(name, value) for name, value in request.headers.raw if name.lower() != b"content-length"]
+        return type(request)(request.method, request.url, headers=headers, content=body, extensions=request.extensions)
+
+
+class OnceTransport(_Once):
+    """For `httpx.Client(transport=...)`. Errors of the inner transport pass unchanged."""
+
+    def handle_request(self, request: Any) -> Any:
+        """Send one request; its images' bytes only if the server needs them."""
+        turn = self._turn(request)
+        if turn is None:
+            return self.inner.handle_request(request)
+        response = self.inner.handle_request(turn.short())
+        if turn.is_refused(response):
+            response.read()  # so that the connection is used again
+            response.close()
+            response = self.inner.handle_request(turn.whole())
+        turn.remember(response)
+        return response
+
+    def close(self) -> None:
+        """Close the inner transport."""
+        self.inner.close()
+
+    def __enter__(self) -> Self:
+        self.inner.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.inner.__exit__(kind, error, traceback)
+
+
+class AsyncOnceTransport(_Once):
+    """For `httpx.AsyncClient(transport=...)`. Errors of the inner transport pass unchanged."""
+
+    async def handle_async_request(self, request: Any) -> Any:
+        """Send one request; its images' bytes only if the server needs them."""
+        turn = self._turn(request)
+        if turn is None:
+            return await self.inner.handle_async_request(request)
+        response = await self.inner.handle_async_request(turn.short())
+        if turn.is_refused(response):
+            await response.aread()  # so that the connection is used again
+            await response.aclose()
+            response = await self.inner.handle_async_request(turn.whole())
+        turn.remember(response)
+        return response
+
+    async def aclose(self) -> None:
+        """Close the inner transport."""
+        await self.inner.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self.inner.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.inner.__aexit__(kind, error, traceback)
+
+
+def http_client(*, enabled: bool = True, sent: Sent | None = None, **options: Any) -> Any:
+    """`OpenAI(http_client=http_client())`: openai's default client over this transport.
+
+    options go to the HTTPTransport below it (verify, cert, proxy, retries, ...). Proxies named by environment
+    variables don't count, as with every httpx client that is given a transport.
+    """
+    import openai
+
+    inner = _httpx(openai.DefaultHttpxClient).HTTPTransport(**_defaults(options))
+    return openai.DefaultHttpxClient(transport=OnceTransport(inner, enabled=enabled, sent=sent))  # type: ignore[arg-type]
+
+
+def async_http_client(*, enabled: bool = True, sent: Sent | None = None, **options: Any) -> Any:
+    """`AsyncOpenAI(http_client=async_http_client())`; as http_client."""
+    import openai
+
+    inner = _httpx(openai.DefaultAsyncHttpxClient).AsyncHTTPTransport(**_defaults(options))
+    transport: Any = AsyncOnceTransport(inner, enabled=enabled, sent=sent)
+    return openai.DefaultAsyncHttpxClient(transport=transport)
+
+
+def _defaults(options: dict[str, Any]) -> dict[str, Any]:
+    import openai
+
+    return {"limits": openai.DEFAULT_CONNECTION_LIMITS, **options}
+
+
+def _httpx(client: type) -> ModuleType:
+    """The httpx that this openai uses: httpx, or httpx2 from openai 3 on."""
+    base = next(one for one in client.__mro__ if one.__name__ in ("Client", "AsyncClient"))
+    return importlib.import_module(base.__module__.partition(".")[0])
