@@ -65,9 +65,10 @@ def main() -> None:
     """Read a task from stdin, print its result as the last line."""
     task = json.load(sys.stdin)
     kinds = {"rotation": rotation, "all_new": all_new}
-    with tempfile.TemporaryDirectory() as root:
-        pool = EnginePool(Path(root))
-        settings = {"store": str(Path(root) / "store")} if task.pop("with_disk", False) else task.pop("settings", {})
+    with tempfile.TemporaryDirectory() as scratch:
+        # A process that is to find what another one saved needs its model: vLLM's name of an image holds the path.
+        pool = EnginePool(Path(task.pop("zoo", scratch)))
+        settings = {"store": str(Path(scratch) / "store")} if task.pop("with_disk", False) else task.pop("settings", {})
         rig = pool.get(config(task.pop("family"), settings))
         result = kinds[task.pop("kind")](rig, TowerRuns(rig), **task)
         print(json.dumps(result), flush=True)

@@ -54,9 +54,9 @@ def measure(family: str, server: Server, options: argparse.Namespace) -> dict[st
             for side in SIDES:
                 server.client.flushall()
                 with tempfile.TemporaryDirectory() as place:
-                    given = {**task, "settings": {"store": place if tier == "disk" else server.url}}
+                    store = place if tier == "disk" else server.url
                     for _ in ("fill", "measure"):
-                        found = run_worker(GALLERY, side, given)
+                        found = run_worker(GALLERY, side, {**task, "zoo": place, "settings": {"store": store}})
                 seconds[side] += found["seconds"][0]
                 tower[side] += sum(found["tower_runs"])
         stock, ours = (statistics.median(seconds[side]) for side in SIDES)
