@@ -71,7 +71,7 @@ def warm_turns(server: Server, conversation: Talk, num_turns: int) -> dict[str, 
         "body_bytes": len(conversation.head) + len(conversation.tail),
         "warm_s": seconds,
         "api_server_cpu_s": cpu_s / num_turns,
-        "counters_per_turn": {name: value for name, value in per_turn.items() if value},
+        "counters_per_turn": per_turn,
         "images_decoded": per_turn.get("images_decoded"),
     }
 

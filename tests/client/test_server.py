@@ -29,7 +29,6 @@ SIDES = {
     "stock": ({"MMCACHE_DISABLE": "1"}, ()),
     "plugin": ({}, ()),
     "stock without a processor cache": ({"MMCACHE_DISABLE": "1"}, ("--mm-processor-cache-gb", "0")),
-    "plugin without a processor cache": ({}, ("--mm-processor-cache-gb", "0")),
 }
 
 
@@ -62,6 +61,9 @@ class Scale:
         response = self.inner.handle_request(request)
         self.sent.append((len(request.content), response.status_code))
         return response
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)  # opening and closing
 
     async def handle_async_request(self, request: Any) -> Any:
         response = await self.inner.handle_async_request(request)

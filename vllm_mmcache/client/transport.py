@@ -16,7 +16,7 @@ from vllm_mmcache.client.images import Images, find_images
 from vllm_mmcache.client.sent import Sent
 
 PATH_END = "/chat/completions"  # vLLM takes ids in image parts of other endpoints too, but no openai client sends them
-REFUSALS = frozenset({400, 500})  # 400: an unknown id; 500: the same, where the server has no processor cache
+REFUSALS = frozenset({400, 500})  # 400: an unknown id; 500: a server that did not expect an image without bytes
 KEY_HEADERS = ("authorization", "api-key", "x-api-key")
 
 
