@@ -52,7 +52,7 @@ def test_stock_backend_is_refused(tmp_path: Path) -> None:
     assert "MMCACHE_ALLOW_CAUSAL_IMAGES=1" in said
     code, said = start(model, before=stock, MMCACHE_ALLOW_CAUSAL_IMAGES="1")
     assert code == 0, said[-2000:]
-    assert "model: ImageSpanGemma3" in said
+    assert "model: CountedGemma3" in said
 
 
 def test_image_longer_than_the_window_is_refused(tmp_path: Path) -> None:
