@@ -33,6 +33,7 @@ def lose(worker: Any) -> None:
 
 def test_ranks_agree(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions go to the workers
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM would bind each rank to a NUMA node of its own
     pool.close()
     rig = pool.get(CONFIG)
     try:
