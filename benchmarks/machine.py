@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every committed result says about itself: commit, machine, versions, command."""
+"""What every committed result says about itself: commit, machine, versions, command; and where it lies."""
 
+import argparse
+import json
 import os
 import platform
 import subprocess
@@ -31,3 +33,13 @@ def provenance() -> dict[str, Any]:
         "vllm": __version__,
         "command": " ".join(["python", "-m", module.name if module else "?", *sys.argv[1:]]),
     }
+
+
+def save_result(run_file: str, options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Write results/<benchmark>.json beside a benchmark's run.py, if its --save asks for it."""
+    if not options.save:
+        return
+    folder = Path(run_file).parent / "results"
+    folder.mkdir(exist_ok=True)
+    payload = {**provenance(), "options": vars(options), **result}
+    (folder / f"{folder.parent.name}.json").write_text(json.dumps(payload, indent=2) + "\n")

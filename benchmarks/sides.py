@@ -7,8 +7,10 @@ prints its result as the last line. The only difference between the sides is MMC
 
 import json
 import os
+import statistics
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SIDES = ("stock", "mmcache")
@@ -26,3 +28,10 @@ def run_worker(module: str, side: str, task: dict[str, Any]) -> Any:
     if done.returncode:
         raise RuntimeError(f"{module} on {side} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def compare(label: str, seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Medians of both sides and their ratio; prints them in a line."""
+    stock, ours = (statistics.median(seconds[side]) for side in SIDES)
+    print(f"{label}: stock {stock:.4f} s, mmcache {ours:.4f} s, ratio {ours / stock:.3f}", flush=True)
+    return {"stock_s": stock, "mmcache_s": ours, "ratio": ours / stock}

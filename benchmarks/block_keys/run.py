@@ -7,18 +7,15 @@ Target: ours takes at most 0.7 of stock's time under sha256.
 """
 
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 
 from vllm.utils import hashing
 from vllm.v1.core import kv_cache_utils
 
-from benchmarks.machine import provenance
+from benchmarks.machine import save_result
 from tests.block_keys.requests import Prompt, make_request, our_hasher, stock_hasher
 
-RESULTS = Path(__file__).parent / "results"
 TARGET = 0.7
 
 
@@ -54,10 +51,7 @@ def main() -> None:
         stock, ours = (statistics.median(times[name]) * 1e3 for name in ("stock", "mmcache"))
         rows.append({"algo": algo, "stock_ms": round(stock, 2), "mmcache_ms": round(ours, 2), "ratio": ours / stock})
         print(f"{algo:8} stock {stock:7.2f} ms   mmcache {ours:7.2f} ms   ratio {ours / stock:.3f}")
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        result = {**provenance(), "target_ratio_sha256": TARGET, "options": vars(options), "rows": rows}
-        (RESULTS / "block_keys.json").write_text(json.dumps(result, indent=2) + "\n")
+    save_result(__file__, options, {"target_ratio_sha256": TARGET, "rows": rows})
 
 
 if __name__ == "__main__":

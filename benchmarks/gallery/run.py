@@ -5,15 +5,11 @@ python -m benchmarks.gallery.run [--images 20] [--size 1024] [--repeats 2] [--sa
 """
 
 import argparse
-import json
-import statistics
-from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import provenance
-from benchmarks.sides import SIDES, run_worker
+from benchmarks.machine import save_result
+from benchmarks.sides import SIDES, compare, run_worker
 
-RESULTS = Path(__file__).parent / "results"
 WORKER = "benchmarks.gallery.worker"
 FAMILIES = ("qwen3-vl", "qwen3.5")
 
@@ -27,10 +23,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     result = {family: measure(family, options) for family in FAMILIES}
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        payload = {**provenance(), "options": vars(options), **result}
-        (RESULTS / "gallery.json").write_text(json.dumps(payload, indent=2) + "\n")
+    save_result(__file__, options, result)
 
 
 def measure(family: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -48,9 +41,7 @@ def measure(family: str, options: argparse.Namespace) -> dict[str, Any]:
             cold[side] += found["seconds"][0]
     result: dict[str, Any] = {"tower_runs_in_rounds_2_and_3": tower}
     for name, seconds in (("rounds_2_and_3", later), ("cold_with_saving", cold)):
-        stock, ours = (statistics.median(seconds[side]) for side in SIDES)
-        result[name] = {"stock_s": stock, "mmcache_s": ours, "ratio": ours / stock}
-        print(f"{family} {name}: stock {stock:.4f} s, mmcache {ours:.4f} s, ratio {ours / stock:.3f}", flush=True)
+        result[name] = compare(f"{family} {name}", seconds)
     print(f"{family} tower runs in rounds 2 and 3: {tower}", flush=True)
     return result
 

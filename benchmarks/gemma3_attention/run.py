@@ -7,13 +7,11 @@ python -m benchmarks.gemma3_attention.run [--steps 2000] [--rounds 15] [--repeat
 import argparse
 import json
 import statistics
-from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import provenance
+from benchmarks.machine import save_result
 from benchmarks.sides import SIDES, run_worker
 
-RESULTS = Path(__file__).parent / "results"
 WORKER = "benchmarks.gemma3_attention.worker"
 
 
@@ -46,10 +44,7 @@ def main() -> None:
             "adjacent": run_worker(WORKER, side, {"kind": "adjacent"}),
         }
         print(side, json.dumps(result[side]), flush=True)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        payload = {**provenance(), "options": vars(options), **result}
-        (RESULTS / "gemma3_attention.json").write_text(json.dumps(payload, indent=2) + "\n")
+    save_result(__file__, options, result)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One side's measurements of Gemma 3, in a process of its own: exactness, splits under load, prefill time."""
 
-import json
 import random
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
 
+from benchmarks.tasks import run_task
 from tests.exactness.engines import EngineConfig, EnginePool, Rig
 from tests.exactness.expect import step_deltas
 from tests.exactness.scenarios import filler, picture, user
@@ -104,16 +101,5 @@ def adjacent(pool: EnginePool) -> dict[str, Any]:
     return {"finished": False, "steps": 500}
 
 
-def main() -> None:
-    """Read a task from stdin, print its result as the last line."""
-    task = json.load(sys.stdin)
-    kinds = {"exactness": exactness, "splits": splits, "prefill": prefill, "adjacent": adjacent}
-    with tempfile.TemporaryDirectory() as root:
-        pool = EnginePool(Path(root))
-        result = kinds[task.pop("kind")](pool, **task)
-        print(json.dumps(result), flush=True)
-        pool.close()
-
-
 if __name__ == "__main__":
-    main()
+    run_task({"exactness": exactness, "splits": splits, "prefill": prefill, "adjacent": adjacent})

@@ -5,15 +5,11 @@ python -m benchmarks.image_questions.run [--requests 200] [--rounds 9] [--repeat
 """
 
 import argparse
-import json
-import statistics
-from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import provenance
-from benchmarks.sides import SIDES, run_worker
+from benchmarks.machine import save_result
+from benchmarks.sides import SIDES, compare, run_worker
 
-RESULTS = Path(__file__).parent / "results"
 WORKER = "benchmarks.image_questions.worker"
 FAMILIES = ("gemma3", "qwen3.5")
 
@@ -27,10 +23,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     result = {family: measure(family, options) for family in FAMILIES}
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        payload = {**provenance(), "options": vars(options), **result}
-        (RESULTS / "image_questions.json").write_text(json.dumps(payload, indent=2) + "\n")
+    save_result(__file__, options, result)
 
 
 def measure(family: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -44,9 +37,7 @@ def measure(family: str, options: argparse.Namespace) -> dict[str, Any]:
                 times[side].setdefault(case, []).extend(seconds)
     result["cold"] = {}
     for case in times["stock"]:
-        stock, ours = (statistics.median(times[side][case]) for side in SIDES)
-        result["cold"][case] = {"stock_s": stock, "mmcache_s": ours, "ratio": ours / stock}
-        print(f"{family} cold, {case}: stock {stock:.3f} s, mmcache {ours:.3f} s, ratio {ours / stock:.3f}", flush=True)
+        result["cold"][case] = compare(f"{family} cold, {case}", {side: times[side][case] for side in SIDES})
     for kind in ("workloads", "unique"):
         task = {"kind": kind, "family": family}
         if kind == "unique":

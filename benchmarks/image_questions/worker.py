@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One side's measurements of repeated questions about images, in a process of its own."""
 
-import json
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.image_questions.workloads import SHAPES, WORKLOADS, reuse, run, unique
+from benchmarks.tasks import run_task
 from tests.exactness.engines import EngineConfig, EnginePool, Rig
 from tests.exactness.scenarios import filler, picture, user
 from vllm_mmcache import events
@@ -85,16 +82,5 @@ def counted(before: dict[str, float]) -> dict[str, float]:
     return {name: n - before[name] for name, n in events.totals().items() if n != before[name]}
 
 
-def main() -> None:
-    """Read a task from stdin, print its result as the last line."""
-    task = json.load(sys.stdin)
-    kinds = {"workloads": workloads, "unique": unique_pictures, "cold": cold}
-    with tempfile.TemporaryDirectory() as root:
-        pool = EnginePool(Path(root))
-        result = kinds[task.pop("kind")](pool, **task)
-        print(json.dumps(result), flush=True)
-        pool.close()
-
-
 if __name__ == "__main__":
-    main()
+    run_task({"workloads": workloads, "unique": unique_pictures, "cold": cold})

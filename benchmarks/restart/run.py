@@ -5,19 +5,14 @@ python -m benchmarks.restart.run [--images 20] [--size 1024] [--repeats 2] [--sa
 """
 
 import argparse
-import json
-import statistics
 import tempfile
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gallery.run import FAMILIES
 from benchmarks.gallery.run import WORKER as GALLERY
-from benchmarks.machine import provenance
-from benchmarks.sides import SIDES, run_worker
+from benchmarks.machine import save_result
+from benchmarks.sides import SIDES, compare, run_worker
 from tests.features.conftest import Server, server_binary
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
@@ -37,10 +32,7 @@ def main() -> None:
         result = {family: measure(family, server, options) for family in FAMILIES}
     finally:
         server.kill()
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        payload = {**provenance(), "options": vars(options), **result}
-        (RESULTS / "restart.json").write_text(json.dumps(payload, indent=2) + "\n")
+    save_result(__file__, options, result)
 
 
 def measure(family: str, server: Server, options: argparse.Namespace) -> dict[str, Any]:
@@ -59,9 +51,7 @@ def measure(family: str, server: Server, options: argparse.Namespace) -> dict[st
                         found = run_worker(GALLERY, side, {**task, "zoo": place, "settings": {"store": store}})
                 seconds[side] += found["seconds"][0]
                 tower[side] += sum(found["tower_runs"])
-        stock, ours = (statistics.median(seconds[side]) for side in SIDES)
-        result[tier] = {"stock_s": stock, "mmcache_s": ours, "ratio": ours / stock, "tower_runs": tower}
-        print(f"{family} {tier}: stock {stock:.4f} s, mmcache {ours:.4f} s, ratio {ours / stock:.3f}; tower {tower}")
+        result[tier] = {**compare(f"{family} {tier}, tower runs {tower}", seconds), "tower_runs": tower}
     return result
 
 

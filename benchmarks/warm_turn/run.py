@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.machine import provenance
+from benchmarks.machine import save_result
 from benchmarks.sides import SIDES
 from benchmarks.warm_turn.pictures import data_url
 from benchmarks.warm_turn.side import CASES, NUM_WARM_UPS, make_pictures, measure, question
@@ -28,7 +28,6 @@ from vllm_mmcache.demo.server import CPU_ARGS, free_port, serve
 from vllm_mmcache.zoo import build_cached
 from vllm_mmcache.zoo.configs import ZooOptions
 
-RESULTS = Path(__file__).parent / "results"
 START_TIMEOUT_S = 30
 MAX_PIXELS = 768 * 768  # 576 tokens an image, so that 20 of them fit into the 16,384 positions of the model
 
@@ -61,10 +60,7 @@ def main() -> None:
     result["targets"] = targets(result)
     for what, value in result["targets"].items():
         print(f"{what:62} {value}", flush=True)
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        payload = {**provenance(), "options": vars(options), **result}
-        (RESULTS / "warm_turn.json").write_text(json.dumps(payload, indent=2) + "\n")
+    save_result(__file__, options, result)
 
 
 def bare(files: dict[str, list[bytes]], num_turns: int) -> dict[str, list[float]]:

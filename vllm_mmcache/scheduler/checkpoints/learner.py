@@ -47,7 +47,7 @@ class Learner:
 @dataclass
 class _Live:
     checkpoint: Checkpoint
-    uses: int = 0
+    was_used: bool = False
 
 
 class Live:
@@ -72,7 +72,7 @@ class Live:
         live = self._live.get(key)
         if live is None:
             return False
-        live.uses += 1
+        live.was_used = True
         self.learner.pays(live.checkpoint.kinds)
         return True
 
@@ -83,7 +83,7 @@ class Live:
             key, live = self._live.popitem(last=False)
             if is_cached(key):
                 self._live[key] = live
-            elif not live.uses:
+            elif not live.was_used:
                 self.learner.wastes(live.checkpoint.kinds)
                 unused += 1
         return unused

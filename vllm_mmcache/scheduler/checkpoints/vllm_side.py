@@ -13,7 +13,6 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from vllm_mmcache import events, settings
@@ -25,7 +24,6 @@ logger = logging.getLogger("vllm.mmcache")
 _ROOM = "_mmcache_checkpoints"
 _PLAN = "_mmcache_checkpoint_plan"
 _SPLIT = inspect.signature(Scheduler._mamba_block_aligned_split)
-_CACHE = inspect.signature(SingleTypeKVCacheManager.cache_blocks)
 
 
 def plan_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -41,14 +39,17 @@ def plan_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
 
 def stop_at_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._mamba_block_aligned_split: asks for a chunk that does not run past a checkpoint."""
+    request = args[0] if args else kwargs["request"]
+    checkpoints = _plan_of(request)
+    if not checkpoints:  # most requests, in every step
+        return wrapped(*args, **kwargs)
     call = _SPLIT.bind(instance, *args, **kwargs)
     call.apply_defaults()
     given = dict(call.arguments)
     given.pop("self")
-    request = given["request"]
     start = request.num_computed_tokens + given["num_new_local_computed_tokens"] + given["num_external_computed_tokens"]
     end = start + given["num_new_tokens"]
-    for checkpoint in _plan_of(request):
+    for checkpoint in checkpoints:
         if start < checkpoint.tokens < end:
             given["num_new_tokens"] = checkpoint.tokens - start
             break
@@ -57,8 +58,7 @@ def stop_at_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
 def keep_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of SingleTypeKVCacheManager.cache_blocks: the checkpoints are positions to resume at, too."""
-    call = _CACHE.bind(instance, *args, **kwargs)
-    request = call.arguments["request"]
+    request = args[0] if args else kwargs["request"]
     checkpoints = _plan_of(request)
     if not checkpoints or not isinstance(instance.kv_cache_spec, SlidingWindowSpec | MambaSpec):
         return wrapped(*args, **kwargs)
