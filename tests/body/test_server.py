@@ -27,7 +27,9 @@ from vllm_mmcache.zoo import build_cached
 pytestmark = pytest.mark.engine
 
 MODEL = "zoo"
-ENV = {"PYTHONHASHSEED": "0"}  # the render endpoint's answer has the order of a set in it
+# The render endpoint's answer has the order of a set in it, and the line at start is an information; in a whole run
+# the tests that share engines have asked for warnings alone.
+ENV = {"PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "INFO"}
 ARGS = (
     *CPU_ARGS, "--served-model-name", MODEL, "--limit-mm-per-prompt", '{"image": 4}', "--enable-prefix-caching",
     "--trust-request-mm-kwargs", "--enable-scale-out",
