@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint check-upstream bench-block-keys bench-gemma3 bench-image-questions bench-features bench-warm-turn clean
+.PHONY: help venv demo test lint check-upstream bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-warm-turn clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,7 +39,10 @@ bench-block-keys: $(STAMP)  ## time the block keys
 bench-gemma3: $(STAMP)  ## Gemma 3, stock and plugin: exactness, splits under load, prefill time
 	@$(BIN)/python -m benchmarks.gemma3_attention.run $(ARGS)
 
-bench-image-questions: $(STAMP)  ## the second question about an image: cached tokens, cost of a cold request (about 15 minutes)
+bench-cold-requests: $(STAMP)  ## what the first request about images costs, stock and plugin (about 20 minutes)
+	@$(BIN)/python -m benchmarks.cold_requests.run $(ARGS)
+
+bench-image-questions: $(STAMP)  ## the second question about an image: cached tokens (about 8 minutes)
 	@$(BIN)/python -m benchmarks.image_questions.run $(ARGS)
 
 bench-features: $(STAMP)  ## images in rotation and after a restart, stock and plugin

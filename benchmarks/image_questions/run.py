@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second question about an image: cached tokens against the best possible, and what a cold request costs.
+"""The second question about an image: cached tokens against the best possible.
 
-python -m benchmarks.image_questions.run [--requests 200] [--rounds 9] [--repeats 2] [--save]
+python -m benchmarks.image_questions.run [--requests 200] [--save]
 """
 
 import argparse
 from typing import Any
 
 from benchmarks.machine import save_result
-from benchmarks.sides import SIDES, compare, run_worker
+from benchmarks.sides import SIDES, run_worker
 
 WORKER = "benchmarks.image_questions.worker"
 FAMILIES = ("gemma3", "qwen3.5")
@@ -18,8 +18,6 @@ def main() -> None:
     """Measure, print, and write the result with --save."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.image_questions.run", description=__doc__)
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     result = {family: measure(family, options) for family in FAMILIES}
@@ -29,15 +27,6 @@ def main() -> None:
 def measure(family: str, options: argparse.Namespace) -> dict[str, Any]:
     """Both sides of one family; prints a line per row."""
     result: dict[str, Any] = {}
-    times: dict[str, dict[str, list[float]]] = {side: {} for side in SIDES}
-    for _ in range(options.repeats):
-        for side in SIDES:
-            task = {"kind": "cold", "family": family, "rounds": options.rounds}
-            for case, seconds in run_worker(WORKER, side, task).items():
-                times[side].setdefault(case, []).extend(seconds)
-    result["cold"] = {}
-    for case in times["stock"]:
-        result["cold"][case] = compare(f"{family} cold, {case}", {side: times[side][case] for side in SIDES})
     for kind in ("workloads", "unique"):
         task = {"kind": kind, "family": family}
         if kind == "unique":

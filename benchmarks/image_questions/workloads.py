@@ -32,7 +32,11 @@ class Shape:
         return f"{number}:{filler(300, number)}?"
 
 
-SHAPES = {"qwen3.5": Shape((1024, 1024), 0), "gemma3": Shape((224, 224), 530)}
+SHAPES = {
+    "gemma3": Shape((224, 224), 530),
+    "qwen3-vl": Shape((1024, 1024), 0),
+    "qwen3.5": Shape((1024, 1024), 0),
+}
 
 
 def questions(shape: Shape, images: int, count: int) -> Asks:
