@@ -50,8 +50,8 @@ class Settings(BaseSettings):
     resumed_images: bool | None = Field(
         default=None,
         description=(
-            "Keep the inputs of images that a prefix hit covers, so that a preempted request whose hit is shorter when "
-            "it comes back does not kill the engine. Unset: on where this room is proven (CPU)."
+            "Send the worker the image inputs again with a preempted request, so that one whose prefix hit is shorter "
+            "when it comes back does not kill the engine. Unset: on where this room is proven (CPU)."
         ),
     )
     image_checkpoints: bool | None = Field(

@@ -5,8 +5,11 @@ The request starts on a hit that covers its image, so vLLM drops the image's inp
 KV blocks and the encoder output are gone. Stock vLLM dies with "Encoder cache miss" and takes the engine along.
 """
 
+import pickle
+
 import pytest
 from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData
 
 from tests.exactness.engines import EngineConfig, EnginePool
 from tests.exactness.scenarios import filler, picture, user
@@ -49,3 +52,10 @@ def test_without_the_swap_the_engine_dies(pool: EnginePool, monkeypatch: pytest.
     with pytest.raises(RuntimeError, match="Encoder cache miss"):
         resume_without_blocks(pool)
     pool.close()
+
+
+def test_what_is_sent_reaches_workers_of_other_processes() -> None:
+    """vLLM pickles a step for them; an attribute that it does not know must travel."""
+    step = CachedRequestData.make_empty()
+    step.mmcache_images = {"request": {0: "feature"}}  # type: ignore[attr-defined]
+    assert pickle.loads(pickle.dumps(step)).mmcache_images == {"request": {0: "feature"}}

@@ -86,18 +86,6 @@ def refuse_endless(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return outcome
 
 
-def keep_image_inputs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of strip_covered_mm_data: sends the worker the inputs of all images, also of those that a hit covers.
-
-    vLLM drops the inputs of images inside the prefix hit. A request that is preempted can come back with a shorter hit,
-    and then the worker has nothing to encode: "Encoder cache miss", and the engine dies. With several worker processes
-    this costs the transfer of those inputs; in one process nothing.
-    """
-    if settings.current().resumed_images is False:
-        return wrapped(*args, **kwargs)
-    return args[0] if args else kwargs["mm_features"]
-
-
 def image_spans(request: Any) -> list[Span]:
     """The spans of a request's images, kept on the request while its images stay the same."""
     kept = getattr(request, _SPANS, None)

@@ -17,6 +17,10 @@ _SETTINGS_WHY = (
 _SETTINGS_UPSTREAM = "none: no public hook hands VllmConfig to a general plugin"
 _SETTINGS_REMOVE = "general plugins are handed the VllmConfig"
 
+_RESUMED_WHY = "a preempted request that comes back with a shorter prefix hit finds no image inputs; the engine dies"
+_RESUMED_UPSTREAM = "none yet; reproduced on 0.32 under random load with a small KV cache"
+_RESUMED_REMOVE = "vLLM sends the inputs again to a resumed request"
+
 _FEATURES_UPSTREAM = (
     "vLLM's encoder-cache connector makes the scheduler promise what only the worker can load; a promise that fails "
     "ends the engine with `Encoder cache miss`"
@@ -134,15 +138,27 @@ LEDGER: tuple[Swap, ...] = (
         remove_when="every platform refuses such a backend",
     ),
     _swap(
-        name="resumed_images.inputs",
+        name="resumed_images.send",
         group="resumed_images",
-        target="vllm.v1.core.sched.output:strip_covered_mm_data",
-        make="vllm_mmcache.scheduler.vllm_side:keep_image_inputs",
+        target="vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data",
+        make="vllm_mmcache.scheduler.resumed_images:send_images",
         process="engine",
-        args_used=("mm_features",),
-        why="a preempted request that comes back with a shorter prefix hit finds no image inputs; the engine dies",
-        upstream="none yet; reproduced on 0.32 under random load with a small KV cache",
-        remove_when="vLLM sends the inputs again to a resumed request",
+        args_used=("resumed_reqs",),
+        reads=("vllm.multimodal.utils:strip_covered_mm_data",),
+        why=_RESUMED_WHY,
+        upstream=_RESUMED_UPSTREAM,
+        remove_when=_RESUMED_REMOVE,
+    ),
+    _swap(
+        name="resumed_images.receive",
+        group="resumed_images",
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
+        make="vllm_mmcache.scheduler.resumed_images:receive_images",
+        process="worker",
+        args_used=("scheduler_output",),
+        why=_RESUMED_WHY,
+        upstream=_RESUMED_UPSTREAM,
+        remove_when=_RESUMED_REMOVE,
     ),
     _swap(
         name="image_checkpoints.plan",
