@@ -30,15 +30,17 @@ def requests(image: bytes, token_ids: list[int]) -> dict[str, dict[str, Any]]:
     part = {"type": "image_url", "image_url": {"url": url}}
     source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
     messages = [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
+    block = {"type": "image", "source": source}
     input_image = {"type": "input_image", "detail": "auto", "image_url": url}
     return {
         "/v1/chat/completions": {"messages": messages, "max_tokens": 1},
         "/v1/chat/completions/batch": {"messages": [messages], "max_tokens": 1},
         "/v1/chat/completions/render": {"messages": messages},
         "/v1/responses": {"input": [{"role": "user", "content": [input_image]}], "max_output_tokens": 1},
-        "/v1/messages": {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}], "max_tokens": 1},
+        "/v1/messages": {"messages": [{"role": "user", "content": [block]}], "max_tokens": 1},
         "/inference/v1/generate": {
-            "token_ids": token_ids, "content_parts": [{"type": "image_url", "url": url}], "sampling_params": {"max_tokens": 1},
+            "token_ids": token_ids, "content_parts": [{"type": "image_url", "url": url}],
+            "sampling_params": {"max_tokens": 1},
         },
     }  # fmt: skip
 

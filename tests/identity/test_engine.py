@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The offline API on a real engine: uuids and salts in the prompt, and what the vision tower runs for."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ QWEN = [pytest.param(EngineConfig("qwen3-vl"), id="qwen3-vl")]
 
 
 @pytest.fixture(autouse=True)
-def as_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_current", settings.Settings())
-    yield
 
 
 def alone(rig: Rig, uuid: Any, salt: str | None = None) -> Any:
