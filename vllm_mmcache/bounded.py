@@ -42,14 +42,30 @@ class Bounded(Generic[K, V]):
 
     def admit(self, key: K, value: V) -> V:
         """Keep `value` unless the key is known already; returns what is kept. May evict others."""
-        entries, size_bytes = self._budget()
-        limit = min(entries, size_bytes // self._cost_bytes)
+        limit = self._limit()
         with self._lock:
             kept = self._entries.setdefault(key, value)
-            self._entries.move_to_end(key)
-            while len(self._entries) > limit:
-                self._entries.popitem(last=False)
+            self._settle(key, limit)
             return kept
+
+    def replace(self, key: K, value: V) -> V | None:
+        """Keep `value` in any case; returns what was kept before. May evict others."""
+        limit = self._limit()
+        with self._lock:
+            former = self._entries.get(key)
+            self._entries[key] = value
+            self._settle(key, limit)
+            return former
+
+    def _limit(self) -> int:
+        entries, size_bytes = self._budget()
+        return min(entries, size_bytes // self._cost_bytes)
+
+    def _settle(self, key: K, limit: int) -> None:
+        """`key` is the most recently used; what is too much goes."""
+        self._entries.move_to_end(key)
+        while len(self._entries) > limit:
+            self._entries.popitem(last=False)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -88,6 +88,10 @@ IMAGES_LIFTED = Counter("images_lifted", "Images taken out of request bodies bef
 BODY_SECONDS = Counter("body_seconds", "Seconds spent on taking images out of request bodies.")
 MEDIA_SECONDS = Counter("media_seconds", "Seconds spent on opening images, decoding included, over all threads.")
 
+ALIASES_REBOUND = Counter("aliases_rebound", "Uuids that a tenant gave to other content than before.")
+ALIASES_OF_OTHERS = Counter("aliases_of_others", "Uuids without content that only another tenant had bound.")
+ALIASES_TOO_LONG = Counter("aliases_too_long", "Uuids refused because of their length.")
+
 CHECKPOINTS_MADE = EngineCounter("checkpoints_made", "Image boundaries kept as positions to resume at.")
 CHECKPOINTS_USED = EngineCounter("checkpoints_used", "Prefix hits that ended on a checkpoint.")
 CHECKPOINTS_EVICTED_UNUSED = EngineCounter("checkpoints_evicted_unused", "Checkpoints evicted before any hit.")
@@ -126,6 +130,9 @@ COUNTERS = (
     IMAGES_LIFTED,
     BODY_SECONDS,
     MEDIA_SECONDS,
+    ALIASES_REBOUND,
+    ALIASES_OF_OTHERS,
+    ALIASES_TOO_LONG,
     *ENGINE_COUNTERS.values(),
 )
 

@@ -91,6 +91,23 @@ class Settings(BaseSettings):
         ge=1 << 16,
         description="How many bytes what is known about images may take, and the same for base64 texts.",
     )
+    identity: bool = Field(
+        default=True,
+        description=(
+            "An image's identity is its content, within its tenant (cache_salt); a uuid is an alias of the tenant. "
+            "Fixed at start. False leaves vLLM's own: a uuid is trusted, and only KV blocks are apart by salt."
+        ),
+    )
+    require_salt: bool = Field(
+        default=False,
+        description=(
+            "Refuse requests with images, videos or audio that have no cache_salt (400), and refuse to start where "
+            "identity is not on."
+        ),
+    )
+    image_aliases: int = Field(
+        default=65536, ge=1, description="How many uuids an API server may know at a time, of all tenants together."
+    )
     metrics: bool | None = Field(
         default=None,
         description="Show what the engine counts on /metrics, as mmcache:*. Unset: on where this room is proven (CPU).",

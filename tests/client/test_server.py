@@ -170,6 +170,18 @@ def test_forgotten_images(url: str, side: str) -> None:
         assert sizes == [(True, 200), (False, 400), (True, 200), (False, 400), (True, 200)]
 
 
+def test_tenants(url: str, side: str) -> None:
+    """With a cache_salt as without: small bodies, and each tenant sends an image itself."""
+    scale = Scale(httpx2.HTTPTransport())
+    once, plain = client(url, OnceTransport(scale)), client(url)
+    request = question("Whose?", "tenants")
+    for salt in ("salt a", "salt b", "salt a", "salt b"):
+        salted = {**request, "extra_body": {"cache_salt": salt}}
+        assert not differences(answer(once, salted), answer(plain, request))
+    if remembers(side):
+        assert [(size > IMAGE_BYTES, status) for size, status in scale.sent] == [(True, 200)] * 2 + [(False, 200)] * 2
+
+
 def test_images_are_never_mixed(url: str) -> None:
     """Two pictures whose bytes differ near their end only, in every order, forgotten in between."""
     once, plain = client(url, OnceTransport(httpx2.HTTPTransport())), client(url)

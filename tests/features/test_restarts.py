@@ -106,7 +106,7 @@ def test_spoiled_files(alone: EnginePool, put: Put, tmp_path: Path) -> None:
 
 
 def test_hostile_names_reach_no_path(alone: EnginePool, put: Put, tmp_path: Path) -> None:
-    put(store=str(tmp_path / "in" / "store"), tower_trap=True)
+    put(store=str(tmp_path / "in" / "store"), tower_trap=True, identity=False)
     rig = alone.get(QWEN)
     answers = [ask_named(rig, 608, name) for name in ("../../x", "/tmp/x", "a\0b", "x" * 1024**2)]
     assert rig.features.store.flush(10)

@@ -162,7 +162,8 @@ def test_a_lookup_that_fails_is_a_miss(
 
 @pytest.mark.parametrize("name", ["../../x", "a\0b", "x" * 1024**2], ids=["path", "nul", "1MB"])
 @pytest.mark.parametrize("config", QWEN)
-def test_hostile_names(pool: EnginePool, config: EngineConfig, name: str) -> None:
+def test_hostile_names(pool: EnginePool, config: EngineConfig, name: str, put: Put) -> None:
+    put(tower_trap=True, identity=False)  # the store must do without that room
     rig = pool.get(config)
     assert_exact(rig, [ask_named(rig, 514, name)])
     rig.forget_all_but_features()
@@ -170,8 +171,9 @@ def test_hostile_names(pool: EnginePool, config: EngineConfig, name: str) -> Non
 
 
 @pytest.mark.parametrize("config", QWEN)
-def test_a_name_that_is_given_to_another_image(pool: EnginePool, config: EngineConfig) -> None:
+def test_a_name_that_is_given_to_another_image(pool: EnginePool, config: EngineConfig, put: Put) -> None:
     """As after a restart, say, of a client that counts its images anew: features are of the pixels, not of the name."""
+    put(tower_trap=True, identity=False)
     rig, runs = pool.get(config), Runs()
     answers = [ask_named(rig, 515, "image-1")]
     rig.forget_all_but_features()

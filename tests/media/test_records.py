@@ -29,6 +29,15 @@ def test_the_first_value_is_kept() -> None:
     assert known.admit(1, "second") == "first"
 
 
+def test_replaced() -> None:
+    known = table()
+    for number in range(3):
+        assert known.replace(number, "first") is None
+    assert known.replace(0, "second") == "first"
+    known.replace(3, "first")
+    assert [known.get(key) for key in range(4)] == ["second", None, "first", "first"]
+
+
 def test_bytes_budget() -> None:
     known = table(entries=100, size_bytes=250)
     for key in range(10):

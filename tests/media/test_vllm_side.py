@@ -17,7 +17,7 @@ from PIL import Image
 
 from tests.media import files
 from tests.pictures import ellipses
-from vllm_mmcache import events, settings
+from vllm_mmcache import events, settings, tenant
 from vllm_mmcache.body.payload import TEXTS
 from vllm_mmcache.media.picture import LazyPicture
 from vllm_mmcache.media.records import RECORDS
@@ -154,6 +154,29 @@ def test_other_options_are_another_record() -> None:
     again = image_io(OPTIONS["on black"]).load_bytes(content)
     assert isinstance(again.media, LazyPicture)
     assert np.asarray(again).tobytes() == np.asarray(on_black).tobytes()
+
+
+@pytest.mark.usefixtures("installed")
+def test_images_are_known_to_their_tenant_alone() -> None:
+    """The loader is made in the request's context and used in a thread that has another one."""
+    swap.install("identity", groups()["identity"], vllm_version())
+    content = FILES["png"]
+    text = base64.b64encode(content).decode()
+
+    def lazy(salt: str | None, load: Callable[[Any], Any]) -> bool:
+        token = tenant.SALT.set(salt)
+        loader = image_io({})
+        tenant.SALT.reset(token)
+        return isinstance(load(loader).media, LazyPicture)
+
+    try:
+        for load in (lambda loader: loader.load_bytes(content), lambda loader: loader.load_base64("image/png", text)):
+            RECORDS.clear()
+            seen = [(salt, lazy(salt, load)) for salt in (None, "a", "b", None, "a", "b")]
+            assert [known for _, known in seen] == [False] * 3 + [True] * 3
+        assert len(TEXTS) == 3
+    finally:
+        swap.undo("identity")
 
 
 @pytest.mark.usefixtures("installed")

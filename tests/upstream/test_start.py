@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which groups are wanted here: by setting, and by where the room was exercised."""
 
+import logging
 from typing import Any
 
 import pytest
 
 from vllm_mmcache import settings
+from vllm_mmcache.errors import SwapError
 from vllm_mmcache.upstream import start, swap
 from vllm_mmcache.upstream.ledger import NEEDS, OVERTAKEN_BY, PROVEN_ON, groups
 from vllm_mmcache.upstream.seams import SEAMS
@@ -67,5 +69,27 @@ def test_rooms_of_the_api_server_are_not_in_the_engine(monkeypatch: pytest.Monke
     for process, there in (("api", True), ("engine", False), ("worker", False)):
         monkeypatch.setattr(start, "process_name", lambda process=process: process)
         on = {outcome.group for outcome in start.start()}
-        assert ({"lazy_media", "lifted_bodies"} <= on) == there
+        assert ({"lazy_media", "lifted_bodies", "identity"} <= on) == there
         assert "settings" in on
+
+
+def test_required_salts_need_the_room(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Off by mismatch: an error that says what it means; where salts are required, no start."""
+    outcome = swap.Outcome("identity", "off", "symbol changed")
+    monkeypatch.setattr(start, "_install", lambda group, members, version: outcome)
+    monkeypatch.setattr(start, "groups", lambda: {"identity": groups()["identity"]})
+    monkeypatch.setattr(start, "_line", "")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(settings, "_current", settings.Settings())
+    with caplog.at_level(logging.ERROR, "vllm.mmcache"):
+        start.start()
+        start.say_pending()
+    (record,) = caplog.records
+    assert "identity is off (symbol changed): uuids of clients are trusted" in record.getMessage()
+    for off in (settings.Settings(require_salt=True), settings.Settings(require_salt=True, identity=False)):
+        monkeypatch.setattr(settings, "_current", off)
+        with pytest.raises(SwapError, match="require_salt is set"):
+            start.start()
+    monkeypatch.setattr(start, "_off", {})
+    monkeypatch.setattr(settings, "_current", settings.Settings(require_salt=True))
+    start.refuse_without_identity()

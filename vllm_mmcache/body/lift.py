@@ -9,6 +9,7 @@ So what is left to the application is the same request, or, where anything is od
 import json
 from dataclasses import dataclass
 
+from vllm_mmcache import settings, tenant
 from vllm_mmcache.body import references
 from vllm_mmcache.body.payload import Payload
 from vllm_mmcache.body.scan import find_texts, replace_spans
@@ -38,11 +39,12 @@ def lift(body: bytes, walker: Walker) -> Lifted | None:
     if not isinstance(request, dict):
         return None
     wanted = {value[value.find(stem) :] for value in walker(request) if stem in value}
+    tenant_key = _tenant_key(request.get("cache_salt"))
     payloads: dict[str, Payload] = {}
     texts: list[bytes | memoryview] = []
     view = memoryview(body)
     for name, (start, end) in zip(names, spans, strict=True):
-        payload = _read(view[start:end]) if name in wanted else None
+        payload = _read(view[start:end], tenant_key) if name in wanted else None
         if payload is not None:
             payloads[name] = payload
         texts.append(view[start:end] if payload is None else name.encode())
@@ -52,13 +54,21 @@ def lift(body: bytes, walker: Walker) -> Lifted | None:
     return Lifted(replace_spans(body, spans, texts), payloads, num_bytes)
 
 
-def _read(text: memoryview) -> Payload | None:
+def _tenant_key(salt: object) -> bytes | None:
+    """As the image loader will know it; a salt that vLLM refuses is of no account."""
+    try:
+        return tenant.key_of(salt) if isinstance(salt, str) and settings.current().identity else None
+    except UnicodeEncodeError:
+        return None
+
+
+def _read(text: memoryview, tenant_key: bytes | None) -> Payload | None:
     """The payload of a JSON string's inside; some clients write every slash as `\\/`."""
     try:
-        return Payload(text)
+        return Payload(text, tenant_key)
     except ValueError:
         pass
     try:
-        return Payload(json.loads(b'"%b"' % bytes(text)).encode("ascii"))
+        return Payload(json.loads(b'"%b"' % bytes(text)).encode("ascii"), tenant_key)
     except ValueError:
         return None

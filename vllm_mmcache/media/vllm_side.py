@@ -12,7 +12,7 @@ import vllm.envs as envs
 from PIL import Image
 from vllm.multimodal.media import MediaWithBytes
 
-from vllm_mmcache import events, settings
+from vllm_mmcache import events, settings, tenant
 from vllm_mmcache.body import references
 from vllm_mmcache.body.payload import Payload, content_id_of
 from vllm_mmcache.media.picture import LazyPicture
@@ -36,12 +36,19 @@ class RecordedMedia(MediaWithBytes):
         return MediaWithBytes, (self.media, self.original_bytes, self.io_config)
 
 
+def remember_tenant(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of ImageMediaIO.__init__: made in the request's task, used in a media thread that knows no request."""
+    outcome = wrapped(*args, **kwargs)
+    instance._mmcache_tenant_key = tenant.key_of(tenant.SALT.get())
+    return outcome
+
+
 def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of ImageMediaIO.load_base64(media_type, data): a known text is neither decoded nor hashed as bytes."""
     if settings.current().lazy_media is False:
         return wrapped(*args, **kwargs)
     text = kwargs["data"] if "data" in kwargs else args[1]
-    payload = references.resolve(text) or _read(text)
+    payload = references.resolve(text) or _read(text, _tenant_key(instance))
     if payload is None:
         return wrapped(*args, **kwargs)
     with events.MEDIA_SECONDS.seconds():
@@ -57,7 +64,7 @@ def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     content = kwargs["data"] if "data" in kwargs else args[0]
     with events.MEDIA_SECONDS.seconds():
-        key = _key(content_id_of(content), instance)
+        key = _key(content_id_of(content, _tenant_key(instance)), instance)
         record = RECORDS.get(key)
         if record is not None:
             return _open_lazily(record, lambda: content, instance)
@@ -86,9 +93,15 @@ def remember_mm_hash(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     return known
 
 
-def _read(text: str) -> Payload | None:
+def _tenant_key(instance: Any) -> bytes | None:
+    """Whose image this is; None without a salt, and where the group identity is off."""
+    key: bytes | None = getattr(instance, "_mmcache_tenant_key", None)
+    return key
+
+
+def _read(text: str, tenant_key: bytes | None) -> Payload | None:
     try:
-        return Payload(text.encode("ascii"))
+        return Payload(text.encode("ascii"), tenant_key)
     except ValueError:
         return None  # stock says what is wrong with it
 

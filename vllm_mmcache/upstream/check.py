@@ -46,12 +46,12 @@ def source_of(archive: zipfile.ZipFile, target: str) -> str:
 
 def check_swap(archive: zipfile.ZipFile, swap: Swap) -> str:
     """Check one entry; returns its body digest. Raises: SwapError."""
-    path = swap.target.partition(":")[2]
-    node = bodies.find(source_of(archive, swap.target), path)
-    if isinstance(node, ast.ImportFrom):  # a name that one module imports from another, replaced in that one only
-        node = bodies.find(source_of(archive, f"{node.module}:{path}"), path)
-    if isinstance(node, ast.ImportFrom):
-        raise SymbolChanged(f"{swap.target} is imported over more than one module")
+    target, path = swap.target, swap.target.partition(":")[2]
+    node = bodies.find(source_of(archive, target), path)
+    while isinstance(node, ast.ImportFrom):  # a name that one module imports from another, replaced in that one only
+        package = target.partition(":")[0] if node.level else ""  # relative: only packages do that here
+        target = f"{package}.{node.module}:{path}".lstrip(".")
+        node = bodies.find(source_of(archive, target), path)
     arguments = node.args
     names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
     missing = [name for name in swap.args_used if name not in names]

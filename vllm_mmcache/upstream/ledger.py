@@ -3,9 +3,8 @@
 
 from functools import partial
 
-from vllm_mmcache.upstream.swap import Swap
-
-TESTED_VLLM = ">=0.32.0,<0.34"
+from vllm_mmcache.upstream.ledger_identity import IDENTITY
+from vllm_mmcache.upstream.swap import TESTED_VLLM, Swap
 
 # None of these gives wrong output by its absence, so a vLLM that it does not fit runs without its group.
 _swap = partial(Swap, vllm=TESTED_VLLM, on_mismatch="off")
@@ -327,6 +326,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="44688: requests wait for a busy frontend",
         remove_when="vLLM has a seam for middleware that needs no flag, or takes images out of bodies itself",
     ),
+    *IDENTITY,
 )
 
 

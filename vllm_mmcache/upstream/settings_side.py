@@ -8,11 +8,11 @@ executor or the worker is built from the configuration that was handed to them.
 from typing import Any
 
 from vllm_mmcache import settings
-from vllm_mmcache.upstream.start import say_pending
+from vllm_mmcache.upstream.start import refuse_without_identity, say_pending
 
 
 def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of VllmConfig.__post_init__. Raises: SettingsError for an unknown or wrong value."""
+    """Wrapper of VllmConfig.__post_init__. Raises: SettingsError for an unknown or wrong value; SwapError."""
     outcome = wrapped(*args, **kwargs)
     _read(instance)
     return outcome
@@ -30,3 +30,4 @@ def _read(vllm_config: Any) -> None:
     part = settings.config_of(vllm_config)
     if part:
         settings.use(settings.load_settings(part))
+        refuse_without_identity()

@@ -13,6 +13,9 @@ from vllm_mmcache.upstream.seams import SEAMS
 
 logger = logging.getLogger("vllm.mmcache")
 
+LOUD = {"identity": "uuids of clients are trusted, and images are not apart by cache_salt"}  # what it means to be off
+
+_off: dict[str, str] = {}  # group -> why it is not on in this process
 _line = ""  # what this process has said, or is about to
 _pending = ""
 
@@ -39,8 +42,23 @@ def start() -> list[swap.Outcome]:
                 f"mmcache refuses to start, since answers could be wrong without {outcome.group}: "
                 f"{outcome.reason}. MMCACHE_DISABLE=1 runs vLLM as it is."
             )
+    _off.clear()
+    _off.update({outcome.group: outcome.reason for outcome in outcomes if outcome.state == "off"})
+    refuse_without_identity()
     _say(version, outcomes)
     return outcomes
+
+
+def refuse_without_identity() -> None:
+    """Raises: SwapError, with everything undone, where salts are required but nothing would keep tenants apart."""
+    wanted = settings.current()
+    reason = _off.get("identity", "") or ("" if wanted.identity else "switched off by the setting identity")
+    if wanted.require_salt and reason:
+        stop()
+        raise SwapError(
+            f"mmcache refuses to start: require_salt is set, but identity is off ({reason}), so "
+            f"{LOUD['identity']}. Unset MMCACHE_REQUIRE_SALT to run without."
+        )
 
 
 def stop() -> None:
@@ -106,6 +124,8 @@ def say_pending() -> None:
     if _pending and logging.getLogger("vllm").hasHandlers():
         logger.info(_pending)
         _pending = ""
+        for group in LOUD.keys() & _off.keys():
+            logger.error("mmcache: %s is off (%s): %s", group, _off[group], LOUD[group])
 
 
 def _say(version: str, outcomes: list[swap.Outcome]) -> None:

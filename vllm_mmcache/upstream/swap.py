@@ -18,6 +18,8 @@ from packaging.version import InvalidVersion, Version
 
 from vllm_mmcache.errors import SwapDisturbed, SwapError, SymbolChanged, SymbolMissing, VersionUnsupported
 
+TESTED_VLLM = ">=0.32.0,<0.34"  # of every entry of the ledger
+
 _INHERITED = object()  # the slot's owner did not define the attribute itself
 
 

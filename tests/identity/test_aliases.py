@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The alias table: whose it is, what re-binding does, its bound, and what is counted and said."""
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_mmcache import events, settings
+from vllm_mmcache.identity import audit
+from vllm_mmcache.identity.aliases import Aliases
+
+
+@pytest.fixture(autouse=True)
+def quiet_before() -> Iterator[None]:
+    audit._said.clear()
+    yield
+    audit._said.clear()
+
+
+def test_an_alias_belongs_to_tenant_and_modality() -> None:
+    aliases = Aliases()
+    aliases.bind("image", "x", "a", "one")
+    before = events.ALIASES_OF_OTHERS.value
+    assert aliases.find("image", "x", "a") == "one"
+    assert [aliases.find("image", "x", salt) for salt in ("b", None, "A")] == [None] * 3
+    assert aliases.find("video", "x", "a") is None
+    assert events.ALIASES_OF_OTHERS.value == before + 3
+    assert aliases.find("image", "y", "b") is None  # nobody's
+    assert events.ALIASES_OF_OTHERS.value == before + 3
+
+
+def test_rebinding_is_counted_once() -> None:
+    aliases, before = Aliases(), events.ALIASES_REBOUND.value
+    for content_id in ("one", "one", "two", "two"):
+        aliases.bind("image", "x", None, content_id)
+    aliases.bind("image", "x", "other tenant", "three")
+    assert aliases.find("image", "x", None) == "two"
+    assert events.ALIASES_REBOUND.value == before + 1
+
+
+def test_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_current", settings.Settings(image_aliases=3))
+    aliases = Aliases()
+    for number in range(9):
+        aliases.bind("image", str(number), None, "content")
+        assert aliases.find("image", "0", None) == "content"  # used, so it stays
+    assert len(aliases) == 3
+    assert aliases.find("image", "5", None) is None
+    aliases.clear()
+    assert not len(aliases)
+
+
+def test_threads_bind_one_alias() -> None:
+    """Whoever was last: a whole content id of somebody, never nothing."""
+    aliases = Aliases()
+    aliases.bind("image", "x", "s", "0")
+
+    def work(number: int) -> None:
+        for _ in range(500):
+            aliases.bind("image", "x", "s", str(number))
+            assert aliases.find("image", "x", "s") in {str(one) for one in range(8)}
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(aliases) == 1
+
+
+def test_one_line_per_kind_and_minute(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(audit.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "vllm.mmcache"):
+        for _ in range(5):
+            audit.note(events.ALIASES_REBOUND, "one kind")
+            audit.note(events.ALIASES_TOO_LONG, "other kind")
+        now[0] += audit.INTERVAL_S - 1
+        audit.note(events.ALIASES_REBOUND, "one kind")
+        assert len(caplog.records) == 2
+        now[0] += 1
+        audit.note(events.ALIASES_REBOUND, "one kind")
+    assert [record.args[0] for record in caplog.records if record.args] == ["one kind", "other kind", "one kind"]

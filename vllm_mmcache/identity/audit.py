@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts what a client should not do; says it in at most one line per kind and minute, without the client's text."""
+
+import logging
+import threading
+import time
+
+from vllm_mmcache.events import Counter
+
+INTERVAL_S = 60.0
+
+logger = logging.getLogger("vllm.mmcache")
+
+_said: dict[str, float] = {}  # name of the counter -> when
+_lock = threading.Lock()
+
+
+def note(counter: Counter, what: str) -> None:
+    """Count one, and warn if that was not done within the last minute. Any thread."""
+    counter.add()
+    now = time.monotonic()
+    with _lock:
+        last = _said.get(counter.name)
+        if last is not None and now - last < INTERVAL_S:
+            return
+        _said[counter.name] = now
+    logger.warning("mmcache identity: %s (%d in all, see mmcache:%s_total)", what, counter.value, counter.name)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes of an identifier, which becomes vLLM's mm_hash: pure functions, no vLLM.
+
+    identifier = content id                                                 without salt and arguments
+    identifier = hex BLAKE3("vllm-mmcache identity 1" 00 || fields)          otherwise
+    fields     = kind, modality, content id, arguments, salt; each as u32 length || UTF-8 bytes
+
+The content id is the digest that vLLM's hasher gives for the item alone: of its file's bytes, or of its mode, shape,
+dtype and pixels, framed. The arguments are the request's processor and loader arguments as canonical text. Lengths
+are little endian. docs/identity.md has the test vectors.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from struct import Struct
+
+from blake3 import blake3
+
+MAGIC = b"vllm-mmcache identity 1\0"
+MAX_NAME_CHARS = 128
+
+CONTENT = "content"
+NAME = "name"  # an id that a client made, where vLLM instances find each other's items by it
+UNKNOWN = "unknown"  # stands for nothing: no item is ever kept under it
+ALIAS = "alias"  # not an identifier: the key of an alias
+
+_U32 = Struct("<I")
+
+
+def identifier(modality: str, content_id: str, arguments: str = "", salt: str | None = None) -> str:
+    """The mm_hash of an item; the content id itself where nothing else counts, so that it equals stock's."""
+    if not arguments and not salt:
+        return content_id
+    return _digest(CONTENT, modality, content_id, arguments, salt or "").hex()
+
+
+def name_identifier(modality: str, name: str, arguments: str = "", salt: str | None = None) -> str:
+    """The mm_hash of an item that is known by a name alone, in a deployment whose instances share names."""
+    return _digest(NAME, modality, name, arguments, salt or "").hex() if arguments or salt else name
+
+
+def unknown_identifier(modality: str, name: str, salt: str | None = None) -> str:
+    """What a name that nobody bound stands for: looked up like any other, and never found."""
+    return _digest(UNKNOWN, modality, name, "", salt or "").hex()
+
+
+def alias_key(modality: str, name: str, salt: str | None = None) -> bytes:
+    """The key of a tenant's alias, 32 bytes."""
+    return _digest(ALIAS, modality, name, "", salt or "")
+
+
+def canonical(value: object) -> str:
+    """Text that tells values apart that are equal as bytes: 1, 1.0, true and a string of the same bytes.
+
+    Of what JSON can't say, only the type is in it: vLLM's own hash covers the rest.
+    """
+    if isinstance(value, Mapping):
+        return "{" + ",".join(sorted(f"{canonical(key)}:{canonical(one)}" for key, one in value.items())) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        return "[" + ",".join(map(canonical, value)) + "]"
+    if value is None or isinstance(value, bool | int | float | str):
+        return json.dumps(value)
+    return f"<{type(value).__module__}.{type(value).__qualname__}>"
+
+
+def _digest(*fields: str) -> bytes:
+    encoded = [field.encode() for field in fields]
+    framed = b"".join(_U32.pack(len(field)) + field for field in encoded)
+    return blake3(MAGIC + framed).digest()

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the ledger that binds images to their content and tenant; data only, as the rest.
+
+Without it nothing is wrong that stock does right, so a mismatch leaves the group off, in one line at level ERROR; who
+relies on it sets `require_salt`, and then nothing starts without it.
+"""
+
+from functools import partial
+
+from vllm_mmcache.upstream.swap import TESTED_VLLM, Swap
+
+_swap = partial(Swap, vllm=TESTED_VLLM, on_mismatch="off")
+
+_UPSTREAM = "none: cache_salt is for KV blocks alone"
+_REMOVE = "vLLM hands the salt to whoever opens and processes an image"
+
+IDENTITY: tuple[Swap, ...] = (
+    _swap(
+        name="identity.mm_hash",
+        group="identity",
+        target="vllm.multimodal.processing.inputs:ProcessorInputs.get_mm_hashes",
+        make="vllm_mmcache.identity.vllm_side:identify",
+        process="api",
+        args_used=(),
+        why=(
+            "a uuid is the key of every cache, so whoever knows or reuses one gets another's image, and a salt keeps "
+            "KV blocks apart alone"
+        ),
+        upstream="55439, 55547: uniqueness is the client's duty",
+        remove_when="vLLM binds a uuid to content and tenant, and arguments of different types have different keys",
+    ),
+    _swap(
+        name="identity.request",
+        group="identity",
+        target="vllm.renderers.base:BaseRenderer._process_tokens",
+        make="vllm_mmcache.identity.vllm_side:process_tokens",
+        process="api",
+        args_used=("prompt",),
+        why="the processor is not told the request's cache_salt",
+        upstream=_UPSTREAM,
+        remove_when=_REMOVE,
+    ),
+    _swap(
+        name="identity.request_async",
+        group="identity",
+        target="vllm.renderers.base:BaseRenderer._process_tokens_async",
+        make="vllm_mmcache.identity.vllm_side:process_tokens_async",
+        process="api",
+        args_used=("prompt",),
+        why="the processor is not told the request's cache_salt",
+        upstream=_UPSTREAM,
+        remove_when=_REMOVE,
+    ),
+    _swap(
+        name="identity.own_names",
+        group="identity",
+        target="vllm.renderers.base:BaseRenderer._process_mm_uuids",
+        make="vllm_mmcache.identity.vllm_side:mark_own_names",
+        process="api",
+        args_used=("mm_uuid_items",),
+        why="ids that vLLM makes for one request look like any client's",
+        upstream=_UPSTREAM,
+        remove_when=_REMOVE,
+    ),
+    _swap(
+        name="identity.threads",
+        group="identity",
+        target="vllm.renderers.base:make_async",
+        also=("vllm.entrypoints.pooling.base.io_processor:make_async",),
+        make="vllm_mmcache.identity.vllm_side:carry_context",
+        process="api",
+        args_used=("func",),
+        why="vLLM's threads do not see the context of the request that they work for",
+        upstream=_UPSTREAM,
+        remove_when="make_async copies the context, as asyncio.to_thread does",
+    ),
+    _swap(
+        name="identity.salt",
+        group="identity",
+        target="vllm.entrypoints.generate.base.protocol:validate_cache_salt",
+        also=(
+            "vllm.entrypoints.openai.chat_completion.protocol:validate_cache_salt",
+            "vllm.entrypoints.openai.completion.protocol:validate_cache_salt",
+            "vllm.entrypoints.openai.responses.protocol:validate_cache_salt",
+            "vllm.entrypoints.pooling.base.protocol:validate_cache_salt",
+            "vllm.entrypoints.scale_out.token_in_token_out.protocol:validate_cache_salt",
+            "vllm.entrypoints.generate.structured_decisions.protocol:validate_cache_salt",
+        ),
+        make="vllm_mmcache.identity.vllm_side:read_salt",
+        process="api",
+        args_used=("cache_salt",),
+        why="images are opened before anybody but the request's model knows its salt",
+        upstream=_UPSTREAM,
+        remove_when=_REMOVE,
+    ),
+    _swap(
+        name="identity.media",
+        group="identity",
+        target="vllm.multimodal.media.image:ImageMediaIO.__init__",
+        make="vllm_mmcache.media.vllm_side:remember_tenant",
+        process="api",
+        args_used=(),
+        why="what is known about image bytes is known to their tenant alone",
+        upstream=_UPSTREAM,
+        remove_when=_REMOVE,
+    ),
+    _swap(
+        name="identity.names",
+        group="identity",
+        target="vllm.renderers.hf:parse_chat_messages",
+        make="vllm_mmcache.identity.vllm_side:check_messages",
+        process="api",
+        args_used=("messages",),
+        why="a uuid of any length is fetched for, hashed and sent to the engine",
+        upstream="57219",
+        remove_when="vLLM bounds uuids",
+    ),
+    _swap(
+        name="identity.names_async",
+        group="identity",
+        target="vllm.renderers.hf:parse_chat_messages_async",
+        make="vllm_mmcache.identity.vllm_side:check_messages",
+        process="api",
+        args_used=("messages",),
+        why="a uuid of any length is fetched for, hashed and sent to the engine",
+        upstream="57219",
+        remove_when="vLLM bounds uuids",
+    ),
+    _swap(
+        name="identity.exif",
+        group="identity",
+        target="vllm.multimodal.hasher:_get_image_id_bytes",
+        make="vllm_mmcache.identity.vllm_side:trust_no_exif",
+        process="api",
+        args_used=("image",),
+        why="a UUID in an image's EXIF replaces its pixels as its identity",
+        upstream="51899",
+        remove_when="vLLM does not read an image's identity from its EXIF",
+    ),
+)
