@@ -8,7 +8,7 @@ used. Each test file runs twice in a process of its own: with MMCACHE_DISABLE=1,
 tests are. A test that passes without the plugin and not with it is a finding (exit code 1), except where EXPECTED says
 why. Tests that need a GPU, the network or a real model fail or skip on both sides and say nothing.
 
-Where the tests ask for a model's configuration, a stand-in is made from Transformers' defaults: no weights, no network.
+Where the tests ask for a model by name, something tiny stands in, so that no network is needed.
 """
 
 import argparse
@@ -55,10 +55,11 @@ PARTS: dict[str, tuple[str, ...]] = {
 # Beginnings of names of tests that need not pass with the plugin, and why.
 EXPECTED: dict[str, str] = {}
 
-# Repositories whose configuration the tests ask for -> Transformers' class that makes one like it.
+# Repositories that the tests ask for -> what stands in: a family of the zoo, or OPT's configuration without weights.
 STAND_INS = {
-    "facebook/opt-125m": "OPTConfig",
-    "llava-hf/llava-onevision-qwen2-0.5b-ov-hf": "LlavaOnevisionConfig",
+    "facebook/opt-125m": "opt",
+    "llava-hf/llava-onevision-qwen2-0.5b-ov-hf": "qwen2-vl",
+    "Qwen/Qwen2-VL-2B-Instruct": "qwen2-vl",
 }
 
 Outcomes = dict[str, str]  # "file::test" -> passed, failed, skipped
@@ -68,23 +69,42 @@ def pytest_configure(config: Any) -> None:
     """This file is also the pytest plugin that loads vLLM's plugins in the process that runs the tests."""
     from vllm.plugins import load_general_plugins
 
+    from vllm_mmcache.upstream.ledger import LEDGER
+    from vllm_mmcache.upstream.swap import is_replaced
+
     load_general_plugins()
+    replaced = sum(is_replaced(swap.target) for swap in LEDGER)
+    if bool(replaced) == bool(os.environ.get("MMCACHE_DISABLE")):
+        raise RuntimeError(f"{replaced} symbols are replaced: the comparison would say nothing")
 
 
 def make_stand_ins(folder: Path) -> None:
-    """Fill a Hugging Face cache with configurations."""
+    """Fill a Hugging Face cache with configurations and tiny models."""
     import transformers
+
+    from vllm_mmcache.zoo import build_cached
 
     for name, kind in STAND_INS.items():
         repository = folder / "hub" / f"models--{name.replace('/', '--')}"
-        snapshot = repository / "snapshots" / "stand-in"
-        config = getattr(transformers, kind)()
-        config.architectures = [
-            kind.replace("Config", "ForCausalLM" if kind == "OPTConfig" else "ForConditionalGeneration")
-        ]
-        config.save_pretrained(snapshot)
-        (repository / "refs").mkdir()
+        (repository / "refs").mkdir(parents=True)
         (repository / "refs" / "main").write_text("stand-in")
+        snapshot = repository / "snapshots" / "stand-in"
+        if kind == "opt":
+            transformers.OPTConfig(architectures=["OPTForCausalLM"]).save_pretrained(snapshot)
+        else:
+            snapshot.parent.mkdir()
+            snapshot.symlink_to(build_cached(kind, folder / "zoo"))
+
+
+def test_files(source: Path, files: Iterable[str]) -> Iterable[str]:
+    """The files of tests that a tree has; a folder stands for those in it."""
+    for file in files:
+        if (source / file).is_dir():
+            yield from sorted(str(path.relative_to(source)) for path in (source / file).glob("test_*.py"))
+        elif (source / file).is_file():
+            yield file
+        else:
+            print(f"{file}: not in this tree")
 
 
 def run_file(scratch: Path, file: str, disable: bool, timeout_s: int) -> Outcomes:
@@ -103,10 +123,14 @@ def run_file(scratch: Path, file: str, disable: bool, timeout_s: int) -> Outcome
         environ["MMCACHE_DISABLE"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "scripts.upstream_tests", f"--junitxml={report}", file]
     try:
-        subprocess.run(command, cwd=scratch, env=environ, timeout=timeout_s, check=False, stdout=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, cwd=scratch, env=environ, timeout=timeout_s, check=False, capture_output=True, text=True
+        )
     except subprocess.TimeoutExpired:
-        print(f"{file}: stopped after {timeout_s} s", file=sys.stderr)
+        print(f"{file}: stopped after {timeout_s} s")
+        return {}
     if not report.is_file():
+        print(f"{file}: no report: {(done.stdout + done.stderr)[-500:]}")
         return {}
     return dict(read(report))
 
@@ -165,10 +189,7 @@ def main() -> int:
         (scratch / "pyproject.toml").symlink_to(source / "pyproject.toml")
         make_stand_ins(scratch / "hf")
         for part, files in PARTS.items():
-            for file in files if options.only in (None, part) else ():
-                if not (source / file).exists():
-                    print(f"{file}: not in this tree")
-                    continue
+            for file in test_files(source, files) if options.only in (None, part) else ():
                 stock, plugin = (run_file(scratch, file, disable, options.timeout) for disable in (True, False))
                 gained, lost, expected = compare(stock, plugin)
                 results[file] = stock, plugin
