@@ -3,6 +3,7 @@
 exactness tests pass; with the plugin, its rooms step aside. And patches/apply says why it does nothing.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -112,6 +113,13 @@ def test_apply_verify_reverse(tree: Path) -> None:
     assert file.read_bytes() == before
     done = apply("--reverse", tree)
     assert (done.returncode, "not applied: " in done.stderr) == (2, True)
+
+
+def test_any_two_go_together(tree: Path) -> None:
+    apply("--reverse", tree)
+    for pair in itertools.combinations(NAMES, 2):
+        done = apply("--check", *(f"--only={name}" for name in pair), tree)
+        assert done.returncode == 0, (pair, done.stderr)
 
 
 @pytest.mark.parametrize("name", NAMES)
