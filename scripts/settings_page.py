@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/settings.md from the settings model: `python scripts/settings_page.py`. A test compares the two."""
 
+import textwrap
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
@@ -31,7 +32,7 @@ def page() -> str:
         where = "variable only" if name in ONLY_VARIABLES else "variable or command line"
         parts.append(
             f"## `{name}`\n\n`{PREFIX}{name.upper()}` · {kind(field.annotation)} · default {default(field.default)} · "
-            f"{where}\n\n{field.description}\n"
+            f"{where}\n\n{textwrap.fill(field.description or '', 120, break_on_hyphens=False)}\n"
         )
     return "\n".join(parts)
 

@@ -134,6 +134,4 @@ def test_the_replicas_settings_are_known(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in SERVICES["replica-1"]["environment"].items():
         if name.startswith("MMCACHE_"):
             monkeypatch.setenv(name, value)
-    in_force = load_settings()
-    assert in_force.block_keys is True
-    assert store_places(in_force.store) == ("/var/lib/mmcache/features", "valkey://valkey:6379")
+    assert store_places(load_settings().store) == ("/var/lib/mmcache/features", "valkey://valkey:6379")
