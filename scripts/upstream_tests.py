@@ -12,6 +12,7 @@ Where the tests ask for a model by name, something tiny stands in, so that no ne
 """
 
 import argparse
+import gc
 import os
 import subprocess
 import sys
@@ -76,6 +77,11 @@ def pytest_configure(config: Any) -> None:
     replaced = sum(is_replaced(swap.target) for swap in LEDGER)
     if bool(replaced) == bool(os.environ.get("MMCACHE_DISABLE")):
         raise RuntimeError(f"{replaced} symbols are replaced: the comparison would say nothing")
+
+
+def pytest_collection_finish(session: Any) -> None:
+    """vLLM's tests collect garbage after each test; what is imported by now need not be looked at every time."""
+    gc.freeze()
 
 
 def make_stand_ins(folder: Path) -> None:
