@@ -12,7 +12,6 @@ Where the tests ask for a model by name, something tiny stands in, so that no ne
 """
 
 import argparse
-import gc
 import os
 import subprocess
 import sys
@@ -79,9 +78,10 @@ def pytest_configure(config: Any) -> None:
         raise RuntimeError(f"{replaced} symbols are replaced: the comparison would say nothing")
 
 
-def pytest_collection_finish(session: Any) -> None:
-    """vLLM's tests collect garbage after each test; what is imported by now need not be looked at every time."""
-    gc.freeze()
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """These tests start nothing distributed, and the cleanup for that takes most of their time."""
+    for item in items:
+        item.add_marker("skip_global_cleanup")
 
 
 def make_stand_ins(folder: Path) -> None:
@@ -181,6 +181,7 @@ def main() -> int:
     parser.add_argument("source", type=Path, metavar="VLLM_SRC", help="a source tree of the installed version")
     parser.add_argument("--save", type=Path, help="write the table into this page, behind its marker")
     parser.add_argument("--only", choices=PARTS, help="this part alone")
+    parser.add_argument("--file", help="this file of them alone")
     parser.add_argument("--timeout", type=int, default=900, help="seconds for a file")
     options = parser.parse_args()
     source = options.source.resolve()
@@ -196,6 +197,8 @@ def main() -> int:
         make_stand_ins(scratch / "hf")
         for part, files in PARTS.items():
             for file in test_files(source, files) if options.only in (None, part) else ():
+                if options.file not in (None, file):
+                    continue
                 stock, plugin = (run_file(scratch, file, disable, options.timeout) for disable in (True, False))
                 gained, lost, expected = compare(stock, plugin)
                 results[file] = stock, plugin
