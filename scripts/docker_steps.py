@@ -102,8 +102,8 @@ class Build:
         entry = [shutil.which(self.entrypoint[0], path=environ["PATH"]) or "", *self.entrypoint[1:]]
         subprocess.run([entry[0], "zoo", "build", "qwen3-vl", model], check=True, **where)
         command = [*entry, model, "--port", port, "--enforce-eager", "--max-model-len", "1024"]
-        python = shutil.which(self.health[1], path=environ["PATH"]) or ""
-        check = [python, *(part.replace(":8000", f":{port}") for part in self.health[2:])]
+        python = shutil.which(self.health[0], path=environ["PATH"]) or ""
+        check = [python, *(part.replace(":8000", f":{port}") for part in self.health[1:])]
         server = subprocess.Popen(command, **where)
         try:
             end = time.monotonic() + WELL_WITHIN_S

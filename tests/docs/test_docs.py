@@ -79,5 +79,5 @@ def test_upstream_comparison_sees_a_lost_test(tmp_path: Path) -> None:
     plugin = {"tests/a::one": "failed", "tests/a::two": "passed"}
     assert upstream.compare(stock, plugin) == (["tests/a::two"], ["tests/a::one"], [])
     assert upstream.compare(stock, {}) == ([], ["tests/a::one"], []), "a file that ends early loses its tests"
-    upstream.EXPECTED["tests/a::o"] = "for this test"
+    upstream.EXPECTED["tests/a::one"] = "for this test"
     assert upstream.compare(stock, plugin)[1:] == ([], ["tests/a::one"])
