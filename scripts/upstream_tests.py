@@ -78,6 +78,8 @@ STAND_INS = {
     "Qwen/Qwen2-VL-2B-Instruct": "qwen2-vl",
 }
 
+HANGS_S = 20  # for one test; some wait for a model or a GPU that is not there
+
 Outcomes = dict[str, str]  # "file::test" -> passed, failed, skipped
 
 
@@ -143,7 +145,8 @@ def run_file(scratch: Path, file: str, disable: bool, timeout_s: int) -> Outcome
     environ.pop("MMCACHE_DISABLE", None)
     if disable:
         environ["MMCACHE_DISABLE"] = "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "scripts.upstream_tests", f"--junitxml={report}", file]
+    options = ["-q", "-p", "scripts.upstream_tests", f"--timeout={HANGS_S}", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", *options, file]
     try:
         done = subprocess.run(
             command, cwd=scratch, env=environ, timeout=timeout_s, check=False, capture_output=True, text=True
