@@ -11,7 +11,7 @@ ARGS ?=
 .PHONY: help venv demo test lint check-upstream bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-warm-turn clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml scripts/make_venv
 	@scripts/make_venv "$(PYTHON)" "$(VENV)"
@@ -32,6 +32,17 @@ lint: $(STAMP)  ## ruff check, ruff format --check, mypy --strict
 
 check-upstream: $(STAMP)  ## compare every replaced vLLM symbol with the versions it was written for
 	@$(BIN)/python -m vllm_mmcache.upstream.check $(ARGS)
+	@$(BIN)/python -m pytest -q tests/patches -k wheel
+
+upstream-tests: $(STAMP)  ## vLLM's own tests with and without the plugin; VLLM_SRC=/path/to/its/sources (about 15 minutes)
+	@$(BIN)/python -m pip install --quiet --editable '.[cpu,dev,upstream]'
+	@$(BIN)/python scripts/upstream_tests.py "$(VLLM_SRC)" $(ARGS)
+
+docker-steps: $(STAMP)  ## do in a clean directory what docker/cpu.Dockerfile says, down to a healthy server (about 4 minutes)
+	@$(BIN)/python scripts/docker_steps.py $(ARGS)
+
+settings-page: $(STAMP)  ## write docs/settings.md from the settings model
+	@$(BIN)/python scripts/settings_page.py
 
 bench-block-keys: $(STAMP)  ## time the block keys
 	@$(BIN)/python -m benchmarks.block_keys.run $(ARGS)

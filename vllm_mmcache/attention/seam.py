@@ -2,16 +2,21 @@
 """Puts the CPU backend of this room in the place of CPU_ATTN, through vLLM's public `register_backend`."""
 
 from vllm_mmcache.errors import SwapDisturbed
+from vllm_mmcache.upstream import swap
 
 PATH = "vllm_mmcache.attention.vllm_side.ImageSpanBackend"
+OWN = "vllm.v1.attention.backends.cpu_attn:split_at_mm_prefix"  # of vLLM itself; patches/ brings it
 
 
 def install() -> None:
-    """Override CPU_ATTN on the CPU platform. Raises: SwapDisturbed if another plugin has overridden it."""
+    """Override CPU_ATTN on the CPU platform, unless it has image spans of its own.
+
+    Raises: SwapDisturbed if another plugin has overridden it.
+    """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if not current_platform.is_cpu():
+    if not current_platform.is_cpu() or swap.is_there(OWN):
         return
     backend = AttentionBackendEnum.CPU_ATTN
     if backend.is_overridden() and backend.get_path() != PATH:

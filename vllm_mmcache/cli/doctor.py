@@ -101,7 +101,7 @@ def vllm_facts(findings: list[dict[str, str]]) -> dict[str, Any]:
 
 def ledger_rows(findings: list[dict[str, str]]) -> list[dict[str, Any]]:
     from vllm_mmcache.upstream.report import report
-    from vllm_mmcache.upstream.start import why_off
+    from vllm_mmcache.upstream.start import why_alone, why_off
 
     try:
         rows = report()
@@ -111,8 +111,9 @@ def ledger_rows(findings: list[dict[str, str]]) -> list[dict[str, Any]]:
         return []
     for group in dict.fromkeys(row["group"] for row in rows):
         row = next(row for row in rows if row["group"] == group)
-        # Off because a setting or an unproven platform says so is no finding; off because it does not fit is one.
-        if row["state"] == "on" or row["reason"] == why_off(group):
+        # Off because a setting, an unproven platform, vLLM's own or a room that it needs says so is no finding; off
+        # because it does not fit is one.
+        if row["state"] == "on" or row["reason"] in (why_off(group), why_alone(group, ())):
             continue
         cure = "install a vLLM in the tested range"
         if row["state"] == "refused":

@@ -341,13 +341,20 @@ PROVEN_ON: dict[str, frozenset[str]] = {
     "features": frozenset({"cpu"}),
 }
 
-# A group is off where vLLM has this symbol, and so does the same by itself.
-OVERTAKEN_BY: dict[str, str] = {"lazy_media": "vllm.multimodal.media.image:ImageMediaIO.load_bytes_lazy"}
+# A group is off where vLLM has all of these symbols, and so does the same by itself; so it is with our own patches/.
+OVERTAKEN_BY: dict[str, tuple[str, ...]] = {
+    "image_spans": (
+        "vllm.v1.core.sched.scheduler:Scheduler._clip_to_whole_mm_spans",
+        "vllm.v1.attention.backends.cpu_attn:split_at_mm_prefix",
+    ),
+    "lazy_media": ("vllm.multimodal.media.image:ImageMediaIO.load_bytes_lazy",),
+}
 
 # A group is off where the body of this symbol reads a name with this in it, and so does the same by itself. (The
 # proposal 56818 has the last multimodal feature's end on the request, under a name that isn't settled.)
 OVERTAKEN_WHERE: dict[str, tuple[str, str]] = {
-    "image_checkpoints": ("vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split", "mm_")
+    "resumed_images": ("vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data", "mm_features"),
+    "image_checkpoints": ("vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split", "mm_"),
 }
 
 # A group can't work without another.

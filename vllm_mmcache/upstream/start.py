@@ -81,8 +81,8 @@ def why_off(group: str) -> str:
         platform = current_platform.device_type
         if platform not in PROVEN_ON[group]:
             return f"not yet proven on {platform}: switch on with MMCACHE_{group.upper()}=1"
-    if group in OVERTAKEN_BY and swap.is_there(OVERTAKEN_BY[group]):
-        return f"vLLM has its own: {OVERTAKEN_BY[group]}"
+    if group in OVERTAKEN_BY and all(swap.is_there(symbol) for symbol in OVERTAKEN_BY[group]):
+        return f"vLLM has its own: {', '.join(OVERTAKEN_BY[group])}"
     if group in OVERTAKEN_WHERE and swap.reads_name(*OVERTAKEN_WHERE[group]):
         return f"vLLM has its own: {OVERTAKEN_WHERE[group][0]}"
     return ""

@@ -29,10 +29,10 @@ _SPLIT = inspect.signature(Scheduler._mamba_block_aligned_split)
 def plan_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._get_local_prefix_cache_hit: chooses the request's checkpoints behind its hit."""
     outcome = wrapped(*args, **kwargs)
-    room = _room_of(instance)
-    if room is not None:
-        request = args[0] if args else kwargs["request"]
-        with events.guarded("image_checkpoints"):
+    with events.guarded("image_checkpoints"):
+        room = _room_of(instance)
+        if room is not None:
+            request = args[0] if args else kwargs["request"]
             room.plan(request, hit_tokens=outcome[1], junction_tokens=outcome[2])
     return outcome
 

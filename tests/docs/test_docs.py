@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages are in step with the code: settings, links, rooms, commands, and the length of the README."""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+PAGES = sorted([REPO / "README.md", *(REPO / "docs").rglob("*.md"), *REPO.glob("*/README.md")])
+SCREEN_LINES = 50
+ANNOUNCED = {"identity.md"}  # Remove when: the page of the room `identity/` is there
+
+
+def load(script: str) -> Any:
+    spec = importlib.util.spec_from_file_location(script, REPO / "scripts" / f"{script}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_settings_page_is_the_models() -> None:
+    settings_page = load("settings_page")
+    assert settings_page.PAGE.read_text() == settings_page.page(), "run `python scripts/settings_page.py`"
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub names them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists() or target.name in ANNOUNCED, link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_and_every_room_is_in_the_index() -> None:
+    index = (REPO / "docs" / "README.md").read_text()
+    linked = set(re.findall(r"\]\(([\w./-]+\.md)\)", index))
+    pages = {path.name for path in (REPO / "docs").glob("*.md")} - {"README.md"}
+    assert pages <= linked, pages - linked
+    rooms = {path.parent.name for path in (REPO / "vllm_mmcache").glob("*/__init__.py")}
+    named = set(re.findall(r"`([a-z_]+)/`", index))
+    assert rooms <= named, rooms - named
+
+
+def test_the_readme_has_three_screens_and_the_two_commands() -> None:
+    text = (REPO / "README.md").read_text()
+    assert len(text.splitlines()) <= 3 * SCREEN_LINES
+    assert "make demo" in text
+    assert "make test" in text
+    targets = set(re.findall(r"^([a-z0-9-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        named = set(re.findall(r"`make ([a-z0-9-]+)", page.read_text()))
+        assert named <= targets, f"{page.name}: {named - targets}"
+
+
+def test_upstream_comparison_sees_a_lost_test(tmp_path: Path) -> None:
+    """The tool behind upstream_tests.md: reads reports, and tells lost, gained and expected apart."""
+    upstream = load("upstream_tests")
+    report = tmp_path / "report.xml"
+    report.write_text(
+        "<testsuites><testsuite><testcase classname='tests.a' name='one'/><testcase classname='tests.a' name='two'>"
+        "<failure/></testcase><testcase classname='tests.a' name='three'><skipped/></testcase></testsuite></testsuites>"
+    )
+    stock = dict(upstream.read(report))
+    assert stock == {"tests/a::one": "passed", "tests/a::two": "failed", "tests/a::three": "skipped"}
+    plugin = {"tests/a::one": "failed", "tests/a::two": "passed"}
+    assert upstream.compare(stock, plugin) == (["tests/a::two"], ["tests/a::one"], [])
+    assert upstream.compare(stock, {}) == ([], ["tests/a::one"], []), "a file that ends early loses its tests"
+    upstream.EXPECTED["tests/a::one"] = "for this test"
+    assert upstream.compare(stock, plugin)[1:] == ([], ["tests/a::one"])
