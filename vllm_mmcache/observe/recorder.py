@@ -7,6 +7,7 @@ any of them shows every request. That file lies in the folder that vLLM makes fo
 
 import os
 import socket
+from collections.abc import Iterable
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -40,12 +41,8 @@ class Recorder:
     def note(self, text: str) -> None:
         """An engine's outcome has arrived with a request's first output."""
         outcome = wire.unpack_outcome(text)
-        missed: dict[str, int] = {}
-        for reason, _, tokens, _, _ in outcome.causes:
-            missed[reason] = missed.get(reason, 0) + tokens
-        images: dict[str, int] = {}
-        for image in outcome.images:
-            images[image[-1]] = images.get(image[-1], 0) + 1
+        missed = _sums((reason, tokens) for reason, _, tokens, _, _ in outcome.causes)
+        images = _sums((image[-1], 1) for image in outcome.images)
         events.PROMPT_TOKENS.add(outcome.reused_tokens, "reused", "")
         for reason, tokens in missed.items():
             events.PROMPT_TOKENS.add(tokens, "computed", reason)
@@ -88,15 +85,17 @@ class Recorder:
             for record in self._follower.read_new():
                 if record.server == self.server:
                     continue
-                missed: dict[str, int] = {}
-                for miss in record.misses:
-                    missed[miss.reason] = missed.get(miss.reason, 0) + miss.tokens
-                images: dict[str, int] = {}
-                for segment in record.segments:
-                    if segment.image is not None:
-                        images[segment.image.features] = images.get(segment.image.features, 0) + 1
+                missed = _sums((miss.reason.value, miss.tokens) for miss in record.misses)
+                images = _sums((segment.image.features, 1) for segment in record.segments if segment.image)
                 self.store.count(record.prompt_tokens, record.reused_tokens, missed, images)
                 self.store.add(record.id, RECORD_BYTES_PER_CHAR * 1024, record)
+
+
+def _sums(amounts: Iterable[tuple[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, amount in amounts:
+        found[name] = found.get(name, 0) + amount
+    return found
 
 
 RECORDER = Recorder()
