@@ -101,7 +101,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 class Follower:
-    """Reads what has been appended to a record file since the last reading, also when it was turned over between."""
+    """Reads what has been appended to a record file since the last reading, also when it was turned over once since."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -115,18 +115,20 @@ class Follower:
             records: list[Record] = []
             with contextlib.suppress(OSError):
                 inode = os.stat(self.path).st_ino
-                if self._inode not in (0, inode):
-                    records += self._read(before(self.path), must_be=self._inode)
-                    self._offset = 0
-                self._inode = inode
-                records += self._read(self.path, must_be=inode)
+                if self._inode != inode:
+                    records += self._read(before(self.path), self._inode, or_whole=True)
+                    self._inode, self._offset = inode, 0
+                records += self._read(self.path, inode, or_whole=False)
             return records
 
-    def _read(self, path: Path, must_be: int) -> list[Record]:
+    def _read(self, path: Path, inode: int, or_whole: bool) -> list[Record]:
+        """What is new in the file of that inode; of another file all, or nothing."""
         records = []
         with contextlib.suppress(OSError), path.open("rb") as file:
-            if os.fstat(file.fileno()).st_ino != must_be:
-                return []
+            if os.fstat(file.fileno()).st_ino != inode:
+                if not or_whole:
+                    return []
+                self._offset = 0
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
