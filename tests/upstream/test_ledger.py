@@ -83,8 +83,18 @@ def test_orderings() -> None:
             + "        import traceback; traceback.print_exc()\n        os._exit(1)\n    os._exit(0)\n"
             + f"assert os.waitpid(child, 0)[1] == 0, {name!r}\n"
         )
-    out = in_process(code)
+    out = in_process(code, MMCACHE_OBSERVE="1")  # for the group that is left out otherwise
     assert out.count("passed:") == len(ORDERINGS)
+
+
+def test_opt_in_groups_are_left_out() -> None:
+    code = PRELUDE + (
+        "from vllm_mmcache.plugin import register\nfrom vllm_mmcache.upstream.ledger import OPT_IN\nregister()\n"
+        "found = [swap.is_replaced(m.target) for g, members in groups().items() if g in OPT_IN for m in members]\n"
+        "print(len(found) > 0, any(found), all(found))"
+    )
+    assert in_process(code).split()[-3:] == ["True", "False", "False"]
+    assert in_process(code, MMCACHE_OBSERVE="1").split()[-3:] == ["True", "True", "True"]
 
 
 def test_disable_leaves_stock_vllm() -> None:

@@ -4,6 +4,7 @@
 from functools import partial
 
 from vllm_mmcache.upstream.ledger_identity import IDENTITY
+from vllm_mmcache.upstream.ledger_observe import OBSERVE
 from vllm_mmcache.upstream.swap import TESTED_VLLM, Swap
 
 # None of these gives wrong output by its absence, so a vLLM that it does not fit runs without its group.
@@ -327,6 +328,7 @@ LEDGER: tuple[Swap, ...] = (
         remove_when="vLLM has a seam for middleware that needs no flag, or takes images out of bodies itself",
     ),
     *IDENTITY,
+    *OBSERVE,
 )
 
 
@@ -340,6 +342,9 @@ PROVEN_ON: dict[str, frozenset[str]] = {
     "metrics": frozenset({"cpu"}),
     "features": frozenset({"cpu"}),
 }
+
+# Groups that are left out, without a word, unless their setting is true.
+OPT_IN = frozenset({"observe"})
 
 # A group is off where vLLM has all of these symbols, and so does the same by itself; so it is with our own patches/.
 OVERTAKEN_BY: dict[str, tuple[str, ...]] = {
