@@ -7,6 +7,7 @@
     +-- CausalImages         the attention backend would run a model's images causally, silently wrong
     +-- UnschedulableImage   an image of the model is longer than a step may be
     +-- TowerTrapped         the vision tower ran for an image whose features are stored (tests only)
+    +-- LintError            a chat template or conversations that can't be read
     +-- ZooError             an unknown model family, or a directory that can't be written
     +-- StoreError           the feature store can't do what was asked
     |   +-- StoreCorrupt         bytes that are no whole package, or are another package than their name says
@@ -43,6 +44,10 @@ class UnschedulableImage(MMCacheError):
 
 class TowerTrapped(MMCacheError):
     """The vision tower was entered for an image whose features are stored, and the setting tower_trap is on."""
+
+
+class LintError(MMCacheError):
+    """What was given to `mmcache lint` can't be read; a conversation's message names the file and the line."""
 
 
 class ZooError(MMCacheError):
