@@ -12,7 +12,16 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from vllm_mmcache.lint.causes import CAUSES, common, diagnose, is_system, prompts, system_cause, tools_cause, variable_fix
+from vllm_mmcache.lint.causes import (
+    CAUSES,
+    common,
+    diagnose,
+    is_system,
+    prompts,
+    system_cause,
+    tools_cause,
+    variable_fix,
+)
 from vllm_mmcache.lint.conversations import Request, images_of, texts_of
 from vllm_mmcache.lint.template import NOW, Template, TemplateRefused
 
