@@ -167,7 +167,7 @@ def finding(
         cause=cause,
         why=" ".join(filter(None, [CAUSES[cause].why, note])),
         fix=fix,
-        message=message,
+        message=None if cause in ("generation_prompt", "clock") else message,
         position=position,
         lost=len(units) - position,
         images_lost=images_lost,

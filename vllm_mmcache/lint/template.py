@@ -70,7 +70,7 @@ class Template:
         as_list = {
             Content.VLLM: self.reads_parts,
             Content.AS_SENT: None,
-            Content.SWITCH: request.has_images,
+            Content.SWITCH: request.has_images or None,
         }[self.content]
         return self.render(
             [in_form(message, as_list) for message in request.messages], request.tools, generation, now, kwargs

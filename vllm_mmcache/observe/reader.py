@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads records where they are kept: from a server's /mmcache/records, or from a record file. For the command line.
+
+Standard library and the schema alone, so that it runs on a machine without vLLM.
+"""
+
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from vllm_mmcache.errors import RecordsError
+from vllm_mmcache.observe.schema import Record, from_json
+
+TIMEOUT_S = 15.0
+WAIT_S = 5.0
+POLL_S = 0.5
+
+
+class Reader(Protocol):
+    """One source of records. Every method raises RecordsError that says what to do."""
+
+    def last(self, num: int) -> list[Record]:
+        """The newest records, newest last."""
+
+    def one(self, record_id: str) -> Record:
+        """The record of one request."""
+
+    def follow(self) -> Iterator[Record]:
+        """Records as they come, without an end."""
+
+
+class ServerReader:
+    """Records of a server. `url` may end in /v1, as clients have it."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1").removesuffix("/mmcache")
+        self.api_key = api_key
+
+    def last(self, num: int) -> list[Record]:
+        return self._records(self._get(f"records?full=1&limit={num}"))
+
+    def one(self, record_id: str) -> Record:
+        return self._record(self._get("records/" + urllib.parse.quote(record_id, safe="")))
+
+    def follow(self) -> Iterator[Record]:
+        cursor = self._get("records?limit=1")["cursor"]
+        while True:
+            query = urllib.parse.urlencode({"full": 1, "limit": 1000, "wait": WAIT_S, "since": cursor})
+            news = self._get(f"records?{query}")
+            yield from self._records(news)
+            cursor = news["cursor"]
+
+    def _get(self, path: str) -> dict[str, Any]:
+        try:
+            request = urllib.request.Request(f"{self.url}/mmcache/{path}")
+            if self.api_key:
+                request.add_header("Authorization", f"Bearer {self.api_key}")
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                body = json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            raise self._refused(error) from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise RecordsError(f"no answer from {self.url}: {reason}: name a running server with --url") from None
+        if not isinstance(body, dict):
+            raise RecordsError(f"{self.url} answered with no record: is it a vLLM server with mmcache?")
+        return body
+
+    def _refused(self, error: urllib.error.HTTPError) -> RecordsError:
+        try:
+            said = json.loads(error.read()).get("error")
+        except (OSError, ValueError, AttributeError):
+            said = None
+        if error.code == 401:
+            given = "is not the server's" if self.api_key else "is missing"
+            return RecordsError(f"{self.url}: the API key {given}: give it with --api-key, or set VLLM_API_KEY")
+        if not isinstance(said, str):  # the server's own 404
+            return RecordsError(
+                f"{self.url} has no /mmcache (status {error.code}): start it with `mmcache serve MODEL --observe`"
+            )
+        return RecordsError(f"{self.url}: {said}")
+
+    def _records(self, body: dict[str, Any]) -> list[Record]:
+        return [self._record(given) for given in body["records"]]
+
+    def _record(self, given: Any) -> Record:
+        try:
+            return from_json(given)
+        except ValidationError as error:
+            raise RecordsError(f"{self.url}: {unreadable(error)}") from None
+
+
+class FileReader:
+    """Records of a file, one a line. A last line that is still being written is left for later."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def last(self, num: int) -> list[Record]:
+        return [record for _, record in self._records(0)][-num:] if num else []
+
+    def one(self, record_id: str) -> Record:
+        for _, record in self._records(0):
+            if record.id == record_id:
+                return record
+        raise RecordsError(f"{self.path}: no record of request {record_id!r} in it")
+
+    def follow(self) -> Iterator[Record]:
+        at = self._size()
+        while True:
+            size = self._size()
+            if size < at:  # rotated: a new file
+                at = 0
+            for end, record in self._records(at):
+                at = end
+                yield record
+            time.sleep(POLL_S)
+
+    def _size(self) -> int:
+        try:
+            return self.path.stat().st_size
+        except OSError as error:
+            raise self._unusable(error) from None
+
+    def _records(self, start: int) -> Iterator[tuple[int, Record]]:
+        """Each record from byte `start` on, with the byte behind it."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                at = start
+                for number, line in enumerate(file, 1):
+                    if not line.endswith(b"\n"):
+                        return
+                    at += len(line)
+                    if line.strip():
+                        yield at, self._record(f"{self.path}:{number}" if not start else str(self.path), line)
+        except OSError as error:
+            raise self._unusable(error) from None
+
+    def _record(self, where: str, line: bytes) -> Record:
+        try:
+            return from_json(json.loads(line))
+        except ValidationError as error:
+            raise RecordsError(f"{where}: {unreadable(error)}") from None
+        except ValueError:
+            raise RecordsError(f"{where}: malformed JSON: expected one record on each line") from None
+
+    def _unusable(self, error: OSError) -> RecordsError:
+        return RecordsError(f"{self.path}: {error.strerror}: give the record file that MMCACHE_OBSERVE_FILE names")
+
+
+def unreadable(error: ValidationError) -> str:
+    """Why something is no record, by its first mistake."""
+    first = error.errors()[0]
+    return f"no record of this format: {'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
