@@ -4,9 +4,9 @@
 Asks a server that records (`mmcache serve --observe`), or reads a record file; needs no vLLM.
 """
 
-import itertools
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,7 +46,7 @@ def explain(
     if record_id is not None:
         tell(source.one(record_id), as_json)
         return
-    show_list(itertools.chain(source.last(last), source.follow() if follow else ()), as_json)
+    show_list(source.follow(last) if follow else source.last(last), as_json)
 
 
 def tell(record: "Record", as_json: bool) -> None:
@@ -60,14 +60,11 @@ def tell(record: "Record", as_json: bool) -> None:
         print(line)
 
 
-def show_list(records: "itertools.chain[Record]", as_json: bool) -> None:
+def show_list(records: "Iterable[Record]", as_json: bool) -> None:
     from vllm_mmcache.observe import text
     from vllm_mmcache.observe.schema import to_json
 
     if not as_json:
         print(text.LIST_HEAD)
-    seen = 0
-    for seen, record in enumerate(records, 1):
+    for record in records:
         print(json.dumps(to_json(record)) if as_json else text.list_line(record), flush=True)
-    if not seen and not as_json:
-        print("no requests yet")

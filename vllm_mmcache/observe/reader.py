@@ -19,7 +19,7 @@ from vllm_mmcache.errors import RecordsError
 from vllm_mmcache.observe.schema import Record, from_json
 
 TIMEOUT_S = 15.0
-WAIT_S = 5.0
+WAIT_S = 2.0
 POLL_S = 0.5
 
 
@@ -32,8 +32,8 @@ class Reader(Protocol):
     def one(self, record_id: str) -> Record:
         """The record of one request."""
 
-    def follow(self) -> Iterator[Record]:
-        """Records as they come, without an end."""
+    def follow(self, num: int) -> Iterator[Record]:
+        """The newest `num` records, then more as they come, without an end."""
 
 
 class ServerReader:
@@ -49,13 +49,14 @@ class ServerReader:
     def one(self, record_id: str) -> Record:
         return self._record(self._get("records/" + urllib.parse.quote(record_id, safe="")))
 
-    def follow(self) -> Iterator[Record]:
-        cursor = self._get("records?limit=1")["cursor"]
+    def follow(self, num: int) -> Iterator[Record]:
+        news = self._get(f"records?full=1&limit={num}")
+        shown = {record["id"] for record in news["records"]}  # what came between list and cursor comes again
+        yield from self._records(news)
         while True:
-            query = urllib.parse.urlencode({"full": 1, "limit": 1000, "wait": WAIT_S, "since": cursor})
+            query = urllib.parse.urlencode({"full": 1, "limit": 1000, "wait": WAIT_S, "since": news["cursor"]})
             news = self._get(f"records?{query}")
-            yield from self._records(news)
-            cursor = news["cursor"]
+            yield from (record for record in self._records(news) if record.id not in shown)
 
     def _get(self, path: str) -> dict[str, Any]:
         try:
@@ -112,16 +113,17 @@ class FileReader:
                 return record
         raise RecordsError(f"{self.path}: no record of request {record_id!r} in it")
 
-    def follow(self) -> Iterator[Record]:
-        at = self._size()
+    def follow(self, num: int) -> Iterator[Record]:
+        known = list(self._records(0))
+        yield from (record for _, record in known[-num:])
+        at = known[-1][0] if known else 0
         while True:
-            size = self._size()
-            if size < at:  # rotated: a new file
+            time.sleep(POLL_S)
+            if self._size() < at:  # rotated: a new file
                 at = 0
             for end, record in self._records(at):
                 at = end
                 yield record
-            time.sleep(POLL_S)
 
     def _size(self) -> int:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A record in one line: what the page's list, its charts and `mmcache explain` show of a request before it is opened."""
+"""A record in short: what the page's list and charts and `mmcache explain` show of a request before it is opened."""
 
 from collections import Counter
 from typing import Any

@@ -4,7 +4,7 @@
 "use strict";
 
 const KEPT = 1000; // requests in the list; older ones go
-const WAIT_S = 5; // how long the server holds a question about newer requests
+const WAIT_S = 2; // how long the server holds a question about newer requests
 const PAUSE_MS = 250; // between two questions, so that a busy server is asked four times a second at most
 const RETRY_MS = 2000;
 const BUCKETS = 40;
