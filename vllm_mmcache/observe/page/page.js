@@ -8,6 +8,7 @@ const WAIT_S = 2; // how long the server holds a question about newer requests
 const PAUSE_MS = 250; // between two questions, so that a busy server is asked four times a second at most
 const RETRY_MS = 2000;
 const BUCKETS = 40;
+const COLOURS = 7; // of a chart; what is left is one more, "others"
 
 const $ = (id) => document.getElementById(id);
 const state = { key: sessionStorage.getItem("mmcache-key"), cursor: null, rows: new Map(), meanings: {}, open: null };
@@ -224,39 +225,43 @@ function charts() {
 function chart(id, rows, counts, unit) {
   const from = Math.min(...rows.map((s) => s.time_s));
   const width = Math.max((Math.max(...rows.map((s) => s.time_s)) - from) / BUCKETS, 1);
-  const names = new Map();
-  const buckets = Array.from({ length: BUCKETS }, () => ({}));
+  const sums = new Map();
+  for (const summary of rows) {
+    for (const [name, count] of Object.entries(counts(summary))) sums.set(name, (sums.get(name) ?? 0) + count);
+  }
+  const sorted = [...sums].filter(([, count]) => count).sort((a, b) => b[1] - a[1]);
+  const kinds = sorted.slice(0, COLOURS).map(([name]) => name);
+  if (sorted.length > COLOURS) kinds.push("others");
+  const colour = (name) => (kinds.includes(name) ? kinds.indexOf(name) : COLOURS);
+  const buckets = Array.from({ length: BUCKETS }, () => kinds.map(() => 0));
   for (const summary of rows) {
     const bucket = buckets[Math.min(BUCKETS - 1, Math.floor((summary.time_s - from) / width))];
-    for (const [name, count] of Object.entries(counts(summary))) {
-      bucket[name] = (bucket[name] ?? 0) + count;
-      names.set(name, (names.get(name) ?? 0) + count);
-    }
+    for (const [name, count] of Object.entries(counts(summary))) if (count) bucket[colour(name)] += count;
   }
-  const order = [...names].sort((a, b) => b[1] - a[1]).filter(([, count]) => count).map(([name]) => name);
-  const most = Math.max(1, ...buckets.map((bucket) => Object.values(bucket).reduce((a, b) => a + b, 0)));
+  const total = (values) => values.reduce((a, b) => a + b, 0);
+  const most = Math.max(1, ...buckets.map(total));
   $(`${id}-chart`).replaceChildren(
     ...buckets.map((bucket, index) => {
       const column = make("div");
-      const told = order.filter((name) => bucket[name]).map((name) => `${number(bucket[name])} ${words(name)}`);
+      const told = bucket.map((count, kind) => count && `${number(count)} ${words(kinds[kind])}`).filter(Boolean);
       column.title = told.length ? `from ${clock(from + index * width)}: ${told.join(", ")}` : "";
-      order.forEach((name, colour) => {
-        if (!bucket[name]) return;
-        const piece = make("i", null, `c${Math.min(colour, 7)}`);
-        piece.style.height = `${(100 * bucket[name]) / most}%`;
-        column.append(piece);
+      bucket.forEach((count, kind) => {
+        const piece = make("i", null, `c${kind}`);
+        piece.style.height = `${(100 * count) / most}%`;
+        if (count) column.append(piece);
       });
       return column;
     }),
   );
   const caption = $(`${id}-caption`);
-  if (!order.length) {
+  if (!kinds.length) {
     caption.textContent = `No ${unit} yet.`;
     return;
   }
-  caption.replaceChildren(make("span", `${unit}, ${clock(from)} to ${clock(from + BUCKETS * width)}, bottom to top: `));
-  order.forEach((name, colour) => {
-    caption.append(make("i", null, `swatch c${Math.min(colour, 7)}`), ` ${words(name)} ${number(names.get(name))}  `);
+  caption.replaceChildren(`${unit}, ${clock(from)} to ${clock(from + BUCKETS * width)}, bottom to top: `);
+  kinds.forEach((name, kind) => {
+    const count = total(buckets.map((bucket) => bucket[kind]));
+    caption.append(make("i", null, `swatch c${kind}`), ` ${words(name)} ${number(count)}  `);
   });
 }
 
@@ -385,11 +390,12 @@ function describe(record, segment) {
 }
 
 function table(element, heads, rows) {
+  const isNumber = (cell) => typeof cell === "number";
   const head = make("tr");
-  head.append(...heads.map((text) => make("th", text)));
+  head.append(...heads.map((text, column) => make("th", text, isNumber(rows[0]?.[column]) ? "number" : "")));
   const lines = rows.map((cells) => {
     const line = make("tr");
-    line.append(...cells.map((cell) => make("td", typeof cell === "number" ? number(cell) : cell, typeof cell === "number" ? "number" : "")));
+    line.append(...cells.map((cell) => make("td", isNumber(cell) ? number(cell) : cell, isNumber(cell) ? "number" : "")));
     return line;
   });
   element.replaceChildren(make("thead"), make("tbody"));
