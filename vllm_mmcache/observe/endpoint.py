@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point `vllm.endpoint_plugins: mmcache_observe`: adds /mmcache to the API server, where VLLM_PLUGINS names it.
+"""The entry point `vllm.endpoint_plugins: mmcache_observe`: /mmcache on the API server, where VLLM_PLUGINS names it.
 
 vLLM checks API keys only below paths such as /v1, so the keys are handed to our routes, which check them themselves.
 Runs in the API server while its app is built.
