@@ -80,6 +80,34 @@ class EngineCounter(Counter):
         self._prometheus.inc(millionths / 1e6)
 
 
+class LabelledCounter:
+    """A sum for each of a few label values; `mmcache:<name>_total` on /metrics. The values must be bounded."""
+
+    def __init__(self, name: str, meaning: str, labels: tuple[str, ...]) -> None:
+        self.name = name
+        self.meaning = meaning
+        self.labels = labels
+        self._children: dict[tuple[str, ...], Any] = {}
+        self._prometheus: Any = None
+        self._lock = threading.Lock()
+
+    def add(self, amount: float, *values: str) -> None:
+        """Count `amount` under these label values, in the order of the labels."""
+        child = self._children.get(values)
+        if child is None:
+            self.expose()
+            child = self._children[values] = self._prometheus.labels(*values)
+        child.inc(amount)
+
+    def expose(self) -> None:
+        """Make the prometheus side, if it is not there yet."""
+        with self._lock:
+            if self._prometheus is None:
+                import prometheus_client
+
+                self._prometheus = prometheus_client.Counter(f"mmcache:{self.name}", self.meaning, self.labels)
+
+
 IMAGES_DECODED = Counter("images_decoded", "Images whose pixels were decoded.")
 IMAGES_AVOIDED = Counter("images_avoided", "Images that were known and handed on undecoded.")
 IMAGES_DECODED_LATE = Counter("images_decoded_late", "Images handed on undecoded whose pixels were needed after all.")
@@ -101,6 +129,14 @@ TOWER_IMAGES = EngineCounter("tower_images", "Images that went through the visio
 TOWER_PATCHES = EngineCounter("tower_patches", "Patches that went through the vision tower.")
 TOWER_SECONDS = EngineCounter("tower_seconds", "Seconds in the vision tower.")
 TOWER_IMAGES_AVOIDED = EngineCounter("tower_images_avoided", "Images whose features were stored, so no tower ran.")
+
+# With the setting observe. The values are those of observe/schema.py, so there are few.
+PROMPT_TOKENS = LabelledCounter(
+    "prompt_tokens",
+    "Prompt tokens by outcome (reused, computed) and by the reason for computing.",
+    ("outcome", "reason"),
+)
+PROMPT_IMAGES = LabelledCounter("prompt_images", "Images of prompts, by where their features came from.", ("features",))
 
 ENGINE_COUNTERS = {
     counter.name: counter
@@ -145,6 +181,22 @@ def guarded(room: str) -> Iterator[None]:
         if room not in _logged:
             _logged.add(room)
             logger.exception("mmcache: bookkeeping of %s failed; requests go on without it", room)
+
+
+_feature_sources: dict[str, str] = {}  # identifier -> where its features came from, until the scheduler asks
+_FEATURE_SOURCES = 4096
+
+
+def note_feature_source(identifier: str, source: str) -> None:
+    """The worker has the features of an image: from ram, disk, remote, or the tower."""
+    _feature_sources[identifier] = source
+    if len(_feature_sources) > _FEATURE_SOURCES:
+        _feature_sources.pop(next(iter(_feature_sources)), None)
+
+
+def take_feature_source(identifier: str) -> str:
+    """Where the features of an image came from when they were last needed; empty where this process doesn't know."""
+    return _feature_sources.pop(identifier, "")
 
 
 def take_engine_counts() -> dict[str, int]:

@@ -95,6 +95,26 @@ class Settings(BaseSettings):
         default=None,
         description="Show what the engine counts on /metrics, as mmcache:*. Unset: on where this room is proven (CPU).",
     )
+    observe: bool = Field(
+        default=False,
+        description=(
+            "Record for each request what of its prompt was reused, and why the rest was not. Only as the variable "
+            "MMCACHE_OBSERVE."
+        ),
+    )
+    observe_records: int = Field(default=2000, ge=1, description="How many records an API server keeps.")
+    observe_bytes: ByteSize = Field(
+        default=ByteSize(64 << 20),
+        ge=1 << 16,
+        description=(
+            "How many bytes an API server's records may take, and what an engine remembers of earlier requests to "
+            "compare new ones with."
+        ),
+    )
+    observe_file: str | None = Field(default=None, description="A file to which records go, too, one JSON a line.")
+    observe_file_bytes: ByteSize = Field(
+        default=ByteSize(64 << 20), ge=1 << 16, description="How large the record file and the one before it may be."
+    )
     allow_causal_images: bool = Field(
         default=False,
         description="Run a model whose images attend both ways on a backend that can't, with wrong answers.",
@@ -171,7 +191,7 @@ class Settings(BaseSettings):
 
 
 # These decide whether and what register() replaces, before any command line is seen.
-ONLY_VARIABLES = frozenset({"disable", "allow_untested_vllm"})
+ONLY_VARIABLES = frozenset({"disable", "allow_untested_vllm", "observe"})
 
 
 def load_settings(config: Mapping[str, Any] | None = None) -> Settings:

@@ -91,18 +91,22 @@ class Room:
         Shapes: (num_tokens, hidden * (1 + num_deepstack)), on the CPU, read only.
         """
         self._is_serving = True
-        packages: list[tuple[Identity, Package | None] | None] = [self._look_up(item) for item in items]
+        packages = [self._look_up(item) for item in items]
         has = self._layout.agree([found is not None and found[1] is not None for found in packages])
+        observes = settings.current().observe
         features: list[torch.Tensor | None] = [None] * len(items)
         expected = []
         for index, (item, found) in enumerate(zip(items, packages, strict=True)):
             if item is None or found is None:
                 continue
-            identity, package = found
+            identity, package, tier = found
             if has[index] and package is not None:
                 features[index] = package.tensors[FEATURES]
             else:
                 expected.append((identity, item))
+                tier = "tower"
+            if observes:
+                events.note_feature_source(item.mm_hash, tier)
         self.expect(expected)
         events.TOWER_IMAGES_AVOIDED.add(sum(one is not None for one in features))
         return features
@@ -136,7 +140,7 @@ class Room:
                 f"these the store holds {held}: unset MMCACHE_TOWER_TRAP outside tests"
             )
 
-    def _look_up(self, item: Item | None) -> tuple[Identity, Package | None] | None:
+    def _look_up(self, item: Item | None) -> tuple[Identity, Package | None, str] | None:
         if item is None or PIXELS not in item.inputs:  # ready-made embeddings never meet the tower
             return None
         try:
@@ -147,8 +151,8 @@ class Room:
                 dtype=self._facts.dtype,
                 layout=f"{self._layout.rank}/{self._layout.size}",
             )
-            package = self.store.load(identity)
-            return identity, package if package is not None and _fits(package, item) else None
+            package, tier = self.store.find(identity)
+            return identity, package if package is not None and _fits(package, item) else None, tier
         except Exception:
             logger.exception("mmcache could not look up the features of an image; the vision tower runs")
             return None

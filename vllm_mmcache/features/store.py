@@ -33,15 +33,19 @@ class Store:
 
         Its tensors are on the CPU, and nobody may write into them.
         """
+        return self.find(identity)[0]
+
+    def find(self, identity: Identity) -> tuple[Package | None, str]:
+        """As `load`, with the name of the tier; the name is empty for a miss."""
         package = self.ram.load(identity)
         if package is not None or not _storable(identity):
-            return package
+            return package, self.ram.name if package is not None else ""
         for index, tier in enumerate(self.below):
             package = tier.load(identity)
             if package is not None:
                 self._keep(identity, package, self.below[:index])
-                return package
-        return None
+                return package, tier.name
+        return None, ""
 
     def has(self, identity: Identity) -> bool:
         """Whether some tier has something under this identity's key. A hint: only `load` checks the package."""

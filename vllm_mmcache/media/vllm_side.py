@@ -22,10 +22,12 @@ from vllm_mmcache.media.records import RECORDS, Key, Record
 class RecordedMedia(MediaWithBytes):
     """vLLM's pair of an image and its bytes, with the image's record; the bytes may be base64 still."""
 
-    def __init__(self, media: Image.Image, content: Callable[[], bytes], record: Record) -> None:
+    def __init__(self, media: Image.Image, content: Callable[[], bytes], record: Record, content_id: bytes) -> None:
         self.media = media
         self.io_config = record.io_config
         self.record = record
+        self.content_id = content_id
+        self.is_lifted = False
         self._content = content
 
     @property
@@ -41,14 +43,20 @@ def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if settings.current().lazy_media is False:
         return wrapped(*args, **kwargs)
     text = kwargs["data"] if "data" in kwargs else args[1]
-    payload = references.resolve(text) or _read(text)
+    lifted = references.resolve(text)
+    payload = lifted or _read(text)
     if payload is None:
         return wrapped(*args, **kwargs)
     with events.MEDIA_SECONDS.seconds():
         record = RECORDS.get(_key(payload.content_id, instance))
         if record is not None:
-            return _open_lazily(record, payload.decode, instance)
-    return instance.load_bytes(payload.decode())
+            opened = _open_lazily(record, payload.decode, instance, payload.content_id)
+            opened.is_lifted = lifted is not None
+            return opened
+    opened = instance.load_bytes(payload.decode())
+    if isinstance(opened, RecordedMedia):
+        opened.is_lifted = lifted is not None
+    return opened
 
 
 def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -60,13 +68,13 @@ def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         key = _key(content_id_of(content), instance)
         record = RECORDS.get(key)
         if record is not None:
-            return _open_lazily(record, lambda: content, instance)
+            return _open_lazily(record, lambda: content, instance, key.content_id)
         opened = wrapped(*args, **kwargs)
         events.IMAGES_DECODED.add()
         if type(opened.media) is not Image.Image:  # still bound to its file, so more than size, mode and pixels
             return opened
         record = RECORDS.admit(key, Record(opened.media.size, opened.media.mode, opened.io_config))
-        return RecordedMedia(opened.media, lambda: content, record)
+        return RecordedMedia(opened.media, lambda: content, record, key.content_id)
 
 
 def remember_mm_hash(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -99,7 +107,7 @@ def _key(content_id: bytes, instance: Any) -> Key:
     return Key(content_id, (type(instance).__name__, instance.image_mode, instance.rgba_background_color, limit))
 
 
-def _open_lazily(record: Record, content: Callable[[], bytes], instance: Any) -> RecordedMedia:
+def _open_lazily(record: Record, content: Callable[[], bytes], instance: Any, content_id: bytes) -> RecordedMedia:
     budget = getattr(instance, "decoded_budget", None)  # vLLM 0.33: decoded bytes that one request may ask for
     if budget is not None:
         budget.charge(record.size[0] * record.size[1] * 4)
@@ -112,7 +120,7 @@ def _open_lazily(record: Record, content: Callable[[], bytes], instance: Any) ->
         return image
 
     stock = _stock_load_bytes(instance)
-    return RecordedMedia(LazyPicture(record.size, record.mode, decode), content, record)
+    return RecordedMedia(LazyPicture(record.size, record.mode, decode), content, record, content_id)
 
 
 def _stock_load_bytes(instance: Any) -> Callable[[bytes], Any]:

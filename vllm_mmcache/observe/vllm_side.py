@@ -5,6 +5,7 @@ The scheduler's side adds what was counted since its last statistics, the API se
 vLLM's own loggers see it. So counters of engines on other machines arrive, too, and no file or port is needed.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_mmcache import events
@@ -29,3 +30,17 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         for key in [key for key in by_name if key.startswith(_PREFIX)]:
             events.show_engine_count(key.removeprefix(_PREFIX), by_name.pop(key))
     return wrapped(*args, **kwargs)
+
+
+def probe(renderer: Any, template: str | None) -> Callable[[Sequence[dict[str, str]], bool], list[int]]:
+    """A function that renders messages as vLLM does, to token ids; `template` is the server's own, if it has one."""
+    from vllm.renderers import ChatParams
+
+    def render(messages: Sequence[dict[str, str]], opens_answer: bool) -> list[int]:
+        params = ChatParams(template, chat_template_kwargs={"add_generation_prompt": opens_answer})
+        prompt = renderer.render_messages(list(messages), params)[1]
+        if "prompt_token_ids" in prompt:
+            return list(prompt["prompt_token_ids"])
+        return list(renderer.get_tokenizer().encode(prompt["prompt"], add_special_tokens=False))
+
+    return render

@@ -3,6 +3,7 @@
 
 from functools import partial
 
+from vllm_mmcache.upstream.ledger_observe import observe_entries
 from vllm_mmcache.upstream.swap import Swap
 
 TESTED_VLLM = ">=0.32.0,<0.34"
@@ -311,6 +312,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="44688: requests wait for a busy frontend",
         remove_when="vLLM has a seam for middleware that needs no flag, or takes images out of bodies itself",
     ),
+    *observe_entries(TESTED_VLLM),
 )
 
 
@@ -324,6 +326,9 @@ PROVEN_ON: dict[str, frozenset[str]] = {
     "metrics": frozenset({"cpu"}),
     "features": frozenset({"cpu"}),
 }
+
+# Groups that are left out, without a word, unless their setting is true.
+OPT_IN = frozenset({"observe"})
 
 # A group is off where vLLM has this symbol, and so does the same by itself.
 OVERTAKEN_BY: dict[str, str] = {"lazy_media": "vllm.multimodal.media.image:ImageMediaIO.load_bytes_lazy"}

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from vllm_mmcache import __version__, settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.upstream import swap, vllm_version
-from vllm_mmcache.upstream.ledger import NEEDS, OVERTAKEN_BY, OVERTAKEN_WHERE, PROVEN_ON, groups
+from vllm_mmcache.upstream.ledger import NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, PROVEN_ON, groups
 from vllm_mmcache.upstream.seams import SEAMS
 
 logger = logging.getLogger("vllm.mmcache")
@@ -27,6 +27,8 @@ def start() -> list[swap.Outcome]:
     for group, members in groups().items():
         if process_name() != "api" and all(member.process == "api" for member in members):
             continue  # would import the server into a process that has none
+        if group in OPT_IN and not getattr(settings.current(), group):
+            continue
         reason = why_off(group) or why_alone(group, {outcome.group for outcome in outcomes if outcome.state == "on"})
         if reason:
             outcomes.append(swap.Outcome(group, "off", reason))

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a record of what the engine said: segments, and a sentence for every cause. Where records are read; pure."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_mmcache.observe.schema import Group, Image, Miss, Nearest, Reason, Record, Segment
+from vllm_mmcache.observe.wire import Outcome
+
+
+def describe(outcome: Outcome, server: str, model: str) -> Record:
+    """The record of one request."""
+    spans = _spans(outcome)
+    starts = [span[0] for span in spans]
+    misses = []
+    for reason, start, tokens, at, details in outcome.causes:
+        segment = max(bisect_right(starts, at) - 1, 0)
+        token = at - starts[segment]
+        text = _sentence(Reason(reason), outcome, at, _name(spans, segment), token, details)
+        misses.append(
+            Miss(reason=reason, start=start, tokens=tokens, text=text, segment=segment, token=token, details=details)
+        )
+    return Record(
+        id=outcome.id,
+        time_s=outcome.time_s,
+        server=server,
+        engine=outcome.engine,
+        model=model,
+        lora=outcome.lora or None,
+        salt=outcome.salt or None,
+        prompt_tokens=outcome.prompt_tokens,
+        reused_tokens=outcome.reused_tokens,
+        external_tokens=outcome.external_tokens,
+        block_tokens=outcome.block_tokens,
+        groups=tuple(
+            Group(index=index, kind=kind, block_tokens=size, hit_tokens=hit, vetoed=vetoed)
+            for index, kind, size, hit, vetoed in outcome.groups
+        ),
+        nearest=_nearest(outcome),
+        segments=tuple(
+            _segment(index, span, outcome.reused_tokens, misses) for index, span in enumerate(spans)
+        ),
+        misses=tuple(misses),
+    )  # fmt: skip
+
+
+Span = tuple[int, int, str, str | None, int | None, Image | None]  # start, end, kind, role, turn, image
+
+
+def _spans(outcome: Outcome) -> list[Span]:
+    """The prompt, cut at turns and images."""
+    images = {image[0]: (index, image) for index, image in enumerate(outcome.images)}
+    ends = [image[0] + image[1] for image in outcome.images]
+    cuts = sorted({0, outcome.prompt_tokens, *outcome.turns, *images, *ends})
+    spans: list[Span] = []
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        turn = bisect_right(outcome.turns, start) - 1
+        role = (outcome.roles[turn] or None) if turn >= 0 else None
+        if start in images:
+            index, (_, _, digest, width, height, body, decode, processor, features) = images[start]
+            image = Image(
+                index=index, digest=digest, width=width or None, height=height or None,
+                body=body, decode=decode, processor=processor, features=features,
+            )  # fmt: skip
+            spans.append((start, end, "image", role, turn if turn >= 0 else None, image))
+        else:
+            spans.append((start, end, _kind(outcome, turn, role), role, turn if turn >= 0 else None, None))
+    return spans
+
+
+def _kind(outcome: Outcome, turn: int, role: str | None) -> str:
+    if not outcome.turns:
+        return "text"
+    if role == "system" or turn < 0:
+        return "system"
+    return "generation" if role == "assistant" and turn == len(outcome.turns) - 1 else "message"
+
+
+def _segment(index: int, span: Span, reused: int, misses: Sequence[Miss]) -> Segment:
+    start, end, kind, role, turn, image = span
+    got = max(0, min(reused, end) - start)
+    overlaps = [min(m.start + m.tokens, end) - max(m.start, start) for m in misses]
+    most = max(range(len(overlaps)), key=overlaps.__getitem__) if got < end - start and overlaps else None
+    return Segment(
+        index=index, kind=kind, role=role, turn=turn, start=start, tokens=end - start, reused_tokens=got,
+        miss=most, image=image,
+    )  # fmt: skip
+
+
+def _nearest(outcome: Outcome) -> Nearest | None:
+    if outcome.nearest is None:
+        return None
+    name, age_s, common, same_salt, same_lora = outcome.nearest
+    return Nearest(id=name, age_s=age_s, common_tokens=common, same_salt=same_salt, same_lora=same_lora)
+
+
+def _name(spans: Sequence[Span], index: int) -> str:
+    _, _, kind, role, turn, image = spans[index]
+    if image is not None:
+        return f"image {image.index}"
+    if kind == "generation":
+        return "the opening of the answer"
+    if kind == "message":
+        return f"turn {turn}" + (f" ({role})" if role else "")
+    return "the system text" if kind == "system" else "the text"
+
+
+def _sentence(reason: Reason, outcome: Outcome, at: int, where: str, token: int, details: dict[str, Any]) -> str:
+    other = details.get("other") or (outcome.nearest[0] if outcome.nearest else "an earlier request")
+    place = f"token {token} of {where}"
+    match reason:
+        case Reason.NEW_CONTENT if outcome.nearest is None:
+            return "New: no remembered request begins like this one."
+        case Reason.NEW_CONTENT:
+            return f"New from {place} on; up to there {other} is the same."
+        case Reason.TEXT_DIFFERS if details.get("answer"):
+            return f"The answer of {other} was sent back with another text, from {place} on."
+        case Reason.TEXT_DIFFERS:
+            return f"The text differs from {other} at {place}; everything behind it must be computed again."
+        case Reason.IMAGE_DIFFERS:
+            what = {"bytes": "other bytes", "size": "another size", "settings": "other processor settings"}
+            return f"Image {details['image']} has {what[str(details['what'])]} than the one of {other} at its place."
+        case Reason.TEMPLATE_REWROTE if details.get("answer"):
+            return (
+                f"The answer of {other} came back as it was given, but is written in other tokens, from {place} on: "
+                "the template leaves something out (reasoning, for instance), or its text has other tokens."
+            )
+        case Reason.TEMPLATE_REWROTE:
+            return (
+                f"The messages up to here are those of {other}, but the template wrote them otherwise, from {place} on."
+            )
+        case Reason.BLOCK_TAIL:
+            return f"Only whole blocks of {details['block_tokens']} tokens are kept; this one was not full."
+        case Reason.LAST_TOKEN:
+            return (
+                "All of the prompt is known; its last block is computed all the same, to have something to answer from."
+            )
+        case Reason.EVICTED:
+            group = f"The {details['kind']} state of group {details['group']}" if "kind" in details else "It"
+            if details.get("how") == "reset":
+                return f"{group} was cached until the prefix cache was reset {details['ago_s']:.1f} s before."
+            when = f" {details['ago_s']:.1f} s before" if "ago_s" in details else ""
+            return f"{group} was cached for {other}, and evicted{when}."
+        case Reason.STATE_NOT_KEPT:
+            return (
+                f"Group {details['group']} ({details['kind']}) kept no state behind token {at}, where others have the "
+                f"prompt up to token {details['others_hit_tokens']}."
+            )
+        case Reason.NOT_YET_COMPUTED:
+            return f"{other} has the same content, but had not computed it yet."
+        case Reason.OTHER_SALT:
+            return f"{other} has the same content under another cache_salt."
+        case Reason.OTHER_LORA:
+            return f"{other} has the same content under another LoRA adapter ({details['was'] or 'none'})."
+        case Reason.CACHING_OFF:
+            by = {
+                "server": "Prefix caching is off on this server.",
+                "prompt_logprobs": "The request asks for prompt_logprobs, for which every token is computed.",
+                "pooling": "The pooling task reads no prefix cache.",
+            }
+            return by.get(str(details["by"]), "The request asks not to read the prefix cache.")
+        case Reason.UNEXPLAINED:
+            return "None of the reasons that are known."
