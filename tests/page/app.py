@@ -5,14 +5,15 @@ import json
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
 
-from vllm_mmcache.observe.schema import Record, Totals, from_json
+from vllm_mmcache.bounded import Budget
+from vllm_mmcache.observe.schema import Record, from_json
+from vllm_mmcache.observe.store import RecordStore
 from vllm_mmcache.observe.summary import summary
 from vllm_mmcache.observe.web import routes
 
@@ -31,41 +32,24 @@ def many(count: int) -> list[Record]:
     ]
 
 
-class Shown:
-    """A store without budgets."""
+def filled(records: Sequence[Record]) -> RecordStore:
+    """A store with `records` in it and in its totals."""
+    store = RecordStore(lambda: Budget(10_000, 1 << 30))
+    for record in records:
+        add(store, record)
+    return store
 
-    def __init__(self, records: Sequence[Record]) -> None:
-        self.records = list(records)
 
-    def recent(self, limit: int) -> list[Record]:
-        return self.records[-limit:]
-
-    def get(self, record_id: str) -> Record | None:
-        return next((record for record in self.records if record.id == record_id), None)
-
-    def since(self, cursor: str | None) -> tuple[list[Record], str]:
-        start = int(cursor) if cursor is not None and cursor.isdigit() else 0
-        return self.records[start:], str(len(self.records))
-
-    def totals(self) -> Totals:
-        missed: Counter[str] = Counter()
-        images: Counter[str] = Counter()
-        for record in self.records:
-            missed.update(summary(record)["missed_tokens"])
-            images.update(summary(record)["images"])
-        return Totals(
-            requests=len(self.records),
-            prompt_tokens=sum(record.prompt_tokens for record in self.records),
-            reused_tokens=sum(record.reused_tokens for record in self.records),
-            missed_tokens=dict(missed),
-            images=dict(images),
-        )
+def add(store: RecordStore, record: Record) -> None:
+    facts = summary(record)
+    store.count(record.prompt_tokens, record.reused_tokens, facts["missed_tokens"], facts["images"])
+    store.add(record.id, 1000, record)
 
 
 class Server:
     """Serves `store` at `url`; stop() and start() as a server that is gone and comes back on its port."""
 
-    def __init__(self, store: Shown | None, *api_keys: str) -> None:
+    def __init__(self, store: RecordStore | None, *api_keys: str) -> None:
         self.store = store
         self._app = Starlette(routes=routes(lambda: self.store, api_keys))
         with socket.socket() as probe:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.page.app import EXAMPLES, Server, Shown, many
+from tests.page.app import EXAMPLES, Server, add, filled, many
 from tests.page.conftest import ARTEFACTS
 from vllm_mmcache.observe.schema import Reason
 
@@ -19,7 +19,7 @@ KEY = "a key of this server"
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    serving = Server(Shown(EXAMPLES))
+    serving = Server(filled(EXAMPLES))
     yield serving
     serving.stop()
 
@@ -112,7 +112,7 @@ def test_live_update(server: Server, page: "Page") -> None:
     page.goto(f"{server.url}/mmcache")
     expect(page.locator("#list li")).to_have_count(len(EXAMPLES))
     before = text(page, "#sums")
-    server.store.records.append(EXAMPLES[0].model_copy(update={"id": "chatcmpl-new"}))
+    add(server.store, EXAMPLES[0].model_copy(update={"id": "chatcmpl-new"}))
     expect(page.locator("#list li").first).to_contain_text("chatcmpl-new", timeout=3000)
     expect(page.locator("#sums")).not_to_have_text(before)
     assert page.locator("#list li").count() == len(EXAMPLES) + 1
@@ -155,7 +155,7 @@ def test_nothing_is_recorded(server: Server, page: "Page") -> None:
 def test_key(page: "Page") -> None:
     from playwright.sync_api import expect
 
-    serving = Server(Shown(EXAMPLES), KEY)
+    serving = Server(filled(EXAMPLES), KEY)
     page.goto(f"{serving.url}/mmcache")
     expect(page.locator("#key")).to_be_focused()
     assert page.locator("#list li").count() == 0
@@ -173,7 +173,7 @@ def test_key(page: "Page") -> None:
 def test_a_thousand_requests_paint_within_a_second(page: "Page") -> None:
     from playwright.sync_api import expect
 
-    serving = Server(Shown(many(1000)))
+    serving = Server(filled(many(1000)))
     page.goto(f"{serving.url}/mmcache")
     expect(page.locator("#list li")).to_have_count(1000)
     painted_ms = page.evaluate(
@@ -183,9 +183,9 @@ def test_a_thousand_requests_paint_within_a_second(page: "Page") -> None:
     page.screenshot(path=ARTEFACTS / "thousand.png")
     print(f"first paint {painted_ms['first']:.0f} ms, all rows {painted_ms['all']:.0f} ms")
     (ARTEFACTS / "thousand.txt").write_text(f"{painted_ms}\n")
-    assert painted_ms["first"] < 1000
+    assert painted_ms["first"] < painted_ms["all"] < 1000
     assert serving.store is not None
-    serving.store.records.append(EXAMPLES[0].model_copy(update={"id": "chatcmpl-new"}))
+    add(serving.store, EXAMPLES[0].model_copy(update={"id": "chatcmpl-new"}))
     expect(page.locator("#list li").first).to_contain_text("chatcmpl-new")
     assert page.locator("#list li").count() == 1000  # the oldest goes
     serving.stop()

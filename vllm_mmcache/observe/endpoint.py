@@ -8,7 +8,10 @@ Runs in the API server while its app is built.
 import os
 from typing import Any
 
-from vllm_mmcache.observe.web import Records, routes
+from vllm_mmcache import settings
+from vllm_mmcache.observe.recorder import RECORDER
+from vllm_mmcache.observe.store import RecordStore
+from vllm_mmcache.observe.web import routes
 
 
 class Endpoint:
@@ -26,6 +29,6 @@ class Endpoint:
         """Nothing to prepare: records come from this process's own store."""
 
 
-def recorded() -> Records | None:
+def recorded() -> RecordStore | None:
     """The store of this process, or None while nothing is recorded."""
-    return None
+    return RECORDER.store if settings.current().observe else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads records where they are kept: from a server's /mmcache/records, or from a record file. For the command line.
 
-Standard library and the schema alone, so that it runs on a machine without vLLM.
+Imports no vLLM, so that it runs on a machine without vLLM.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from vllm_mmcache.errors import RecordsError
+from vllm_mmcache.observe.file import Follower, read_records
 from vllm_mmcache.observe.schema import Record, from_json
 
 TIMEOUT_S = 15.0
@@ -99,63 +100,37 @@ class ServerReader:
 
 
 class FileReader:
-    """Records of a file, one a line. A last line that is still being written is left for later."""
+    """Records of a file, and of the one before it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def last(self, num: int) -> list[Record]:
-        return [record for _, record in self._records(0)][-num:] if num else []
+        return self._records()[-num:]
 
     def one(self, record_id: str) -> Record:
-        for _, record in self._records(0):
+        for record in reversed(self._records()):
             if record.id == record_id:
                 return record
         raise RecordsError(f"{self.path}: no record of request {record_id!r} in it")
 
     def follow(self, num: int) -> Iterator[Record]:
-        known = list(self._records(0))
-        yield from (record for _, record in known[-num:])
-        at = known[-1][0] if known else 0
+        follower = Follower(self.path)
+        self._records()  # says what is wrong with the file, which the follower passes over
+        yield from follower.read_new()[-num:]
         while True:
             time.sleep(POLL_S)
-            if self._size() < at:  # rotated: a new file
-                at = 0
-            for end, record in self._records(at):
-                at = end
-                yield record
+            yield from follower.read_new()
 
-    def _size(self) -> int:
+    def _records(self) -> list[Record]:
         try:
-            return self.path.stat().st_size
+            return list(read_records(self.path))
         except OSError as error:
-            raise self._unusable(error) from None
-
-    def _records(self, start: int) -> Iterator[tuple[int, Record]]:
-        """Each record from byte `start` on, with the byte behind it."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(start)
-                at = start
-                for number, line in enumerate(file, 1):
-                    if not line.endswith(b"\n"):
-                        return
-                    at += len(line)
-                    if line.strip():
-                        yield at, self._record(f"{self.path}:{number}" if not start else str(self.path), line)
-        except OSError as error:
-            raise self._unusable(error) from None
-
-    def _record(self, where: str, line: bytes) -> Record:
-        try:
-            return from_json(json.loads(line))
-        except ValidationError as error:
-            raise RecordsError(f"{where}: {unreadable(error)}") from None
-        except ValueError:
-            raise RecordsError(f"{where}: malformed JSON: expected one record on each line") from None
-
-    def _unusable(self, error: OSError) -> RecordsError:
-        return RecordsError(f"{self.path}: {error.strerror}: give the record file that MMCACHE_OBSERVE_FILE names")
+            raise RecordsError(
+                f"{self.path}: {error.strerror}: give the record file that MMCACHE_OBSERVE_FILE names"
+            ) from None
+        except ValueError as error:
+            raise RecordsError(str(error)) from None
 
 
 def unreadable(error: ValidationError) -> str:

@@ -11,14 +11,15 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from vllm_mmcache.observe.schema import MEANINGS, Record, Totals, to_json
+from vllm_mmcache.observe.schema import MEANINGS, to_json
+from vllm_mmcache.observe.store import RecordStore
 from vllm_mmcache.observe.summary import summary
 
 FILES = {"page.js": "text/javascript", "page.css": "text/css"}
@@ -40,23 +41,7 @@ HERE = Path(__file__).parent / "page"
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-class Records(Protocol):
-    """What the routes need of a record store."""
-
-    def recent(self, limit: int) -> Sequence[Record]:
-        """The newest records, newest last."""
-
-    def get(self, record_id: str) -> Record | None:
-        """One record, or None where it is not known (any more)."""
-
-    def since(self, cursor: str | None) -> tuple[Sequence[Record], str]:
-        """What came after `cursor`, oldest first, and the cursor to go on from. A foreign cursor is as None."""
-
-    def totals(self) -> Totals:
-        """Sums since the server started."""
-
-
-def routes(records: Callable[[], Records | None], api_keys: Sequence[str]) -> list[Route]:
+def routes(records: Callable[[], RecordStore | None], api_keys: Sequence[str]) -> list[Route]:
     """The page and its JSON. records: gives the store, or None while nothing is recorded."""
     digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
@@ -67,7 +52,7 @@ def routes(records: Callable[[], Records | None], api_keys: Sequence[str]) -> li
         right = sum(secrets.compare_digest(given, digest) for digest in digests)
         return scheme.lower() == "bearer" and right > 0
 
-    def guarded(answer: Callable[[Request, Records], Awaitable[Any]]) -> Endpoint:
+    def guarded(answer: Callable[[Request, RecordStore], Awaitable[Any]]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
             if digests and not allowed(request):
                 return failure(401, "the server's API key is missing or wrong")
@@ -118,24 +103,22 @@ def static_file(name: str) -> Endpoint:
     return endpoint
 
 
-async def list_records(request: Request, store: Records) -> dict[str, Any]:
+async def list_records(request: Request, store: RecordStore) -> dict[str, Any]:
     """Parameters: limit (100); since, a cursor: only what is newer; wait, seconds, with since; full, whole records."""
-    limit = int(number(request, "limit", 100, MAX_RECORDS))
+    limit = max(1, int(number(request, "limit", 100, MAX_RECORDS)))
     wait_s = number(request, "wait", 0, MAX_WAIT_S)
     full = request.query_params.get("full", "0") in ("1", "true")
-    since = request.query_params.get("since")
-    found, cursor = await run_in_threadpool(store.since, since)
-    if since is None:
-        found = await run_in_threadpool(store.recent, limit)
-    deadline = time.monotonic() + wait_s
-    while since is not None and not found and time.monotonic() < deadline and not await request.is_disconnected():
+    cursor = request.query_params.get("since", "")
+    deadline = time.monotonic() + (wait_s if cursor else 0)
+    found, cursor = await run_in_threadpool(store.since, cursor, limit)
+    while not found and time.monotonic() < deadline and not await request.is_disconnected():
         await asyncio.sleep(POLL_S)
-        found, cursor = await run_in_threadpool(store.since, since)
-    shown = await run_in_threadpool(lambda: [to_json(r) if full else summary(r) for r in list(found)[-limit:]])
+        found, cursor = await run_in_threadpool(store.since, cursor, limit)
+    shown = await run_in_threadpool(lambda: [to_json(r) if full else summary(r) for r in found])
     return {"records": shown, "cursor": cursor}
 
 
-async def one_record(request: Request, store: Records) -> dict[str, Any]:
+async def one_record(request: Request, store: RecordStore) -> dict[str, Any]:
     record_id = request.path_params["record_id"]
     record = await run_in_threadpool(store.get, record_id)
     if record is None:
@@ -143,7 +126,7 @@ async def one_record(request: Request, store: Records) -> dict[str, Any]:
     return to_json(record)
 
 
-async def totals(_: Request, store: Records) -> dict[str, Any]:
+async def totals(_: Request, store: RecordStore) -> dict[str, Any]:
     sums = await run_in_threadpool(store.totals)
     return {"totals": sums.model_dump(mode="json"), "meanings": {str(r): text for r, text in MEANINGS.items()}}
 

@@ -129,7 +129,10 @@ function add(summaries) {
   const atTop = list.scrollTop < 4;
   const made = document.createDocumentFragment();
   for (const summary of summaries) {
-    if (state.rows.has(summary.id)) continue;
+    const known = state.rows.get(summary.id);
+    if (known && known.time_s === summary.time_s && known.reused_tokens === summary.reused_tokens) continue;
+    known?.row.remove(); // the same request looked up once more
+    state.rows.delete(summary.id);
     summary.row = row(summary);
     state.rows.set(summary.id, summary);
     made.prepend(summary.row); // newest first
