@@ -73,7 +73,7 @@ def test_cursor() -> None:
     "path", ["/records", "/records?since=x", f"/records/{EXAMPLES[0].id}", "/records/none", "/totals"]
 )
 def test_the_key(server: Server, path: str) -> None:
-    for key in (None, "wrong", KEY + " ", KEY[:-1]):
+    for key in (None, "wrong", KEY + "x", KEY[:-1]):
         answer = get(server, path, key)
         assert answer.status_code == 401
         assert answer.json() == {"error": "the server's API key is missing or wrong"}
@@ -94,7 +94,7 @@ def test_the_page_has_nothing_private_and_nothing_from_outside(server: Server) -
 def test_wrong_numbers(server: Server, query: str) -> None:
     answer = get(server, f"/records?{query}")
     assert answer.status_code == 400
-    assert query.replace("=", "=") in answer.json()["error"]
+    assert query in answer.json()["error"]
 
 
 def test_nothing_is_recorded() -> None:
