@@ -5,6 +5,7 @@ The prompt is cut at three places: where the hit ends, where the content stops b
 first two the cause lies in the cache; behind the second, in what the request says.
 """
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -167,7 +168,7 @@ def _what_differs(ours: ImageFact, theirs: ImageFact) -> str:
 
 
 def _shared_later(prompt: Prompt, earlier: Entry, at: int) -> int:
-    """Tokens behind a difference that the earlier request has behind it, too, in whole pieces or up to a piece's end."""
+    """Tokens behind a difference that the earlier request has there, too: whole pieces, or the end of one."""
     ours = _pieces(prompt.tokens, prompt.entry, at)
     theirs = _pieces(earlier.slice(0, earlier.prompt_tokens), earlier, at)
     known = set(theirs[1:])
@@ -190,6 +191,4 @@ def _pieces(tokens: Sequence[int], entry: Entry, at: int) -> list[tuple[int, ...
     spans = [(image.offset, image.offset + image.length) for image in entry.images]
     cuts = sorted({at, end, *entry.turns, *(cut for span in spans for cut in span)})
     inside = {span[0] for span in spans}
-    return [
-        tuple(tokens[a:b]) for a, b in zip(cuts, cuts[1:], strict=False) if a >= at and a not in inside and b <= end
-    ]
+    return [tuple(tokens[a:b]) for a, b in itertools.pairwise(cuts) if a >= at and a not in inside and b <= end]

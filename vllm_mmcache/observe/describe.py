@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a record of what the engine said: segments, and a sentence for every cause. Where records are read; pure."""
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_mmcache.observe.schema import Group, Image, Miss, Nearest, Reason, Record, Segment
+from vllm_mmcache.observe.schema import Group, Image, Kind, Miss, Nearest, Reason, Record, Segment
 from vllm_mmcache.observe.wire import Outcome
 
 
@@ -19,7 +20,15 @@ def describe(outcome: Outcome, server: str, model: str) -> Record:
         token = at - starts[segment]
         text = _sentence(Reason(reason), outcome, at, _name(spans, segment), token, details)
         misses.append(
-            Miss(reason=reason, start=start, tokens=tokens, text=text, segment=segment, token=token, details=details)
+            Miss(
+                reason=Reason(reason),
+                start=start,
+                tokens=tokens,
+                text=text,
+                segment=segment,
+                token=token,
+                details=details,
+            )
         )
     return Record(
         id=outcome.id,
@@ -45,7 +54,7 @@ def describe(outcome: Outcome, server: str, model: str) -> Record:
     )  # fmt: skip
 
 
-Span = tuple[int, int, str, str | None, int | None, Image | None]  # start, end, kind, role, turn, image
+Span = tuple[int, int, Kind, str | None, int | None, Image | None]  # start, end, kind, role, turn, image
 
 
 def _spans(outcome: Outcome) -> list[Span]:
@@ -54,7 +63,7 @@ def _spans(outcome: Outcome) -> list[Span]:
     ends = [image[0] + image[1] for image in outcome.images]
     cuts = sorted({0, outcome.prompt_tokens, *outcome.turns, *images, *ends})
     spans: list[Span] = []
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         turn = bisect_right(outcome.turns, start) - 1
         role = (outcome.roles[turn] or None) if turn >= 0 else None
         if start in images:
@@ -69,7 +78,7 @@ def _spans(outcome: Outcome) -> list[Span]:
     return spans
 
 
-def _kind(outcome: Outcome, turn: int, role: str | None) -> str:
+def _kind(outcome: Outcome, turn: int, role: str | None) -> Kind:
     if not outcome.turns:
         return "text"
     if role == "system" or turn < 0:

@@ -97,11 +97,14 @@ class Image(_Part):
     """Where its features came from. not_needed: its KV was reused whole. encoder_cache: vLLM's own, of this moment."""
 
 
+Kind = Literal["system", "message", "image", "generation", "text"]
+
+
 class Segment(_Part):
     """A piece of the prompt: the text of one turn up to the next image, or one image. Together they are the prompt."""
 
     index: int
-    kind: Literal["system", "message", "image", "generation", "text"]
+    kind: Kind
     """generation: the opening of the answer that the template adds. text: a prompt without a template."""
     role: str | None = None
     turn: int | None = None

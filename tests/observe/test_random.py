@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random conversations with pictures, salts, edits and a KV cache that is too small: sums and covers always hold."""
+
+from __future__ import annotations
+
+import collections
+import random
+from typing import Any
+
+import pytest
+
+from tests.exactness.engines import EngineConfig, EnginePool
+from tests.observe.observing import assistant, observing, picture, system, user, words
+from vllm_mmcache.observe.schema import Reason
+
+pytestmark = pytest.mark.engine
+
+NUM_REQUESTS = 300
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl"])
+def test_sums_hold_for_every_request(pool: EnginePool, family: str) -> None:
+    rng = random.Random(7)
+    config = EngineConfig(family, num_blocks=100, batched_tokens=512, more=(("long_prefill_token_threshold", 128),))
+    talks: list[list[dict[str, Any]]] = []
+    seen: collections.Counter[Reason] = collections.Counter()
+    reused = 0
+    with observing(pool, config) as ask:
+        asked = 0
+        while asked < NUM_REQUESTS:
+            if not talks or rng.random() < 0.2:
+                talks.append(
+                    [system("Rules:" + words(rng.choice([40, 60]))), user("Start." + words(rng.randrange(60)))]
+                )
+            talk = rng.choice(talks[-6:])
+            if rng.random() < 0.1:
+                talk[0] = system("Rules:" + words(rng.choice([40, 60]), rng.randrange(3)))
+            if rng.random() < 0.3:
+                talk[-1]["content"].append(picture(f"random {rng.randrange(6)}", (112, 112)))
+            if sum(len(m["content"]) for m in talk) > 24 or len(talk) > 9:
+                talks.remove(talk)
+                continue
+            if rng.random() < 0.2:
+                prompts = [
+                    {"prompt_token_ids": [100 + i % 200 for i in range(rng.randrange(20, 300))], "cache_salt": salt}
+                    for salt in rng.choices(["a", "b"], k=3)
+                ]
+                got = ask.generate(*prompts, max_tokens=rng.randrange(1, 9))
+            else:
+                got = [ask.chat(*talk, max_tokens=rng.randrange(1, 9))]
+                text = got[0].text if rng.random() < 0.7 else "Edited."
+                talk += [assistant(text), user("More." + words(rng.randrange(40), rng.randrange(9)))]
+            asked += len(got)
+            for one in got:
+                seen.update(one.reasons)
+                reused += one.cached
+    assert reused > 0
+    assert seen[Reason.UNEXPLAINED] == 0, seen
+    wanted = {Reason.NEW_CONTENT, Reason.BLOCK_TAIL, Reason.EVICTED, Reason.OTHER_SALT, Reason.TEMPLATE_REWROTE}
+    assert wanted <= set(seen), seen
