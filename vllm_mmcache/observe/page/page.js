@@ -232,7 +232,8 @@ function chart(id, rows, counts, unit) {
   for (const summary of rows) {
     for (const [name, count] of Object.entries(counts(summary))) sums.set(name, (sums.get(name) ?? 0) + count);
   }
-  const sorted = [...sums].filter(([, count]) => count).sort((a, b) => b[1] - a[1]);
+  const good = (name) => name === "reused" || name === "not_needed"; // always first, so always in the first colour
+  const sorted = [...sums].filter(([, count]) => count).sort((a, b) => good(b[0]) - good(a[0]) || b[1] - a[1]);
   const kinds = sorted.slice(0, COLOURS).map(([name]) => name);
   if (sorted.length > COLOURS) kinds.push("others");
   const colour = (name) => (kinds.includes(name) ? kinds.indexOf(name) : COLOURS);
