@@ -23,6 +23,7 @@ demo: $(STAMP)  ## the same conversation with and without the plugin, side by si
 	@$(BIN)/mmcache demo $(ARGS)
 
 test: $(STAMP)  ## all tests that this machine can run; ARGS="-k block_keys" for a part
+	@scripts/find_chromium
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: $(STAMP)  ## ruff check, ruff format --check, mypy --strict

@@ -70,6 +70,13 @@ def test_the_feature_store_loads_what_it_needs() -> None:
     assert not found & {"vllm", "redis"}
 
 
+def test_reading_records_and_templates_needs_no_vllm() -> None:
+    found = loaded_by("vllm_mmcache.observe.reader, vllm_mmcache.observe.text, vllm_mmcache.observe.web")
+    assert not found & {"torch", "vllm", "transformers", "numpy", "fastapi"}
+    found = loaded_by("vllm_mmcache.lint.check, vllm_mmcache.lint.template")
+    assert not found & {"torch", "vllm", "transformers", "jinja2", "pydantic"}
+
+
 def test_files_stay_short() -> None:
     long = {
         str(p.relative_to(PACKAGE)): n for p in PACKAGE.rglob("*.py") if (n := len(p.read_text().splitlines())) > 400

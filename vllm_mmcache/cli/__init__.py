@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from vllm_mmcache.cli import demo, doctor, serve, store, zoo
+from vllm_mmcache.cli import demo, doctor, explain, lint, serve, store, zoo
 from vllm_mmcache.errors import MMCacheError
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app = typer.Typer(
 app.command(context_settings=serve.PASS_ON)(serve.serve)
 app.command()(demo.demo)
 app.command()(doctor.doctor)
+app.command()(explain.explain)
+app.command()(lint.lint)
 app.add_typer(store.store_app, name="store")
 app.add_typer(zoo.zoo_app, name="zoo")
 

@@ -25,6 +25,10 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_inte
 
 DEFAULT_PORT = 8000
 STORE = "MMCACHE_STORE"
+OBSERVE = "--observe"
+ENDPOINT = "mmcache_observe"
+# vLLM's groups of plugins that it loads unless VLLM_PLUGINS leaves them out. Endpoints it loads only if named there.
+PLUGIN_GROUPS = ("general", "io_processor", "platform", "stat_logger")
 DEFAULTS = ("enable-prefix-caching", "enable-prompt-tokens-details")
 
 
@@ -33,14 +37,20 @@ def serve(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[VLLM ARGUMENTS]...", help="passed on to vLLM as they are")
     ] = None,
+    observe: Annotated[
+        bool, typer.Option("--observe", help="record why requests missed, and show it at /mmcache; also after MODEL")
+    ] = False,
 ) -> None:
     """Serve MODEL with vLLM and this plugin; what follows MODEL goes to vLLM (for its options: MODEL --help)."""
-    rest = arguments or []
+    rest = [argument for argument in arguments or [] if argument != OBSERVE]
+    observe = observe or OBSERVE in (arguments or [])
     if model.startswith("-"):
         raise EnvironmentProblem(f"the model comes first, seen {model!r}: mmcache serve MODEL [vLLM arguments]")
     if not wants_help(rest):
         check_before_start(model, rest)
         keep_features(rest)
+        if observe:
+            observe_requests(rest)
     elif importlib.util.find_spec("vllm") is None:
         check_vllm()
     become(command(model, rest))
@@ -61,6 +71,25 @@ def keep_features(arguments: Sequence[str]) -> None:
         f"`features` is on. {STORE}=/path chooses another place, {STORE}= none",
         file=sys.stderr,
     )
+
+
+def observe_requests(arguments: Sequence[str]) -> None:
+    """Record requests, and name our endpoint to vLLM beside every plugin that it would have loaded anyway."""
+    from vllm_mmcache.settings import load_settings
+
+    if load_settings().disable:
+        raise EnvironmentProblem(f"{OBSERVE} and MMCACHE_DISABLE=1: leave out one of the two")
+    if (named := os.environ.get("VLLM_PLUGINS")) is None:
+        found = [importlib.metadata.entry_points(group=f"vllm.{group}_plugins") for group in PLUGIN_GROUPS]
+        plugins = list(dict.fromkeys(plugin.name for group in found for plugin in group))
+    else:
+        plugins = named.split(",")
+    if "mmcache" not in plugins:
+        raise EnvironmentProblem(f"{OBSERVE} needs the plugin mmcache: VLLM_PLUGINS={named or ''} leaves it out")
+    os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*plugins, ENDPOINT]))
+    os.environ["MMCACHE_OBSERVE"] = "1"
+    place = f"{option(arguments, 'host') or '127.0.0.1'}:{option(arguments, 'port') or DEFAULT_PORT}"
+    print(f"mmcache: requests are recorded; see http://{place}/mmcache, or `mmcache explain`", file=sys.stderr)
 
 
 def cache_directory() -> str | None:

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page's routes over example records, served by uvicorn in a thread, to be stopped and started again."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+
+from vllm_mmcache.bounded import Budget
+from vllm_mmcache.observe.schema import Record, from_json
+from vllm_mmcache.observe.store import RecordStore
+from vllm_mmcache.observe.summary import summary
+from vllm_mmcache.observe.web import routes
+
+EXAMPLES = [
+    from_json(given)
+    for given in json.loads((Path(__file__).parents[1] / "observe" / "example_records.json").read_text())
+]
+
+
+def many(count: int) -> list[Record]:
+    """The examples over and over, three seconds apart, with ids of their own."""
+    now = time.time()
+    return [
+        EXAMPLES[n % len(EXAMPLES)].model_copy(update={"id": f"chatcmpl-{n:08x}", "time_s": now - 3 * (count - n)})
+        for n in range(count)
+    ]
+
+
+def filled(records: Sequence[Record]) -> RecordStore:
+    """A store with `records` in it and in its totals."""
+    store = RecordStore(lambda: Budget(10_000, 1 << 30))
+    for record in records:
+        add(store, record)
+    return store
+
+
+def add(store: RecordStore, record: Record) -> None:
+    facts = summary(record)
+    store.count(record.prompt_tokens, record.reused_tokens, facts["missed_tokens"], facts["images"])
+    store.add(record.id, 1000, record)
+
+
+class Server:
+    """Serves `store` at `url`; stop() and start() as a server that is gone and comes back on its port."""
+
+    def __init__(self, store: RecordStore | None, *api_keys: str) -> None:
+        self.store = store
+        self._app = Starlette(routes=routes(lambda: self.store, api_keys))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        config = uvicorn.Config(self._app, port=self.port, log_level="warning", timeout_graceful_shutdown=10)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive()
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive()

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mmcache explain [ID]`: what was reused of the last requests, or of one, and why the rest was not.
+
+Asks a server that records (`mmcache serve --observe`), or reads a record file; needs no vLLM.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vllm_mmcache.errors import RecordsError
+
+if TYPE_CHECKING:
+    from vllm_mmcache.observe.schema import Record
+
+URL = "http://127.0.0.1:8000"
+
+
+def explain(
+    record_id: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="a request's id (chatcmpl-...) [default: list the last ones]")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help=f"the server [default: {URL}]")] = None,
+    api_key: Annotated[str | None, typer.Option(help="its API key [default: VLLM_API_KEY]")] = None,
+    file: Annotated[Path | None, typer.Option(help="a record file instead of a server")] = None,
+    last: Annotated[int, typer.Option(min=1, max=1000, help="how many requests to list")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on with new requests until Ctrl-C")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print records as JSON, one a line")] = False,
+) -> None:
+    """Say of each request what was reused, and why the rest was not."""
+    from vllm_mmcache.observe import reader as readers
+
+    if file is not None and url is not None:
+        raise RecordsError("--url and --file: give one of the two")
+    if record_id is not None and follow:
+        raise RecordsError("--follow goes with the list, not with one request: leave out the id")
+    source: readers.Reader
+    if file is not None:
+        source = readers.FileReader(file.expanduser())
+    else:
+        source = readers.ServerReader(url or URL, api_key or os.environ.get("VLLM_API_KEY"))
+    if record_id is not None:
+        tell(source.one(record_id), as_json)
+        return
+    show_list(source.follow(last) if follow else source.last(last), as_json)
+
+
+def tell(record: "Record", as_json: bool) -> None:
+    from vllm_mmcache.observe import text
+    from vllm_mmcache.observe.schema import to_json
+
+    if as_json:
+        print(json.dumps(to_json(record)))
+        return
+    for line in text.full(record):
+        print(line)
+
+
+def show_list(records: "Iterable[Record]", as_json: bool) -> None:
+    from vllm_mmcache.observe import text
+    from vllm_mmcache.observe.schema import to_json
+
+    if not as_json:
+        print(text.LIST_HEAD)
+    for record in records:
+        print(json.dumps(to_json(record)) if as_json else text.list_line(record), flush=True)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page /mmcache and its JSON: records, one record, totals. Plain Starlette routes over a store; no vLLM.
+
+Runs in the API server, on its event loop. The page's own files hold nothing of anybody and are served to all; the JSON
+asks for the server's API key, since vLLM's own middleware guards only paths such as /v1.
+"""
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from vllm_mmcache.observe.schema import MEANINGS, to_json
+from vllm_mmcache.observe.store import RecordStore
+from vllm_mmcache.observe.summary import summary
+
+FILES = {"page.js": "text/javascript", "page.css": "text/css"}
+HEADERS = {
+    # Nothing from outside, no inline script, in no other site's frame.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+PRIVATE = {"Cache-Control": "no-store"}
+OFF = "nothing is recorded: start with `mmcache serve MODEL --observe`, or set MMCACHE_OBSERVE=1"
+MAX_RECORDS = 1000
+MAX_WAIT_S = 2.0  # short, since a server that is told to stop waits for its open requests
+POLL_S = 0.2
+HERE = Path(__file__).parent / "page"
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def routes(records: Callable[[], RecordStore | None], api_keys: Sequence[str]) -> list[Route]:
+    """The page and its JSON. records: gives the store, or None while nothing is recorded."""
+    digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+
+    def allowed(request: Request) -> bool:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        given = hashlib.sha256(key.encode()).digest()
+        # Every key is compared, so that the time tells nothing.
+        right = sum(secrets.compare_digest(given, digest) for digest in digests)
+        return scheme.lower() == "bearer" and right > 0
+
+    def guarded(answer: Callable[[Request, RecordStore], Awaitable[Any]]) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            if digests and not allowed(request):
+                return failure(401, "the server's API key is missing or wrong")
+            store = records()
+            if store is None:
+                return failure(503, OFF)
+            try:
+                return JSONResponse(await answer(request, store), headers=PRIVATE)
+            except Refused as refused:
+                return failure(refused.status, str(refused))
+
+        return endpoint
+
+    return [
+        Route("/mmcache", page, methods=["GET"]),
+        Route("/mmcache/", to_page, methods=["GET"]),
+        *(Route(f"/mmcache/{name}", static_file(name), methods=["GET"]) for name in FILES),
+        Route("/mmcache/records", guarded(list_records), methods=["GET"]),
+        Route("/mmcache/records/{record_id:path}", guarded(one_record), methods=["GET"]),
+        Route("/mmcache/totals", guarded(totals), methods=["GET"]),
+    ]
+
+
+class Refused(Exception):
+    """A request that can't be answered as asked."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def failure(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=status, headers=PRIVATE)
+
+
+async def page(_: Request) -> Response:
+    return FileResponse(HERE / "index.html", media_type="text/html", headers=HEADERS)
+
+
+async def to_page(_: Request) -> Response:
+    return RedirectResponse("../mmcache")  # the page's own addresses are relative, so that a proxy may add a prefix
+
+
+def static_file(name: str) -> Endpoint:
+    async def endpoint(_: Request) -> Response:
+        return FileResponse(HERE / name, media_type=FILES[name], headers=HEADERS)
+
+    return endpoint
+
+
+async def list_records(request: Request, store: RecordStore) -> dict[str, Any]:
+    """Parameters: limit (100); since, a cursor: only what is newer; wait, seconds, with since; full, whole records."""
+    limit = max(1, int(number(request, "limit", 100, MAX_RECORDS)))
+    wait_s = number(request, "wait", 0, MAX_WAIT_S)
+    full = request.query_params.get("full", "0") in ("1", "true")
+    cursor = request.query_params.get("since", "")
+    deadline = time.monotonic() + (wait_s if cursor else 0)
+    found, cursor = await run_in_threadpool(store.since, cursor, limit)
+    while not found and time.monotonic() < deadline and not await request.is_disconnected():
+        await asyncio.sleep(POLL_S)
+        found, cursor = await run_in_threadpool(store.since, cursor, limit)
+    shown = await run_in_threadpool(lambda: [to_json(r) if full else summary(r) for r in found])
+    return {"records": shown, "cursor": cursor}
+
+
+async def one_record(request: Request, store: RecordStore) -> dict[str, Any]:
+    record_id = request.path_params["record_id"]
+    record = await run_in_threadpool(store.get, record_id)
+    if record is None:
+        raise Refused(404, f"no record of request {record_id!r}: it is unknown, or its record had to go for newer ones")
+    return to_json(record)
+
+
+async def totals(_: Request, store: RecordStore) -> dict[str, Any]:
+    sums = await run_in_threadpool(store.totals)
+    return {"totals": sums.model_dump(mode="json"), "meanings": {str(r): text for r, text in MEANINGS.items()}}
+
+
+def number(request: Request, name: str, default: float, most: float) -> float:
+    text = request.query_params.get(name, str(default))
+    try:
+        value = float(text)
+        if not 0 <= value < float("inf"):
+            raise ValueError(text)
+    except ValueError:
+        raise Refused(400, f"{name}={text}: expected a number from 0 to {most:g}") from None
+    return min(value, most)
