@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint check-upstream bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-warm-turn clean
+.PHONY: help venv demo test lint check-upstream upstream-tests docker-steps settings-page bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-warm-turn clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
