@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint check-upstream bench-block-keys bench-gemma3 bench-image-questions bench-features bench-warm-turn clean
+.PHONY: help venv demo test lint check-upstream bench-block-keys bench-gemma3 bench-image-questions bench-features bench-warm-turn bench-identity clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ bench-features: $(STAMP)  ## images in rotation and after a restart, stock and p
 
 bench-warm-turn: $(STAMP)  ## a warm turn about 20 images, stock and plugin (about 10 minutes)
 	@$(BIN)/python -m benchmarks.warm_turn.run $(ARGS)
+
+bench-identity: $(STAMP)  ## cost of image identity per image, and of conversations by uuid alone (about 4 minutes)
+	@$(BIN)/python -m benchmarks.identity.run $(ARGS)
 
 clean:  ## remove .venv, built models, logs and tool caches
 	rm -rf $(VENV) .artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
