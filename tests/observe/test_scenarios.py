@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.exactness.engines import EngineConfig, EnginePool
 from tests.observe.observing import Observed, assistant, observing, picture, system, user, words
@@ -30,6 +31,7 @@ def engine(pool: EnginePool) -> Iterator[Observed]:
 @pytest.fixture
 def ask(engine: Observed) -> Observed:
     """Nothing cached and nothing remembered."""
+    RECORDER.store.clear()
     engine.rig.make_cold()
     manager = engine.rig.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     vars(manager).pop("_mmcache_observer", None)
@@ -229,6 +231,14 @@ def test_what_happened_to_an_image(ask: Observed) -> None:
     assert notes(ask.chat(user(words(70), picture_of_this_test, QUESTION)))[3] == "ram"
     ask.rig.forget_all_but_features()
     assert notes(ask.chat(moved))[1:] == ("late", "run", "ram")
+
+
+def test_several_answers(ask: Observed) -> None:
+    (asked,) = ask.rig.llm.generate(
+        [{"prompt_token_ids": exactly(ask, 100)}], SamplingParams(n=2, max_tokens=2, seed=1), use_tqdm=False
+    )
+    found = [RECORDER.store.get(f"{number}_{asked.request_id}") for number in (0, 1)]
+    assert all(record is not None and record.prompt_tokens == 100 for record in found)
 
 
 def test_records_hold_no_text(ask: Observed) -> None:

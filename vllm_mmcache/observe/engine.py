@@ -182,6 +182,9 @@ class Observer:
     def _meet(self, request: Any) -> Seen:
         text, request.trace_headers = wire.take(request.trace_headers)
         asked = wire.unpack(text) if text else wire.Asked(request.request_id, request.arrival_time)
+        number, _, rest = request.request_id.partition("_")
+        if number.isdigit() and rest.startswith(asked.id):  # one of the n answers that were asked for
+            asked.id = f"{number}_{asked.id}"
         features = request.mm_features or []
         asked.images = (asked.images + [wire.ImageNote()] * len(features))[: len(features)]
         lora = request.lora_request.lora_name if request.lora_request else ""
