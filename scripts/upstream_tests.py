@@ -74,8 +74,10 @@ EXPECTED: dict[str, str] = {
 # Repositories that the tests ask for -> what stands in: a family of the zoo, or OPT's configuration without weights.
 STAND_INS = {
     "facebook/opt-125m": "opt",
+    "llava-hf/llava-1.5-7b-hf": "qwen2-vl",
     "llava-hf/llava-onevision-qwen2-0.5b-ov-hf": "qwen2-vl",
     "Qwen/Qwen2-VL-2B-Instruct": "qwen2-vl",
+    "Qwen/Qwen2.5-VL-3B-Instruct": "qwen2.5-vl",
 }
 
 HANGS_S = 20  # for one test; some wait for a model or a GPU that is not there
