@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint check-upstream upstream-tests docker-steps settings-page bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-warm-turn clean
+.PHONY: help venv demo test lint check-upstream upstream-tests docker-steps settings-page bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-observe bench-warm-turn clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ bench-features: $(STAMP)  ## images in rotation and after a restart, stock and p
 
 bench-identity: $(STAMP)  ## identity work per image, and conversations that name images by uuid alone
 	@$(BIN)/python -m benchmarks.identity.run $(ARGS)
+
+bench-observe: $(STAMP)  ## what recording costs a warm turn
+	@$(BIN)/python -m benchmarks.observe.run $(ARGS)
 
 bench-warm-turn: $(STAMP)  ## a warm turn about 20 images, stock and plugin (about 10 minutes)
 	@$(BIN)/python -m benchmarks.warm_turn.run $(ARGS)
