@@ -58,12 +58,12 @@ def test_cursor() -> None:
     cursor = body(serving, "/records")["cursor"]
     start = time.monotonic()
     assert body(serving, f"/records?since={cursor}&wait=0.5") == {"records": [], "cursor": cursor}
-    assert 0.4 < time.monotonic() - start < 1.9
+    assert time.monotonic() - start > 0.4  # held while there was nothing
     assert serving.store is not None
     add(serving.store, EXAMPLES[3])
     start = time.monotonic()
     news = body(serving, f"/records?since={cursor}&wait=2")
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 1.9  # not held
     assert [record["id"] for record in news["records"]] == [EXAMPLES[3].id]
     assert len(body(serving, "/records?since=of-another-server")["records"]) == 4
     serving.stop()
