@@ -11,7 +11,6 @@ import pytest
 REPO = Path(__file__).parents[2]
 PAGES = sorted([REPO / "README.md", *(REPO / "docs").rglob("*.md"), *REPO.glob("*/README.md")])
 SCREEN_LINES = 50
-ANNOUNCED = {"identity.md"}  # Remove when: the page of the room `identity/` is there
 
 
 def load(script: str) -> Any:
@@ -41,7 +40,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        assert target.exists() or target.name in ANNOUNCED, link
+        assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
 
 
