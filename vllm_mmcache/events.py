@@ -53,31 +53,21 @@ class Counter:
 
 
 class EngineCounter(Counter):
-    """A sum that grows in the engine, and is shown by the API server, to which observe/ carries it.
+    """A sum that grows in the engine or its worker, and is shown by the API server, to which observe/ carries it.
 
-    `add` counts for the engine alone; it makes no prometheus side there, which nobody would read.
+    `add` makes no prometheus side where it counts, which nobody would read.
     """
 
-    def __init__(self, name: str, meaning: str) -> None:
-        super().__init__(name, meaning)
-        self._taken = 0.0
-
     def add(self, amount: float = 1) -> None:
-        """Count `amount` in the engine."""
+        """Count `amount` in the engine or the worker."""
         with self._lock:
             self.value += amount
+        _travel(self.name, amount)
 
-    def take(self) -> int:
-        """What was counted since the last take, in millionths, since only whole numbers travel."""
-        with self._lock:
-            millionths = round((self.value - self._taken) * 1e6)
-            self._taken = self.value
-        return millionths
-
-    def show(self, millionths: int) -> None:
+    def show(self, amount: float) -> None:
         """Add what an engine has counted to what /metrics shows."""
         self.expose()
-        self._prometheus.inc(millionths / 1e6)
+        self._prometheus.inc(amount)
 
 
 class LabelledCounter:
@@ -108,6 +98,21 @@ class LabelledCounter:
                 self._prometheus = prometheus_client.Counter(f"mmcache:{self.name}", self.meaning, self.labels)
 
 
+class TierCounter(LabelledCounter):
+    """A sum for each tier of the feature store; it grows in the worker and travels as an EngineCounter does."""
+
+    def __init__(self, name: str, meaning: str) -> None:
+        super().__init__(name, meaning, ("tier",))
+
+    def add(self, amount: float, *values: str) -> None:
+        """Count `amount` for a tier, in the worker."""
+        _travel(f"{self.name}/{values[0]}", amount)
+
+    def show(self, amount: float, tier: str) -> None:
+        """Add what a worker has counted to what /metrics shows."""
+        super().add(amount, tier)
+
+
 IMAGES_DECODED = Counter("images_decoded", "Images whose pixels were decoded.")
 IMAGES_AVOIDED = Counter("images_avoided", "Images that were known and handed on undecoded.")
 IMAGES_DECODED_LATE = Counter("images_decoded_late", "Images handed on undecoded whose pixels were needed after all.")
@@ -134,6 +139,23 @@ TOWER_PATCHES = EngineCounter("tower_patches", "Patches that went through the vi
 TOWER_SECONDS = EngineCounter("tower_seconds", "Seconds in the vision tower.")
 TOWER_IMAGES_AVOIDED = EngineCounter("tower_images_avoided", "Images whose features were stored, so no tower ran.")
 
+TIER_COUNTERS = {
+    count: TierCounter(f"features_{name}", meaning)
+    for count, name, meaning in (
+        ("hits", "hits", "Packages that a tier had."),
+        ("misses", "misses", "Packages that a tier did not have."),
+        ("saved", "saved", "Packages that a tier took."),
+        ("read_bytes", "read_bytes", "Bytes of the packages that a tier had."),
+        ("saved_bytes", "saved_bytes", "Bytes of the packages that a tier took."),
+        ("evictions", "evictions", "Packages that had to go to make room."),
+        ("errors", "errors", "Reads and writes that a tier could not do."),
+        ("set_aside", "set_aside", "Files or entries that were no whole package."),
+        ("dropped", "dropped", "Packages not written: too large, or the writer was behind."),
+        ("load_s", "load_seconds", "Seconds of loading packages."),
+        ("save_s", "save_seconds", "Seconds of saving packages."),
+    )
+}
+
 # With the setting observe. The values are those of observe/schema.py, so there are few.
 PROMPT_TOKENS = LabelledCounter(
     "prompt_tokens",
@@ -158,6 +180,8 @@ ENGINE_COUNTERS = {
     )
 }
 
+_TIER_COUNTERS_BY_NAME = {counter.name: counter for counter in TIER_COUNTERS.values()}
+
 COUNTERS = (
     IMAGES_DECODED,
     IMAGES_AVOIDED,
@@ -177,6 +201,8 @@ def expose() -> None:
     """Show all counters, also those that are still zero."""
     for counter in COUNTERS:
         counter.expose()
+    for by_tier in TIER_COUNTERS.values():
+        by_tier.expose()
 
 
 @contextlib.contextmanager
@@ -190,31 +216,68 @@ def guarded(room: str) -> Iterator[None]:
             logger.exception("mmcache: bookkeeping of %s failed; requests go on without it", room)
 
 
+_travelling: dict[str, float] = {}  # counted here or received from a worker, and not yet taken further
 _feature_sources: dict[str, str] = {}  # identifier -> where its features came from, until the scheduler asks
 _FEATURE_SOURCES = 4096
+_travel_lock = threading.Lock()
+
+
+def _travel(name: str, amount: float) -> None:
+    with _travel_lock:
+        _travelling[name] = _travelling.get(name, 0.0) + amount
 
 
 def note_feature_source(identifier: str, source: str) -> None:
-    """The worker has the features of an image: from ram, disk, remote, or the tower."""
-    _feature_sources[identifier] = source
-    if len(_feature_sources) > _FEATURE_SOURCES:
-        _feature_sources.pop(next(iter(_feature_sources)), None)
+    """The worker has the features of an image from a tier of the store: ram, disk or remote."""
+    with _travel_lock:
+        _feature_sources[identifier] = source
+        if len(_feature_sources) > _FEATURE_SOURCES:
+            _feature_sources.pop(next(iter(_feature_sources)))
 
 
 def take_feature_source(identifier: str) -> str:
-    """Where the features of an image came from when they were last needed; empty where this process doesn't know."""
-    return _feature_sources.pop(identifier, "")
+    """The tier that gave the features of an image when they were last needed; empty for the tower."""
+    with _travel_lock:
+        return _feature_sources.pop(identifier, "")
+
+
+def take_worker_news() -> tuple[dict[str, float], dict[str, str]] | None:
+    """All that a worker has counted and noted since the last call; None where nothing happened."""
+    if not _travelling and not _feature_sources:
+        return None
+    with _travel_lock:
+        news = dict(_travelling), dict(_feature_sources)
+        _travelling.clear()
+        _feature_sources.clear()
+    return news
+
+
+def receive_worker_news(news: tuple[dict[str, float], dict[str, str]]) -> None:
+    """The engine knows what its worker knows; the two may be one process."""
+    counts, sources = news
+    for name, amount in counts.items():
+        _travel(name, amount)
+    for identifier, source in sources.items():
+        note_feature_source(identifier, source)
 
 
 def take_engine_counts() -> dict[str, int]:
-    """By name, in millionths, what the engine has counted since the last call; without what stood still."""
-    return {name: millionths for name, counter in ENGINE_COUNTERS.items() if (millionths := counter.take())}
+    """By name, in millionths, since only whole numbers travel, what was counted since the last call."""
+    with _travel_lock:
+        counts = {name: round(amount * 1e6) for name, amount in _travelling.items()}
+        _travelling.clear()
+    return counts
 
 
 def show_engine_count(name: str, millionths: int) -> None:
     """Show what an engine has counted; a name that only a newer engine knows is left out."""
-    if name in ENGINE_COUNTERS:
-        ENGINE_COUNTERS[name].show(millionths)
+    name, _, tier = name.partition("/")
+    if tier:
+        counter = _TIER_COUNTERS_BY_NAME.get(name)
+        if counter is not None:
+            counter.show(millionths / 1e6, tier)
+    elif name in ENGINE_COUNTERS:
+        ENGINE_COUNTERS[name].show(millionths / 1e6)
 
 
 def totals() -> dict[str, float]:

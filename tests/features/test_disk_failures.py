@@ -39,7 +39,7 @@ def save(number):
 FULL = """
 for number in range(100):
     save(number)
-kept = [number for number in range(100) if store.load(identity(number)) is not None]
+kept = [number for number in range(100) if store.find(identity(number))[0] is not None]
 assert 10 < len(kept) < 32, kept
 assert counts()["errors"] == 1 and counts()["dropped"] == 99 - len(kept), counts()
 assert counts()["set_aside"] == 0
@@ -47,7 +47,7 @@ assert not (tier.directory.root / "incoming").exists()
 tier.directory.clear()
 time.sleep(0.25)
 save(100)
-assert same(store.load(identity(100)), package(100, num_tokens=256))
+assert same(store.find(identity(100))[0], package(100, num_tokens=256))
 """
 
 READ_ONLY = """
@@ -55,14 +55,14 @@ save(0)
 subprocess.run(["mount", "-o", "remount,ro", place], check=True)
 for number in range(1, 50):
     save(number)
-    assert same(store.load(identity(0)), package(0, num_tokens=256))
-    assert store.load(identity(number)) is None
+    assert same(store.find(identity(0))[0], package(0, num_tokens=256))
+    assert store.find(identity(number))[0] is None
 assert counts()["errors"] == 1 and counts()["dropped"] == 48, counts()
 path = tier.directory.path_of(identity(0).key)
 subprocess.run(["mount", "-o", "remount,rw", place], check=True)
 path.write_bytes(b"")
 subprocess.run(["mount", "-o", "remount,ro", place], check=True)
-assert store.load(identity(0)) is None and counts()["set_aside"] == 1
+assert store.find(identity(0))[0] is None and counts()["set_aside"] == 1
 """
 
 
@@ -101,8 +101,8 @@ def test_a_place_that_can_be_no_directory(tmp_path: Path, caplog: pytest.LogCapt
     store = Store(RamTier(BUDGET_BYTES), [DiskTier(tmp_path / "file", BUDGET_BYTES)])
     for number in range(20):
         store.save(identity(number), package(number))
-        assert store.load(identity(100 + number)) is None
-        assert same(store.load(identity(number)), package(number))
+        assert store.find(identity(100 + number))[0] is None
+        assert same(store.find(identity(number))[0], package(number))
     assert store.flush(10)
     assert store.counts()["disk"]["errors"] == 2
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]  # reading, writing

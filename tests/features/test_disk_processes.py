@@ -98,12 +98,12 @@ number = 1 if child else 2
 for again in range(20):
     store.save(identity(number), package(number))
 assert store.flush(10)
-assert same(store.load(identity(0)), package(0))
-assert same(store.load(identity(number)), package(number))
+assert same(store.find(identity(0))[0], package(0))
+assert same(store.find(identity(number))[0], package(number))
 assert store.close()
 if child:
     assert os.waitpid(child, 0)[1] == 0
-    assert same(store.load(identity(2)), package(2))
+    assert same(store.find(identity(2))[0], package(2))
 """
 
 

@@ -107,7 +107,7 @@ def test_a_planted_package_that_does_not_fit(
     store: Store, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = room_of(store)
-    monkeypatch.setattr(store, "load", lambda identity: Package(tensors))
+    monkeypatch.setattr(store, "find", lambda identity: (Package(tensors), "ram"))
     assert room.take([item(0)]) == [None]
 
 
@@ -147,7 +147,7 @@ def test_the_trap(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     model.before_tower(1)
     with pytest.raises(TowerTrapped, match="entered for 2 images"):
         model.before_tower(2)
-    monkeypatch.setattr(store, "load", lambda identity: None)
+    monkeypatch.setattr(store, "find", lambda identity: (None, ""))
     room.take([item(0)])
     with pytest.raises(TowerTrapped, match="the store holds"):
         model.before_tower(1)

@@ -42,7 +42,7 @@ def test_nearest_first_and_filling_upwards(three: Open) -> None:
     first = three("a")
     kept = package()
     first.save(identity(), kept)
-    assert first.load(identity()) is kept
+    assert first.find(identity())[0] is kept
     assert hits(first) == {"ram": 1, "disk": 0, "remote": 0}
     assert first.flush(10)
 
@@ -68,14 +68,14 @@ def test_a_damaged_file_is_healed_from_the_replica(three: Open) -> None:
     assert isinstance(disk, DiskTier)
     disk.directory.path_of(identity().key).write_bytes(b"")
     again = three("a")
-    assert same(again.load(identity()), package())
+    assert same(again.find(identity())[0], package())
     assert again.flush(10)
     assert same(three("a").below[0].load(identity()), package())
 
 
 def test_a_miss_is_none_everywhere(three: Open) -> None:
     store = three("a")
-    assert store.load(identity()) is None
+    assert store.find(identity())[0] is None
     assert not store.has(identity())
     assert {counts["misses"] for counts in store.counts().values()} == {1}
 
@@ -86,7 +86,7 @@ def test_another_model_misses(three: Open) -> None:
     assert store.flush(10)
     for field in ("content_id", "model", "processor", "dtype", "layout"):
         other = replace(identity(), **{field: "other"})
-        assert store.load(other) is None
+        assert store.find(other)[0] is None
         assert not store.has(other)
 
 
@@ -96,7 +96,7 @@ def test_hostile_content_ids(three: Open, tmp_path: Path, content_id: str) -> No
     asked = replace(identity(), content_id=content_id)
     store.save(asked, package())
     assert store.flush(10)
-    found = three("a").load(asked)
+    found = three("a").find(asked)[0]
     assert same(found, package()) if len(content_id) < 1000 else found is None
     files = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert files <= {f"{asked.key}.safetensors", "lock"}
@@ -123,7 +123,7 @@ def test_saving_never_waits_and_the_queue_is_bounded(tmp_path: Path) -> None:
     assert store.has(identity(0))
     assert store.close()
     store.save(identity(100), package(100))
-    assert same(store.load(identity(100)), package(100))  # RAM goes on
+    assert same(store.find(identity(100))[0], package(100))  # RAM goes on
     assert disk.counters.snapshot()["dropped"] == counts["dropped"] + 1
 
 
@@ -145,7 +145,7 @@ def test_threads(three: Open) -> None:
     def work(start: int) -> None:
         for step in range(300):
             number = (start + step * 7) % 30
-            found = store.load(identity(number))
+            found = store.find(identity(number))[0]
             if found is None:
                 store.save(identity(number), package(number))
             elif not same(found, package(number)):
@@ -172,7 +172,7 @@ def test_opened_as_the_settings_say(server: Server, tmp_path: Path, monkeypatch:
     assert list(store.counts()) == ["ram", "disk", "remote"]
     store.save(identity(), package())
     assert store.close()
-    assert same(open_store(load_settings({"store": f"{tmp_path}/store"})).load(identity()), package())
+    assert same(open_store(load_settings({"store": f"{tmp_path}/store"})).find(identity())[0], package())
     assert same(open_store(load_settings({"store": server.url})).load(identity()), package())
     with pytest.raises(SettingsError, match="bogus"):
         open_store(load_settings({"store": server.url + "?bogus=1"}))

@@ -126,22 +126,22 @@ def test_a_package_that_is_evicted_meanwhile(
     rig, runs = pool.get(config), Runs()
     ask = user(filler(40), picture(512), "What is it?")
     answers = [one(rig, ask)]
-    store, load = rig.features.store, rig.features.store.load
+    store, find = rig.features.store, rig.features.store.find
 
     def gone_before(identity: object) -> object:
         store.ram.clear()
-        return load(identity)
+        return find(identity)
 
     def gone_after(identity: object) -> object:
-        package = load(identity)
+        package = find(identity)
         store.ram.clear()
         return package
 
-    for load_and_lose, expected in ((gone_before, 1), (gone_after, 0)):
+    for find_and_lose, expected in ((gone_before, 1), (gone_after, 0)):
         rig.forget_all_but_features()
         runs.new()
         with monkeypatch.context() as patched:
-            patched.setattr(store, "load", load_and_lose)
+            patched.setattr(store, "find", find_and_lose)
             answers.append(one(rig, ask))
         assert runs.new() == expected
     assert_exact(rig, answers)
@@ -153,7 +153,7 @@ def test_a_lookup_that_fails_is_a_miss(
 ) -> None:
     put(tower_trap=False)
     rig, runs = pool.get(config), Runs()
-    monkeypatch.setattr(rig.features.store, "load", lambda identity: 1 // 0)
+    monkeypatch.setattr(rig.features.store, "find", lambda identity: 1 // 0)
     monkeypatch.setattr(rig.features.store, "save", lambda identity, package: 1 // 0)
     answers = [one(rig, user(filler(40), picture(513), "What is it?"))]
     assert runs.new() == 1

@@ -127,13 +127,23 @@ def test_explain(server: Server, record_file: Path) -> None:
         assert from_json(json.loads(mmcache("explain", record.id, *source, "--json").stdout)) == record
 
 
+def heed_interrupts() -> None:
+    """A shell's background job, which the tests may be, ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("kind", ["server", "file"])
 def test_explain_follows(kind: str, tmp_path: Path) -> None:
     serving = Server(filled(EXAMPLES[:2]))
     path = tmp_path / "records.jsonl"
     path.write_text("".join(json.dumps(to_json(record)) + "\n" for record in EXAMPLES[:2]))
     source = ["--url", serving.url] if kind == "server" else ["--file", str(path)]
-    with subprocess.Popen([*COMMAND, "explain", "-f", *source], stdout=subprocess.PIPE, text=True) as following:
+    with subprocess.Popen(
+        [*COMMAND, "explain", "-f", *source],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
+    ) as following:
         assert following.stdout is not None
         lines = [following.stdout.readline().split()[-1] for _ in range(3)]
         assert lines[1:] == [record.id for record in EXAMPLES[:2]]

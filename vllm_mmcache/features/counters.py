@@ -4,6 +4,8 @@
 import threading
 from dataclasses import asdict, dataclass, field
 
+from vllm_mmcache import events
+
 
 @dataclass
 class Counts:
@@ -28,8 +30,9 @@ class Counts:
 
 @dataclass
 class Counters:
-    """Counts that several threads add to."""
+    """Counts of one tier that several threads add to; what is added goes to /metrics, too, under the tier's name."""
 
+    tier: str
     _counts: Counts = field(default_factory=Counts)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -38,6 +41,8 @@ class Counters:
         with self._lock:
             for name, amount in amounts.items():
                 setattr(self._counts, name, getattr(self._counts, name) + amount)
+        for name, amount in amounts.items():
+            events.TIER_COUNTERS[name].add(amount, self.tier)
 
     def hold(self, num_bytes: int) -> None:
         """Say what the tier holds now."""

@@ -27,7 +27,7 @@ class LastingTier(ABC):
     """What reading and writing may raise when the tier can't serve."""
 
     def __init__(self, reading: Breaker, writing: Breaker) -> None:
-        self.counters = Counters()
+        self.counters = Counters(self.name)
         self._reading = reading
         self._writing = writing
 

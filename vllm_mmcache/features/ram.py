@@ -18,7 +18,7 @@ class RamTier:
     name = "ram"
 
     def __init__(self, budget_bytes: int) -> None:
-        self.counters = Counters()
+        self.counters = Counters(self.name)
         self._budget_bytes = budget_bytes
         self._packages: OrderedDict[str, tuple[Identity, Package]] = OrderedDict()
         self._held_bytes = 0

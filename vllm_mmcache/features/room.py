@@ -102,11 +102,10 @@ class Room:
             identity, package, tier = found
             if has[index] and package is not None:
                 features[index] = package.tensors[FEATURES]
+                if observes:
+                    events.note_feature_source(item.mm_hash, tier)
             else:
                 expected.append((identity, item))
-                tier = "tower"
-            if observes:
-                events.note_feature_source(item.mm_hash, tier)
         self.expect(expected)
         events.TOWER_IMAGES_AVOIDED.add(sum(one is not None for one in features))
         return features

@@ -28,15 +28,11 @@ class Store:
         self._tiers: tuple[RamTier | LastingTier, ...] = (ram, *below)
         self._writer = Writer(queue_bytes)
 
-    def load(self, identity: Identity) -> Package | None:
-        """The package of exactly this identity from the nearest tier that has it; None is a miss.
+    def find(self, identity: Identity) -> tuple[Package | None, str]:
+        """The package of exactly this identity from the nearest tier that has it, and the tier's name; else None, "".
 
         Its tensors are on the CPU, and nobody may write into them.
         """
-        return self.find(identity)[0]
-
-    def find(self, identity: Identity) -> tuple[Package | None, str]:
-        """As `load`, with the name of the tier; the name is empty for a miss."""
         package = self.ram.load(identity)
         if package is not None or not _storable(identity):
             return package, self.ram.name if package is not None else ""
@@ -48,7 +44,7 @@ class Store:
         return None, ""
 
     def has(self, identity: Identity) -> bool:
-        """Whether some tier has something under this identity's key. A hint: only `load` checks the package."""
+        """Whether some tier has something under this identity's key. A hint: only `find` checks the package."""
         return _storable(identity) and any(tier.has(identity) for tier in self._tiers)
 
     def save(self, identity: Identity, package: Package) -> None:

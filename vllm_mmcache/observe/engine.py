@@ -77,7 +77,7 @@ def note_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def send_outcome(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of Scheduler.update_from_output(scheduler_output, ...): adds to first outputs what was found."""
+    """Part of the wrapper of Scheduler.update_from_output(scheduler_output, ...): first outputs say what was found."""
     if not settings.current().observe:
         return wrapped(*args, **kwargs)
     observer = _observer_of(instance.kv_cache_manager)
@@ -147,9 +147,7 @@ class Observer:
                 continue
             for index in indices:
                 source = events.take_feature_source(scheduler.requests[request_id].mm_features[index].identifier)
-                if not source and scheduler.vllm_config.parallel_config.world_size == 1:
-                    source = "tower"
-                seen.features[index] = source or "unknown"
+                seen.features[index] = source or "tower"
 
     def outcome(self, scheduler: Any, seen: Seen, stats: Any) -> wire.Outcome:
         """All that is sent of a request. The API's cached_tokens is what vLLM says, so that is what is explained."""

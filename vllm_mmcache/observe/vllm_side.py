@@ -1,16 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries the engine's counters to /metrics with the statistics that its scheduler sends anyway.
+"""Carries the counters of worker and engine to /metrics with what these send each other anyway.
 
-The scheduler's side adds what was counted since its last statistics, the API server's side takes it out again before
-vLLM's own loggers see it. So counters of engines on other machines arrive, too, and no file or port is needed.
+A worker adds what it has counted since its last step to the step's output, the scheduler what it has counted since its
+last statistics to the statistics; whoever receives takes it out again before vLLM's own code sees it. So counters of
+engines on other machines arrive, too, and no file or port is needed. Of several tensor-parallel ranks the one whose
+output vLLM uses is heard; the ranks run the same images.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
 from vllm_mmcache import events
+from vllm_mmcache.observe.engine import send_outcome
 
 _PREFIX = "mmcache:"
+_NEWS = "mmcache_news"  # attribute of a step's ModelRunnerOutput
+
+
+def tell(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Worker.execute_model and Worker.sample_tokens; worker process."""
+    output = wrapped(*args, **kwargs)
+    # An output that is still being copied from the device holds the one that will be sent.
+    sent = getattr(output, "_model_runner_output", output)
+    if isinstance(sent, ModelRunnerOutput) and sent is not EMPTY_MODEL_RUNNER_OUTPUT:
+        news = events.take_worker_news()
+        if news is not None:
+            setattr(sent, _NEWS, news)
+    return output
+
+
+def hear(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler.update_from_output(_, model_runner_output); engine process. The room's one there."""
+    output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
+    news = vars(output).pop(_NEWS, None)
+    if news is not None:
+        events.receive_worker_news(news)
+    return send_outcome(wrapped, instance, args, kwargs)
 
 
 def send(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

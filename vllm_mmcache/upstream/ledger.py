@@ -4,7 +4,7 @@
 from functools import partial
 
 from vllm_mmcache.upstream.ledger_identity import IDENTITY
-from vllm_mmcache.upstream.ledger_observe import OBSERVE
+from vllm_mmcache.upstream.ledger_observe import METRICS, OBSERVE
 from vllm_mmcache.upstream.swap import TESTED_VLLM, Swap
 
 # None of these gives wrong output by its absence, so a vLLM that it does not fit runs without its group.
@@ -259,28 +259,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream=_FEATURES_UPSTREAM,
         remove_when=_FEATURES_REMOVE,
     ),
-    _swap(
-        name="metrics.send",
-        group="metrics",
-        target="vllm.v1.core.sched.scheduler:Scheduler.make_stats",
-        make="vllm_mmcache.observe.vllm_side:send",
-        process="engine",
-        args_used=(),
-        why="what is counted in the engine is to be seen on /metrics; SchedulerStats has no field for plugins",
-        upstream="none: the stat logger plugins receive, but nothing sends",
-        remove_when="a plugin can add to SchedulerStats",
-    ),
-    _swap(
-        name="metrics.receive",
-        group="metrics",
-        target="vllm.v1.metrics.loggers:StatLoggerManager.record",
-        make="vllm_mmcache.observe.vllm_side:receive",
-        process="api",
-        args_used=("scheduler_stats",),
-        why="stat logger plugins are loaded by the server alone, not by LLM()",
-        upstream="none",
-        remove_when="a plugin can add to SchedulerStats",
-    ),
+    *METRICS,
     _swap(
         name="lazy_media.text",
         group="lazy_media",
@@ -363,7 +342,7 @@ OVERTAKEN_WHERE: dict[str, tuple[str, str]] = {
 }
 
 # A group can't work without another.
-NEEDS: dict[str, str] = {"lifted_bodies": "lazy_media"}
+NEEDS: dict[str, str] = {"lifted_bodies": "lazy_media", "observe": "metrics"}
 
 
 def groups() -> dict[str, list[Swap]]:

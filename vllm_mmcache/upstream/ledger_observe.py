@@ -1,9 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger's entries of the group `observe`, which is left out unless the setting is on. Data only."""
+"""The ledger's entries of the groups `metrics` and `observe` (left out unless its setting is on). Data only."""
 
 from functools import partial
 
 from vllm_mmcache.upstream.swap import TESTED_VLLM, Swap
+
+_metric = partial(
+    Swap,
+    group="metrics",
+    vllm=TESTED_VLLM,
+    on_mismatch="off",
+    upstream="none: the stat logger plugins receive, but nothing sends",
+    remove_when="a plugin can add to SchedulerStats, and its worker's side to ModelRunnerOutput",
+)
+_tell = partial(
+    _metric,
+    make="vllm_mmcache.observe.vllm_side:tell",
+    process="worker",
+    args_used=(),
+    why="what is counted in the worker is to reach the engine; ModelRunnerOutput has no field for plugins",
+)
+
+METRICS: tuple[Swap, ...] = (
+    _metric(
+        name="metrics.send",
+        target="vllm.v1.core.sched.scheduler:Scheduler.make_stats",
+        make="vllm_mmcache.observe.vllm_side:send",
+        process="engine",
+        args_used=(),
+        why="what is counted in the engine is to be seen on /metrics; SchedulerStats has no field for plugins",
+    ),
+    _metric(
+        name="metrics.receive",
+        target="vllm.v1.metrics.loggers:StatLoggerManager.record",
+        make="vllm_mmcache.observe.vllm_side:receive",
+        process="api",
+        args_used=("scheduler_stats",),
+        why="stat logger plugins are loaded by the server alone, not by LLM()",
+    ),
+    _metric(
+        name="metrics.hear",
+        target="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+        make="vllm_mmcache.observe.vllm_side:hear",
+        process="engine",
+        args_used=("scheduler_output", "model_runner_output"),
+        why="a worker with a process of its own can't be asked; the group observe needs the same place",
+    ),
+    _tell(name="metrics.tell_step", target="vllm.v1.worker.gpu_worker:Worker.execute_model"),
+    _tell(name="metrics.tell_sample", target="vllm.v1.worker.gpu_worker:Worker.sample_tokens"),
+)
 
 _swap = partial(
     Swap,
@@ -87,12 +132,5 @@ OBSERVE: tuple[Swap, ...] = (
         make="vllm_mmcache.observe.engine:note_finished",
         args_used=("request",),
         why="the answer's tokens belong to what a next turn can reuse",
-    ),
-    _engine(
-        name="observe.outcome",
-        target="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-        make="vllm_mmcache.observe.engine:send_outcome",
-        args_used=("scheduler_output",),
-        why="trace headers of a first output are a way to the API server that works between machines",
     ),
 )

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker with a process of its own counts is on /metrics, and its records say which tier gave the features."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.observe.test_server import ARGS, picture, post
+from vllm_mmcache.demo.server import Server, serve
+from vllm_mmcache.observe.file import read_records
+from vllm_mmcache.zoo import build_cached
+
+pytestmark = pytest.mark.engine
+
+
+def shown(server: Server) -> dict[str, float]:
+    """The samples of ours on /metrics, `name` or `name{tier}`."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    samples = re.findall(r'^mmcache:(\w+)_total(?:\{tier="(\w+)"\})? (\S+)$', text, re.M)
+    return {name + (f"{{{tier}}}" if tier else ""): float(value) for name, tier, value in samples}
+
+
+def ask(server: Server, *parts: dict[str, Any] | str) -> None:
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    body = {"model": "zoo", "messages": [{"role": "user", "content": content}], "max_tokens": 2, "temperature": 0}
+    assert post(server.url, body)["choices"]
+
+
+def test_worker_counts(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = build_cached("qwen3-vl", tmp_path_factory.mktemp("zoo"))
+    path = tmp_path / "records.jsonl"
+    env = {
+        "MMCACHE_OBSERVE": "1",
+        "MMCACHE_OBSERVE_FILE": str(path),
+        "MMCACHE_STORE": str(tmp_path / "store"),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # for the reset
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    args = (*ARGS, "--distributed-executor-backend", "mp")
+    with serve(model, log_path=tmp_path / "log", env=env, args=args) as server:
+        ask(server, picture("a"), "What is this?")
+        first = shown(server)
+        ask(server, picture("a"), "What is this?")  # everything is cached
+        again = shown(server)
+        reset = urllib.request.Request(f"{server.url}/reset_encoder_cache", method="POST")
+        urllib.request.urlopen(reset, timeout=30).close()
+        ask(server, "Look:", picture("a"), picture("b"), "What are these?")
+        last = shown(server)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and len(list(read_records(path))) < 3:
+            time.sleep(0.1)
+        log = (tmp_path / "log").read_text()
+    assert "[worker]" in log, "this test is about a worker with a process of its own"
+    grown = {name: last[name] - again.get(name, 0) for name in last}
+    assert first["tower_images"] >= 1
+    assert first["features_misses{ram}"] == first["features_misses{disk}"] == 1
+    assert first["features_saved{ram}"] == 1
+    assert again["tower_images"] == first["tower_images"]
+    assert grown["tower_images"] == 1, "the second picture"
+    assert grown["tower_images_avoided"] == grown["features_hits{ram}"] == 1
+    assert grown["features_misses{ram}"] == 1
+    assert last["features_read_bytes{ram}"] > 0
+    assert last["features_save_seconds{disk}"] > 0
+    assert last["tower_seconds"] > first["tower_seconds"]
+    records = list(read_records(path))
+    sources = [[s.image.features for s in record.segments if s.image] for record in records]
+    # The second prefix hit ends inside the picture.
+    assert sources == [["tower"], ["encoder_cache"], ["ram", "tower"]], json.dumps(sources)
