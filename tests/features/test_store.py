@@ -48,12 +48,12 @@ def test_nearest_first_and_filling_upwards(three: Open) -> None:
 
     restarted = three("a")
     assert restarted.has(identity())
-    assert same(restarted.load(identity()), kept)
-    assert same(restarted.load(identity()), kept)
+    assert same(restarted.find(identity())[0], kept)
+    assert same(restarted.find(identity())[0], kept)
     assert hits(restarted) == {"ram": 1, "disk": 1, "remote": 0}
 
     replica = three("b")
-    assert same(replica.load(identity()), kept)
+    assert same(replica.find(identity())[0], kept)
     assert hits(replica) == {"ram": 0, "disk": 0, "remote": 1}
     assert replica.flush(10)
     assert replica.counts()["remote"]["saved"] == 0  # it came from there
@@ -173,6 +173,6 @@ def test_opened_as_the_settings_say(server: Server, tmp_path: Path, monkeypatch:
     store.save(identity(), package())
     assert store.close()
     assert same(open_store(load_settings({"store": f"{tmp_path}/store"})).find(identity())[0], package())
-    assert same(open_store(load_settings({"store": server.url})).load(identity()), package())
+    assert same(open_store(load_settings({"store": server.url})).find(identity())[0], package())
     with pytest.raises(SettingsError, match="bogus"):
         open_store(load_settings({"store": server.url + "?bogus=1"}))

@@ -78,6 +78,7 @@ def test_the_plugin_steps_aside(patched: Path) -> None:
     assert aside == {"image_spans", "resumed_images", "image_checkpoints", "lazy_media"}
     others = {group: state for group, (state, _) in outcomes.items() if group not in aside}
     assert others.pop("lifted_bodies") == "off"  # needs lazy_media
+    assert others.pop("observe") == "off"  # nobody asked for it
     assert set(others.values()) == {"on"}
 
 
