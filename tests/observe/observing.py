@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,8 +44,13 @@ def data_url(image: Image.Image) -> str:
     return "data:image/png;base64," + base64.b64encode(files.saved(image, "PNG")).decode()
 
 
+@functools.cache
+def drawn(name: str, size: tuple[int, int]) -> str:
+    return data_url(ellipses(name, size))
+
+
 def picture(name: str, size: tuple[int, int] = (224, 224)) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": data_url(ellipses(name, size))}}
+    return {"type": "image_url", "image_url": {"url": drawn(name, size)}}
 
 
 def system(text: str) -> dict[str, Any]:
