@@ -267,7 +267,10 @@ def test_as_stock(name: str, stock: dict[str, Any], plugin: dict[str, Any]) -> N
     """Status and body, with log-probabilities, and how many tokens were cached."""
     if "padded" not in name:  # some of these open
         assert (stock[name][0][0] == 200) == (name in GOOD), stock[name]
-    assert not differences(plugin[name], stock[name])
+    found = differences(plugin[name], stock[name])
+    if name == "chat with uuid":  # identity/ knows that it is the image of a request before; stock goes by the name
+        found = [one for one in found if "cache" not in one]
+    assert not found
 
 
 def test_warm_turns_decode_nothing(url: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from tests.exactness.engines import EngineConfig, EnginePool, Rig
 from tests.exactness.expect import assert_exact
@@ -78,10 +79,10 @@ def test_refusals(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.Mo
         ("\ud800", None, "not valid Unicode"),
         (7, None, "must be a string"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises((ValueError, VLLMValidationError), match=said):
             alone(rig, [uuid], salt)
     monkeypatch.setattr(settings, "_current", settings.Settings(require_salt=True))
-    with pytest.raises(ValueError, match="cache_salt"):
+    with pytest.raises(VLLMValidationError, match="cache_salt"):
         ask_named(rig, 704, "mine")
     answer = salted(rig, 704, "mine", "a")
     (text,) = rig.llm.generate(["Text needs no salt."], SamplingParams(max_tokens=1), use_tqdm=False)

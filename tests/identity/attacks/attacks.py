@@ -62,10 +62,10 @@ def stale_rebinding(server: Target) -> str | None:
 def uuid_is_a_content_id(server: Target) -> str | None:
     """The name that vLLM has for a public image, with another image: whoever sends the public one is served that."""
     public, own = png(fresh("public")), png(fresh("own"))
-    name = server.mm_hash(public)
-    server.evict()  # the render endpoint has put the public one under it
+    truth, name = server.truth(public), server.mm_hash(public)
+    server.evict()  # both have put the public one under it
     server.ask(own, name)
-    return None if server.ask(public).sees == server.truth(public) else "a victim without uuid sees another image"
+    return None if server.ask(public).sees == truth else "a victim without uuid sees another image"
 
 
 def uuid_is_a_content_id_without_image(server: Target) -> str | None:

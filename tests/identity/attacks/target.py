@@ -118,5 +118,5 @@ class Target:
 
     def evict(self) -> None:
         """Send so many images that the processor cache holds none of the earlier ones."""
-        for _ in range(20):
+        for _ in range(40):
             self.ask(png(fresh("evict"), (320, 320)), salt=fresh("evict"))

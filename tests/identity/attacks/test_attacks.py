@@ -19,7 +19,7 @@ from vllm_mmcache.zoo import build_cached
 pytestmark = pytest.mark.engine
 
 DOCS = Path(__file__).parents[3] / "docs" / "identity.md"
-PROCESSOR_CACHE_GB = "0.012"  # a few images of 320x320 fill it
+PROCESSOR_CACHE_GB = "0.012"  # 21 images of 320x320 fill it
 ARGS = (
     *CPU_ARGS, "--served-model-name", MODEL, "--enable-prefix-caching", "--enable-prompt-tokens-details",
     "--limit-mm-per-prompt", '{"image": 4, "video": 1}', "--trust-request-mm-kwargs", "--enable-scale-out",
