@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint check-upstream upstream-tests docker-steps settings-page bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-observe bench-warm-turn clean
+.PHONY: help venv demo test lint check-upstream upstream-tests docker-steps settings-page bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-observe bench-warm-turn bench-table clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ bench-observe: $(STAMP)  ## what recording costs a warm turn
 
 bench-warm-turn: $(STAMP)  ## a warm turn about 20 images, stock and plugin (about 10 minutes)
 	@$(BIN)/python -m benchmarks.warm_turn.run $(ARGS)
+
+bench-table: $(STAMP)  ## write the README's table from the committed results
+	@$(BIN)/python -m benchmarks.summary --write
 
 clean:  ## remove .venv, built models, logs and tool caches
 	rm -rf $(VENV) .artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

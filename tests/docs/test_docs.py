@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import summary
+
 REPO = Path(__file__).parents[2]
 PAGES = sorted([REPO / "README.md", *(REPO / "docs").rglob("*.md"), *REPO.glob("*/README.md")])
 SCREEN_LINES = 50
@@ -80,3 +82,9 @@ def test_upstream_comparison_sees_a_lost_test(tmp_path: Path) -> None:
     assert upstream.compare(stock, {}) == ([], ["tests/a::one"], []), "a file that ends early loses its tests"
     upstream.EXPECTED["tests/a::one"] = "for this test"
     assert upstream.compare(stock, plugin)[1:] == ([], ["tests/a::one"])
+
+
+def test_the_table_is_made_from_the_results() -> None:
+    text = (REPO / "README.md").read_text()
+    assert summary.written(text) == text, "run: make bench-table"
+    assert summary.written(text.replace("| 0.", "| 9.")) == text
