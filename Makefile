@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint check-upstream upstream-tests docker-steps settings-page bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-observe bench-warm-turn bench-table clean
+.PHONY: help venv demo test lint check-upstream upstream-tests docker-steps settings-page bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-observe bench-warm-turn bench-table clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ docker-steps: $(STAMP)  ## do in a clean directory what docker/cpu.Dockerfile sa
 
 settings-page: $(STAMP)  ## write docs/settings.md from the settings model
 	@$(BIN)/python scripts/settings_page.py
+
+bench-agents: $(STAMP)  ## agents and pipelines: tokens reused, runs of the vision tower, time (about 8 minutes)
+	@$(BIN)/python -m benchmarks.agents.run $(ARGS)
 
 bench-block-keys: $(STAMP)  ## time the block keys
 	@$(BIN)/python -m benchmarks.block_keys.run $(ARGS)

@@ -117,7 +117,7 @@ def reuse(rig: Rig, answers: list[tuple[bool, Answer]]) -> dict[str, int]:
     block = rig.block_tokens
     for counts, answer in answers:
         content = contents(rig, answer)
-        longest = max((_shared(content, other) for other in seen), default=0)
+        longest = max((shared(content, other) for other in seen), default=0)
         if counts:
             cached += answer.num_cached_tokens
             best += min(longest, len(content) - 1) // block * block
@@ -133,5 +133,6 @@ def contents(rig: Rig, answer: Answer) -> list[Any]:
     return found
 
 
-def _shared(one: list[Any], other: list[Any]) -> int:
+def shared(one: list[Any], other: list[Any]) -> int:
+    """Length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

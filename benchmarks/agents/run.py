@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents and pipelines: tokens reused of the best possible, runs of the vision tower, time of a request.
+
+python -m benchmarks.agents.run [--families qwen3-vl qwen3.5 gemma3] [--save]
+
+Targets: at least 0.98 of the best possible; the last photographs cost at most 1.1 of the first ones.
+"""
+
+import argparse
+from statistics import median
+from typing import Any
+
+from benchmarks.agents.workloads import WORKLOADS
+from benchmarks.machine import save_result
+from benchmarks.sides import SIDES, run_worker
+
+FAMILIES = ("qwen3-vl", "qwen3.5", "gemma3")
+NUM_EDGE = 10  # requests at a workload's beginning and end whose times are compared
+
+
+def main() -> None:
+    """Measure, print, and write the result with --save."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.agents.run", description=__doc__)
+    parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    result: dict[str, Any] = {}
+    for family in options.families:
+        for name in WORKLOADS:
+            row = result.setdefault(family, {})[name] = measure(family, name)
+            print(f"{family}, {name}: {row}", flush=True)
+    save_result(__file__, options, result)
+
+
+def measure(family: str, name: str) -> dict[str, Any]:
+    """Both sides of a workload, and whether their answers are equal."""
+    found = {
+        side: run_worker("benchmarks.agents.worker", side, {"kind": "workload", "family": family, "name": name})
+        for side in SIDES
+    }
+    texts = [found[side].pop("token_ids") for side in SIDES]
+    row: dict[str, Any] = {"answers_equal": sum(a == b for a, b in zip(*texts, strict=True)), "requests": len(texts[0])}
+    for side in SIDES:
+        seconds = found[side].pop("seconds")
+        first, last = median(seconds[1 : NUM_EDGE + 1]), median(seconds[-NUM_EDGE:])
+        row[side] = {**found[side], "median_s": round(median(seconds), 4), "last_to_first": round(last / first, 3)}
+    row["ratio"] = round(row["mmcache"]["median_s"] / row["stock"]["median_s"], 3)
+    return row
+
+
+if __name__ == "__main__":
+    main()

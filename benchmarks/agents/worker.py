@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One side's requests of agents and pipelines, in a process of its own."""
+
+import time
+from typing import Any
+
+from benchmarks.agents.workloads import WORKLOADS, put, reuse
+from benchmarks.gallery.worker import TowerRuns
+from benchmarks.tasks import run_task
+from tests.exactness.engines import EngineConfig, EnginePool
+
+
+def workload(pool: EnginePool, family: str, name: str) -> dict[str, Any]:
+    """Tokens, runs of the vision tower and seconds of each request, on a cold engine with vLLM's own defaults."""
+    rig = pool.get(EngineConfig(family, block_tokens=None, batched_tokens=None, max_tokens=9216, num_images=8))
+    runs = TowerRuns(rig)
+    answers, seconds = [], []
+    start = time.perf_counter()
+    for salted_answer in put(rig, WORKLOADS[name]()):
+        seconds.append(time.perf_counter() - start)
+        answers.append(salted_answer)
+        start = time.perf_counter()
+    texts = [list(answer.token_ids) for _, answer in answers]
+    return {**reuse(rig, answers), "tower_runs": runs.images, "seconds": seconds, "token_ids": texts}
+
+
+if __name__ == "__main__":
+    run_task({"workload": workload})
