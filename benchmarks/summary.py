@@ -7,6 +7,7 @@ python -m benchmarks.summary --write  # put it into the README; a test compares
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,59 @@ def restart() -> list[Row]:
     return rows
 
 
-PARTS = (block_keys, gemma3_attention, image_questions, cold_requests, warm_turn, gallery, restart)
+def agents() -> list[Row]:
+    found = result("agents")
+    families = [family for family in FAMILIES if family in found]
+    names, command = " / ".join(FAMILIES[family] for family in families), "make bench-agents"
+
+    def per_family(workload: str, side: str, value: Callable[[dict[str, Any]], str]) -> str:
+        return " / ".join(value(found[family][workload][side]) for family in families)
+
+    def of_the_best(row: dict[str, Any]) -> str:
+        return f"{row['cached_tokens'] / row['best_tokens']:.2f}"
+
+    rows = []
+    for workload in ("agent replay, 18 turns", "window of 5 screenshots, 15 turns"):
+        shares = [per_family(workload, side, of_the_best) for side in SIDES]
+        rows.append((f"{workload}: tokens reused of the best possible, {names}", *shares, command))
+    photos = [per_family("200 photographs", side, lambda row: f"{row['last_to_first']:.2f}") for side in SIDES]
+    rows.append((f"200 photographs, each once: time of the last by the first, {names}", *photos, command))
+    return rows
+
+
+def identity() -> list[Row]:
+    found = result("identity")
+    cost = max(row["warm_s"] for row in found["cost"].values())
+    turn, command = found["uuid_only_turn"], "make bench-identity"
+    return [
+        ("identity of a known image, at most", "-", f"{1e6 * cost:.0f} us", command),
+        (
+            "a turn that names 20 images by uuid alone: time to first token",
+            f"{ms(turn['stock_s'])} ms",
+            f"{ms(turn['mmcache_s'])} ms ({turn['ratio']:.2f})",
+            command,
+        ),
+    ]
+
+
+def observe() -> list[Row]:
+    seconds = result("observe")["seconds"]
+    cost = f"{1e6 * seconds['all']:.0f} us ({100 * seconds['all'] / seconds['turn']:.1f} %)"
+    return [("recording why a warm turn about 20 images missed: time (of the turn)", "-", cost, "make bench-observe")]
+
+
+PARTS = (
+    block_keys,
+    gemma3_attention,
+    image_questions,
+    cold_requests,
+    agents,
+    warm_turn,
+    gallery,
+    restart,
+    identity,
+    observe,
+)
 
 
 def table() -> str:
