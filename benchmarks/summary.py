@@ -128,15 +128,16 @@ def warm_turn() -> list[Row]:
 def gallery() -> list[Row]:
     found = result("gallery")
     rows, command = [], "make bench-features"
-    for family in ("qwen3-vl", "qwen3.5"):
-        times, runs = found[family]["rounds_2_and_3"], found[family]["tower_runs_in_rounds_2_and_3"]
+    families = ("qwen3-vl", "qwen3.5")
+    for family in families:
+        times = found[family]["rounds_2_and_3"]
         what = f"{FAMILIES[family]}, 20 images of 1024x1024 in rotation, from the second round: time of a question"
         ours = f"{ms(times['mmcache_s'])} ms ({times['ratio']:.2f})"
         rows.append((what, f"{ms(times['stock_s'])} ms", ours, command))
-        rows.append(("the same: runs of the vision tower", *(str(runs[side]) for side in SIDES), command))
-        cold = found[family]["cold_with_saving"]
-        ours = f"{ms(cold['mmcache_s'])} ms ({cold['ratio']:.2f})"
-        rows.append(("the same: an unknown image, features saved to disk", f"{ms(cold['stock_s'])} ms", ours, command))
+    runs = [" / ".join(str(found[one]["tower_runs_in_rounds_2_and_3"][side]) for one in families) for side in SIDES]
+    rows.append(("the same, Qwen3-VL / Qwen3.5: runs of the vision tower", *runs, command))
+    cold = " / ".join(f"{found[family]['cold_with_saving']['ratio']:.2f}" for family in families)
+    rows.append(("the same: time of a question about an unknown image, features saved to disk", "1", cold, command))
     return rows
 
 
