@@ -180,7 +180,7 @@ ENGINE_COUNTERS = {
     )
 }
 
-_TIER_COUNTERS_BY_NAME = {counter.name: counter for counter in TIER_COUNTERS.values()}
+_TRAVELLERS: dict[str, Any] = {**ENGINE_COUNTERS, **{counter.name: counter for counter in TIER_COUNTERS.values()}}
 
 COUNTERS = (
     IMAGES_DECODED,
@@ -223,8 +223,9 @@ _travel_lock = threading.Lock()
 
 
 def _travel(name: str, amount: float) -> None:
-    with _travel_lock:
-        _travelling[name] = _travelling.get(name, 0.0) + amount
+    if amount:  # what stood still has nothing to tell
+        with _travel_lock:
+            _travelling[name] = _travelling.get(name, 0.0) + amount
 
 
 def note_feature_source(identifier: str, source: str) -> None:
@@ -271,13 +272,9 @@ def take_engine_counts() -> dict[str, int]:
 
 def show_engine_count(name: str, millionths: int) -> None:
     """Show what an engine has counted; a name that only a newer engine knows is left out."""
-    name, _, tier = name.partition("/")
-    if tier:
-        counter = _TIER_COUNTERS_BY_NAME.get(name)
-        if counter is not None:
-            counter.show(millionths / 1e6, tier)
-    elif name in ENGINE_COUNTERS:
-        ENGINE_COUNTERS[name].show(millionths / 1e6)
+    name, *tier = name.split("/")
+    if name in _TRAVELLERS:
+        _TRAVELLERS[name].show(millionths / 1e6, *tier)
 
 
 def totals() -> dict[str, float]:

@@ -4,7 +4,7 @@
 import time
 from typing import Any
 
-from benchmarks.agents.workloads import WORKLOADS, put, reuse
+from benchmarks.agents.workloads import WORKLOADS, reuse, run
 from benchmarks.gallery.worker import TowerRuns
 from benchmarks.tasks import run_task
 from tests.exactness.engines import EngineConfig, EnginePool
@@ -16,7 +16,7 @@ def workload(pool: EnginePool, family: str, name: str) -> dict[str, Any]:
     runs = TowerRuns(rig)
     answers, seconds = [], []
     start = time.perf_counter()
-    for salted_answer in put(rig, WORKLOADS[name]()):
+    for salted_answer in run(rig, WORKLOADS[name]()):
         seconds.append(time.perf_counter() - start)
         answers.append(salted_answer)
         start = time.perf_counter()

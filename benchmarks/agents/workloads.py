@@ -7,7 +7,7 @@ Each workload yields (salt, conversation) and is sent the answer. Numbers of wor
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from benchmarks.image_questions.workloads import contents, shared
+from benchmarks.image_questions.workloads import contents, put, reusable, shared
 from tests.exactness.engines import Answer, Rig
 from tests.exactness.scenarios import assistant, filler, picture, user
 
@@ -78,16 +78,9 @@ WORKLOADS: dict[str, Callable[[], Asks]] = {
 }
 
 
-def put(rig: Rig, asks: Asks, max_tokens: int = 4) -> Iterator[tuple[str | None, Answer]]:
-    """Put all requests of a workload, one after the other."""
-    salt, conversation = next(asks)
-    while True:
-        (answer,) = rig.ask_rendered([rig.render(conversation)], [max_tokens], salts=[salt])
-        yield salt, answer
-        try:
-            salt, conversation = asks.send(answer)
-        except StopIteration:
-            return
+def run(rig: Rig, asks: Asks, max_tokens: int = 4) -> Iterator[tuple[str | None, Answer]]:
+    """Put all requests of a workload, one after the other, each under its salt."""
+    return put(lambda salt, talk: rig.ask_rendered([rig.render(talk)], [max_tokens], salts=[salt])[0], asks)
 
 
 def reuse(rig: Rig, answers: list[tuple[str | None, Answer]]) -> dict[str, int]:
@@ -108,6 +101,6 @@ def reuse(rig: Rig, answers: list[tuple[str | None, Answer]]) -> dict[str, int]:
         found["cached_tokens"] += answer.num_cached_tokens
         for name, counts in (("best_tokens", longest), ("whole_request_tokens", [one for one in longest if one[0]])):
             most = max((length for _, length in counts), default=0)
-            found[name] += min(most, len(content) - 1) // block * block
+            found[name] += reusable(most, content, block)
         before.append((images, [*content, *answer.token_ids]))
     return found

@@ -5,14 +5,15 @@ Each workload yields (counts, conversation) and is sent the answer; counts says 
 measure (from the second question about an image on). Used by the benchmark and, smaller, by the exactness tests.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.exactness.engines import Answer, Rig
 from tests.exactness.scenarios import assistant, filler, picture, user
 
+Tag = TypeVar("Tag")  # what a workload says of a request beside its conversation
 Asks = Generator[tuple[bool, list[Any]], Answer, None]
 
 
@@ -94,17 +95,23 @@ WORKLOADS: dict[str, Callable[[Shape], Asks]] = {
 }
 
 
-def run(rig: Rig, asks: Asks, max_tokens: int = 4) -> list[tuple[bool, Answer]]:
+def put(
+    ask: Callable[[Tag, list[Any]], Answer], asks: Generator[tuple[Tag, list[Any]], Answer, None]
+) -> Iterator[tuple[Tag, Answer]]:
     """Put all requests of a workload, one after the other."""
-    answers = []
-    counts, conversation = next(asks)
+    tag, conversation = next(asks)
     while True:
-        (answer,) = rig.ask(conversation, max_tokens=max_tokens)
-        answers.append((counts, answer))
+        answer = ask(tag, conversation)
+        yield tag, answer
         try:
-            counts, conversation = asks.send(answer)
+            tag, conversation = asks.send(answer)
         except StopIteration:
-            return answers
+            return
+
+
+def run(rig: Rig, asks: Asks, max_tokens: int = 4) -> list[tuple[bool, Answer]]:
+    """The answers to all requests of a workload."""
+    return list(put(lambda _, conversation: rig.ask(conversation, max_tokens=max_tokens)[0], asks))
 
 
 def reuse(rig: Rig, answers: list[tuple[bool, Answer]]) -> dict[str, int]:
@@ -120,7 +127,7 @@ def reuse(rig: Rig, answers: list[tuple[bool, Answer]]) -> dict[str, int]:
         longest = max((shared(content, other) for other in seen), default=0)
         if counts:
             cached += answer.num_cached_tokens
-            best += min(longest, len(content) - 1) // block * block
+            best += reusable(longest, content, block)
         seen.append([*content, *answer.token_ids])
     return {"cached_tokens": cached, "best_tokens": best}
 
@@ -131,6 +138,11 @@ def contents(rig: Rig, answer: Answer) -> list[Any]:
     for (start, end), image in zip(rig.image_spans(answer), answer.images, strict=True):
         found[start:end] = [hash((image.size, image.tobytes()))] * (end - start)
     return found
+
+
+def reusable(longest: int, content: list[Any], block: int) -> int:
+    """What a prompt could reuse of a shared prefix: whole blocks, and never its last token."""
+    return min(longest, len(content) - 1) // block * block
 
 
 def shared(one: list[Any], other: list[Any]) -> int:
