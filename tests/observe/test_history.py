@@ -4,7 +4,7 @@
 import hashlib
 import itertools
 
-from vllm_mmcache.observe.history import Entry, Found, History, ImageFact
+from vllm_mmcache.observe.history import Entry, Found, History, Span
 
 BLOCK = 4
 
@@ -20,9 +20,7 @@ def keys(tokens: list[int], salt: str = "") -> list[bytes]:
 numbers = itertools.count()
 
 
-def see(
-    history: History, tokens: list[int], salt: str = "", lora: str = "", images: tuple[ImageFact, ...] = ()
-) -> Found:
+def see(history: History, tokens: list[int], salt: str = "", lora: str = "", images: tuple[Span, ...] = ()) -> Found:
     entry = Entry(f"r{next(numbers)}", float(len(history)), salt, lora, len(tokens), images)
     found = history.find(entry, tokens, keys(tokens, salt + lora))
     history.remember(entry, tokens, keys(tokens, salt + lora), found.num_known)
@@ -68,10 +66,10 @@ def test_an_answer_belongs_to_what_is_known() -> None:
 
 def test_another_image_ends_what_is_common() -> None:
     history = History(BLOCK, lambda: 1 << 20)
-    see(history, [7] * 10, images=(ImageFact(5, 3, "one"),))
-    entry = Entry("b", 1, "", "", 10, (ImageFact(5, 3, "two"),))
+    see(history, [7] * 10, images=((5, 3, "one"),))
+    entry = Entry("b", 1, "", "", 10, ((5, 3, "two"),))
     assert common(history.find(entry, [7] * 10, keys([7] * 10)[:1])) == 5
-    same = Entry("b", 1, "", "", 10, (ImageFact(5, 3, "one"),))
+    same = Entry("b", 1, "", "", 10, ((5, 3, "one"),))
     assert common(history.find(same, [7] * 10, keys([7] * 10))) == 10
 
 

@@ -34,10 +34,10 @@ def test_turns_of_a_family(family: str, root: Path) -> None:
     assert marks is not None
     assert tokenizer.convert_ids_to_tokens(marks.token) in ("<|im_start|>", "<start_of_turn>")
     tokens = render([USER, YES, USER], True)
-    roles = [marks.role(tokens, turn) for turn in marks.find(tokens, ())]
+    roles = marks.roles_of(tokens, marks.find(tokens, ()))
     assert roles[-4:] == ["user", "assistant", "user", "assistant"]
     tokens = render([{"role": "system", "content": "Rules"}, USER], True)
-    roles = [marks.role(tokens, turn) for turn in marks.find(tokens, ())]
+    roles = marks.roles_of(tokens, marks.find(tokens, ()))
     assert roles == (["user", "assistant"] if family == "gemma3" else ["system", "user", "assistant"])
 
 
@@ -52,6 +52,6 @@ def test_a_template_without_marks() -> None:
 def test_marks_inside_images_do_not_count() -> None:
     marks = Marks(7)
     prompt = [7, 1, 7, 7, 2, 7, 3]
-    assert marks.find(prompt, [(2, 2)]) == [0, 5]
+    assert marks.find(prompt, [(2, 2, "")]) == [0, 5]
     assert marks.find(prompt, []) == [0, 2, 3, 5]
     assert marks.find([], []) == []

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_mmcache.observe.history import Entry, Found, ImageFact, Match
+from vllm_mmcache.observe import wire
+from vllm_mmcache.observe.history import Entry, Found, Match, Span
 from vllm_mmcache.observe.schema import Reason
 
 MIN_SHARED_TOKENS = 8  # shorter pieces (headers, newlines) recur by themselves
@@ -53,9 +54,6 @@ class Prompt:
 
     tokens: Sequence[int]
     entry: Entry
-    roles: Sequence[str] = ()
-    echoes: Sequence[int] = ()
-    """Turns that are answers of this server, sent back word for word."""
 
 
 @dataclass(frozen=True)
@@ -135,46 +133,45 @@ def _unknown(prompt: Prompt, nearest: Match | None, start: int, total: int) -> C
 
 
 def _difference(prompt: Prompt, earlier: Entry, at: int) -> tuple[Reason, dict[str, Any]]:
-    ours, theirs = _image_at(prompt.entry.images, at), _image_at(earlier.images, at)
+    now, then = wire.read_notes(prompt.entry.notes), wire.read_notes(earlier.notes)
+    ours, theirs = _image_at(prompt.entry.spans, at), _image_at(earlier.spans, at)
     if ours is not None and theirs is not None:
-        index = list(prompt.entry.images).index(ours)
-        return Reason.IMAGE_DIFFERS, {"image": index, "what": _what_differs(ours, theirs)}
-    turn = bisect_right(prompt.entry.turns, at) - 1
-    if ours is None and theirs is None and earlier.turns and turn >= 0:
-        if at > earlier.turns[-1]:
-            is_answer = turn < len(prompt.roles) - 1 and prompt.roles[turn] == "assistant"
-            if is_answer and turn in prompt.echoes:
-                return Reason.TEMPLATE_REWROTE, {"turn": turn, "answer": True}
-            if is_answer:
+        differs = _what_differs(now.images[ours], then.images[theirs]) if now.images and then.images else "bytes"
+        return Reason.IMAGE_DIFFERS, {"image": ours, "what": differs}
+    turn = bisect_right(now.turns, at) - 1
+    if ours is None and theirs is None and then.turns and turn >= 0:
+        if at > then.turns[-1]:
+            if turn < len(now.roles) - 1 and now.roles[turn] == "assistant":
                 return Reason.TEXT_DIFFERS, {"turn": turn, "answer": True}
-        elif earlier.messages and list(earlier.messages) == list(prompt.entry.messages[: len(earlier.messages)]):
+        elif then.messages and then.messages == now.messages[: len(then.messages)]:
             return Reason.TEMPLATE_REWROTE, {"turn": turn}
-    shared = _shared_later(prompt, earlier, at)
+    shared = _shared_later(prompt, earlier, at, now.turns, then.turns)
     return (Reason.TEXT_DIFFERS, {"same_later_tokens": shared}) if shared else (Reason.NEW_CONTENT, {})
 
 
-def _image_at(images: Sequence[ImageFact], at: int) -> ImageFact | None:
-    """The image that begins at `at`, or that `at` lies in."""
-    return next((image for image in images if image.offset <= at < image.offset + image.length), None)
+def _image_at(spans: Sequence[Span], at: int) -> int | None:
+    """Number of the image that begins at `at`, or that `at` lies in."""
+    return next((index for index, (offset, length, _) in enumerate(spans) if offset <= at < offset + length), None)
 
 
-def _what_differs(ours: ImageFact, theirs: ImageFact) -> str:
-    if ours.content and theirs.content:
-        if ours.content == theirs.content:
+def _what_differs(ours: tuple[str, str, int, int], theirs: tuple[str, str, int, int]) -> str:
+    (content, settings, *size), (their_content, their_settings, *their_size) = ours, theirs
+    if content and their_content:
+        if content == their_content:
             return "settings"
-    elif ours.settings != theirs.settings and (ours.width, ours.height) == (theirs.width, theirs.height):
+    elif settings != their_settings and size == their_size:
         return "settings"
-    return "bytes" if (ours.width, ours.height) == (theirs.width, theirs.height) else "size"
+    return "bytes" if size == their_size else "size"
 
 
-def _shared_later(prompt: Prompt, earlier: Entry, at: int) -> int:
+def _shared_later(prompt: Prompt, earlier: Entry, at: int, turns: Sequence[int], their_turns: Sequence[int]) -> int:
     """Tokens behind a difference that the earlier request has there, too: whole pieces, or the end of one."""
-    ours = _pieces(prompt.tokens, prompt.entry, at)
-    theirs = _pieces(earlier.slice(0, earlier.prompt_tokens), earlier, at)
+    ours = _pieces(prompt.tokens, prompt.entry, turns, at)
+    theirs = _pieces(earlier.slice(0, earlier.prompt_tokens), earlier, their_turns, at)
     known = set(theirs[1:])
     shared = sum(len(piece) for piece in ours[1:] if piece in known and len(piece) >= MIN_SHARED_TOKENS)
-    images = {image.identifier for image in earlier.images if image.offset > at}
-    shared += sum(image.length for image in prompt.entry.images if image.offset > at and image.identifier in images)
+    images = {name for offset, _, name in earlier.spans if offset > at}
+    shared += sum(length for offset, length, name in prompt.entry.spans if offset > at and name in images)
     if ours and theirs:
         tail = 0
         for a, b in zip(reversed(ours[0]), reversed(theirs[0]), strict=False):
@@ -185,10 +182,10 @@ def _shared_later(prompt: Prompt, earlier: Entry, at: int) -> int:
     return shared
 
 
-def _pieces(tokens: Sequence[int], entry: Entry, at: int) -> list[tuple[int, ...]]:
+def _pieces(tokens: Sequence[int], entry: Entry, turns: Sequence[int], at: int) -> list[tuple[int, ...]]:
     """The text behind `at`, cut at turns and images; the first piece is the rest of the one that `at` lies in."""
     end = entry.prompt_tokens
-    spans = [(image.offset, image.offset + image.length) for image in entry.images]
-    cuts = sorted({at, end, *entry.turns, *(cut for span in spans for cut in span)})
+    spans = [(offset, offset + length) for offset, length, _ in entry.spans]
+    cuts = sorted({at, end, *turns, *(cut for span in spans for cut in span)})
     inside = {span[0] for span in spans}
     return [tuple(tokens[a:b]) for a, b in itertools.pairwise(cuts) if a >= at and a not in inside and b <= end]

@@ -3,16 +3,45 @@
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Sequence
 from typing import Any
 
-from vllm_mmcache.observe.schema import Group, Image, Kind, Miss, Nearest, Reason, Record, Segment
+from vllm_mmcache.observe.asked import Asked
+from vllm_mmcache.observe.schema import Group, Image, Kind, Miss, Nearest, Reason, Record, Segment, digest
 from vllm_mmcache.observe.wire import Outcome
 
 
-def describe(outcome: Outcome, server: str, model: str) -> Record:
+class Told:
+    """What both sides say of one request: `asked` the API server, `outcome` the engine."""
+
+    def __init__(self, asked: Asked, outcome: Outcome, answers: Container[int]) -> None:
+        self.asked, self.outcome = asked, outcome
+        for index, (_, start, tokens, at, details) in enumerate(outcome.causes):
+            # Whether an answer was changed or came back as it was given, the engine can't know.
+            if details.get("answer") and asked.is_echo(details["turn"], answers):
+                outcome.causes[index] = Reason.TEMPLATE_REWROTE.value, start, tokens, at, details
+
+    @property
+    def num_segments(self) -> int:
+        """About; a text between two images is one more."""
+        return len(self.asked.turns) + 2 * len(self.asked.spans) + 1
+
+    def source(self, image: int) -> str:
+        """Where the features of an image came from."""
+        offset, length, _ = self.asked.spans[image]
+        not_needed = offset + length <= self.outcome.reused_tokens
+        return self.outcome.features.get(image) or ("not_needed" if not_needed else "encoder_cache")
+
+    def images_by_source(self) -> dict[str, int]:
+        """How many images had their features from where."""
+        return Counter(map(self.source, range(len(self.asked.spans))))
+
+
+def describe(told: Told, server: str, model: str) -> Record:
     """The record of one request."""
-    spans = _spans(outcome)
+    asked, outcome = told.asked, told.outcome
+    spans = _spans(told)
     starts = [span[0] for span in spans]
     misses = []
     for reason, start, tokens, at, details in outcome.causes:
@@ -32,13 +61,13 @@ def describe(outcome: Outcome, server: str, model: str) -> Record:
         )
     return Record(
         id=outcome.id,
-        time_s=outcome.time_s,
+        time_s=asked.time_s,
         server=server,
         engine=outcome.engine,
         model=model,
-        lora=outcome.lora or None,
-        salt=outcome.salt or None,
-        prompt_tokens=outcome.prompt_tokens,
+        lora=asked.lora or None,
+        salt=asked.salt or None,
+        prompt_tokens=asked.prompt_tokens,
         reused_tokens=outcome.reused_tokens,
         external_tokens=outcome.external_tokens,
         block_tokens=outcome.block_tokens,
@@ -57,33 +86,36 @@ def describe(outcome: Outcome, server: str, model: str) -> Record:
 Span = tuple[int, int, Kind, str | None, int | None, Image | None]  # start, end, kind, role, turn, image
 
 
-def _spans(outcome: Outcome) -> list[Span]:
+def _spans(told: Told) -> list[Span]:
     """The prompt, cut at turns and images."""
-    images = {image[0]: (index, image) for index, image in enumerate(outcome.images)}
-    ends = [image[0] + image[1] for image in outcome.images]
-    cuts = sorted({0, outcome.prompt_tokens, *outcome.turns, *images, *ends})
+    asked = told.asked
+    images = {offset: index for index, (offset, _, _) in enumerate(asked.spans)}
+    ends = [offset + length for offset, length, _ in asked.spans]
+    cuts = sorted({0, asked.prompt_tokens, *asked.turns, *images, *ends})
     spans: list[Span] = []
     for start, end in itertools.pairwise(cuts):
-        turn = bisect_right(outcome.turns, start) - 1
-        role = (outcome.roles[turn] or None) if turn >= 0 else None
-        if start in images:
-            index, (_, _, digest, width, height, body, decode, processor, features) = images[start]
-            image = Image(
-                index=index, digest=digest, width=width or None, height=height or None,
-                body=body, decode=decode, processor=processor, features=features,
-            )  # fmt: skip
-            spans.append((start, end, "image", role, turn if turn >= 0 else None, image))
-        else:
-            spans.append((start, end, _kind(outcome, turn, role), role, turn if turn >= 0 else None, None))
+        turn = bisect_right(asked.turns, start) - 1
+        role = (asked.roles[turn] or None) if turn >= 0 else None
+        image = _image(told, images[start]) if start in images else None
+        kind: Kind = "image" if image else _kind(asked, turn, role)
+        spans.append((start, end, kind, role, turn if turn >= 0 else None, image))
     return spans
 
 
-def _kind(outcome: Outcome, turn: int, role: str | None) -> Kind:
-    if not outcome.turns:
+def _image(told: Told, index: int) -> Image:
+    width, height, *layers = told.asked.layers[index]
+    happened: dict[str, Any] = dict(zip(("body", "decode", "processor"), layers, strict=True))
+    happened["features"] = told.source(index)
+    name = digest(told.asked.spans[index][2])
+    return Image(index=index, digest=name, width=width or None, height=height or None, **happened)
+
+
+def _kind(asked: Asked, turn: int, role: str | None) -> Kind:
+    if not asked.turns:
         return "text"
     if role == "system" or turn < 0:
         return "system"
-    return "generation" if role == "assistant" and turn == len(outcome.turns) - 1 else "message"
+    return "generation" if role == "assistant" and turn == len(asked.turns) - 1 else "message"
 
 
 def _segment(index: int, span: Span, reused: int, misses: Sequence[Miss]) -> Segment:

@@ -5,7 +5,6 @@ Engine process, scheduler thread. It asks vLLM's KV cache manager, coordinator a
 them. Imports no vLLM: it meets vLLM's objects as arguments. It must never fail a request.
 """
 
-import hashlib
 import re
 import time
 from collections.abc import Sequence
@@ -15,8 +14,8 @@ from typing import Any
 from vllm_mmcache import events, settings
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.causes import Cause, GroupHit, Lookup, Lost, Prompt, explain
-from vllm_mmcache.observe.history import Entry, Found, History, ImageFact
-from vllm_mmcache.observe.schema import DIGEST_CHARS, Reason
+from vllm_mmcache.observe.history import Entry, Found, History
+from vllm_mmcache.observe.schema import Reason, digest
 
 EVICTIONS = 65536  # block keys whose eviction is remembered
 
@@ -28,7 +27,7 @@ _SEEN = "_mmcache_seen"
 class Seen:
     """What is known of one request between its lookup and its first output."""
 
-    asked: wire.Asked
+    ticket: int
     entry: Entry
     found: Found
     hit_tokens: int = -1
@@ -108,6 +107,8 @@ class Observer:
         self.ended: list[str] = []
         self.reset_s = 0.0
         self._evicted: dict[bytes, float] = {}  # key with its group -> Unix time
+        groups = manager.coordinator.kv_cache_config.kv_cache_groups
+        self._kinds = [kind_of(group.kv_cache_spec) for group in groups]
         setattr(self.pool, _OBSERVER, self)
 
     def look(self, request: Any, hit_tokens: int) -> None:
@@ -151,70 +152,52 @@ class Observer:
 
     def outcome(self, scheduler: Any, seen: Seen, stats: Any) -> wire.Outcome:
         """All that is sent of a request. The API's cached_tokens is what vLLM says, so that is what is explained."""
-        reused, asked, entry = stats.num_cached_tokens, seen.asked, seen.entry
+        reused, entry = stats.num_cached_tokens, seen.entry
         causes = _cut(seen.causes, reused, entry.prompt_tokens)
         return wire.Outcome(
-            id=asked.id,
-            time_s=asked.time_s,
-            prompt_tokens=entry.prompt_tokens,
+            ticket=seen.ticket,
+            id=entry.id,
             reused_tokens=reused,
             external_tokens=stats.num_external_cached_tokens,
             block_tokens=self.manager.coordinator.scheduler_block_size,
             engine=scheduler.vllm_config.parallel_config.data_parallel_index,
-            lora=entry.lora,
-            salt=entry.salt,
             groups=self._groups(seen, reused),
             nearest=_nearest(seen),
-            turns=asked.turns,
-            roles=asked.roles,
-            images=[
-                (
-                    fact.offset, fact.length, digest(fact.identifier), fact.width, fact.height,
-                    note.body, note.decode, note.processor, self._features(seen, index, fact, reused),
-                )
-                for index, (fact, note) in enumerate(zip(entry.images, asked.images, strict=True))
-            ],
+            features=seen.features,
             causes=[(cause.reason.value, cause.start, cause.tokens, cause.at, cause.details) for cause in causes],
-        )  # fmt: skip
+        )
 
     def _meet(self, request: Any) -> Seen:
         text, request.trace_headers = wire.take(request.trace_headers)
-        asked = wire.unpack(text) if text else wire.Asked(request.request_id, request.arrival_time)
+        ticket, name, notes = wire.open_notes(text) if text else (0, request.request_id, "")
         number, _, rest = request.request_id.partition("_")
-        if number.isdigit() and rest.startswith(asked.id):  # one of the n answers that were asked for
-            asked.id = f"{number}_{asked.id}"
-        features = request.mm_features or []
-        asked.images = (asked.images + [wire.ImageNote()] * len(features))[: len(features)]
-        lora = request.lora_request.lora_name if request.lora_request else ""
+        if number.isdigit() and rest.startswith(name):  # one of the n answers that were asked for
+            name = f"{number}_{name}"
         entry = Entry(
-            id=asked.id,
-            time_s=asked.time_s,
+            id=name,
+            time_s=request.arrival_time,
             salt=digest(request.cache_salt) if request.cache_salt else "",
-            lora=lora,
+            lora=request.lora_request.lora_name if request.lora_request else "",
             prompt_tokens=request.num_prompt_tokens,
-            turns=asked.turns,
-            messages=asked.messages,
-            request=request,
-            images=[
-                ImageFact(
-                    feature.mm_position.offset, feature.mm_position.length, feature.identifier,
-                    note.content, note.settings, note.width, note.height,
-                )
-                for feature, note in zip(features, asked.images, strict=True)
+            spans=[
+                (feature.mm_position.offset, feature.mm_position.length, feature.identifier)
+                for feature in request.mm_features or ()
             ],
-        )  # fmt: skip
+            notes=notes,
+            request=request,
+        )
         prompt, keys = request.prompt_token_ids, request.block_hashes
         if not self.manager.enable_caching or prompt is None:
-            return Seen(asked, entry, Found(0, None, None))
+            return Seen(ticket, entry, Found(0, None, None))
         found = self.history.find(entry, prompt, keys)
         self.history.remember(entry, prompt, keys, found.num_known)
-        return Seen(asked, entry, found)
+        return Seen(ticket, entry, found)
 
     def _explain(self, request: Any, seen: Seen, hit_tokens: int) -> None:
         seen.hit_tokens = hit_tokens
         coordinator = self.manager.coordinator
         unit = coordinator.scheduler_block_size
-        prompt = Prompt(request.prompt_token_ids or [], seen.entry, seen.asked.roles, seen.asked.echoes)
+        prompt = Prompt(request.prompt_token_ids or [], seen.entry)
         if request.prompt_token_ids is None:  # embeddings: there is nothing to compare
             seen.causes = [Cause(Reason.UNEXPLAINED, hit_tokens, request.num_prompt_tokens - hit_tokens, hit_tokens)]
             return
@@ -249,7 +232,7 @@ class Observer:
             _, hits = coordinator.find_longest_cache_hit_per_group(request.block_hashes, request.num_tokens - 1)
         sizes = coordinator.group_block_sizes
         return [
-            GroupHit(index, kind_of(spec), size, is_dense(spec), hit)
+            GroupHit(index, self._kinds[index], size, is_dense(spec), hit)
             for index, (spec, size, hit) in enumerate(zip(specs, sizes, hits, strict=True))
             if spec.prefix_cacheable
         ]
@@ -282,21 +265,10 @@ class Observer:
         if seen.groups:
             best = max(group.hit_tokens for group in seen.groups)
             return [(g.index, g.kind, g.block_tokens, g.hit_tokens, g.hit_tokens < best) for g in seen.groups]
-        coordinator = self.manager.coordinator
         return [
-            (index, kind_of(group.kv_cache_spec), group.kv_cache_spec.block_size, reused, False)
-            for index, group in enumerate(coordinator.kv_cache_config.kv_cache_groups)
+            (index, self._kinds[index], group.kv_cache_spec.block_size, reused, False)
+            for index, group in enumerate(self.manager.coordinator.kv_cache_config.kv_cache_groups)
         ]
-
-    def _features(self, seen: Seen, index: int, fact: ImageFact, reused: int) -> str:
-        if index in seen.features:
-            return seen.features[index]
-        return "not_needed" if fact.offset + fact.length <= reused else "encoder_cache"
-
-
-def digest(text: str) -> str:
-    """A short digest of a name or an id, which a client may have chosen."""
-    return hashlib.blake2b(text.encode(), digest_size=DIGEST_CHARS // 2).hexdigest()
 
 
 def kind_of(spec: Any) -> str:

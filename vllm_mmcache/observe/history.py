@@ -7,6 +7,7 @@ is found by bisection. Token ids stay in this process and never go into a record
 """
 
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,23 +17,11 @@ BRANCHES = 4  # requests remembered per place at which they went different ways
 STARTS = 8  # requests remembered per first block, whatever their salt and adapter
 _ENTRY_BYTES = 1024
 _KEY_BYTES = 200
-_IMAGE_BYTES = 300
+_IMAGE_BYTES = 200
 
 
-@dataclass(frozen=True)
-class ImageFact:
-    """One image of a prompt. Units: offset and length in tokens, width and height in pixels."""
-
-    offset: int
-    length: int
-    identifier: str
-    """vLLM's name for it, with everything that its features depend on."""
-    content: str = ""
-    """Digest of the file's bytes; empty where they were not seen."""
-    settings: str = ""
-    """Digest of the processor settings of its request."""
-    width: int = 0
-    height: int = 0
+Span = tuple[int, int, str]
+"""One image of a prompt: offset and length in tokens; vLLM's identifier, with everything its features depend on."""
 
 
 @dataclass(eq=False)
@@ -44,9 +33,9 @@ class Entry:
     salt: str
     lora: str
     prompt_tokens: int
-    images: Sequence[ImageFact] = ()
-    turns: Sequence[int] = ()
-    messages: Sequence[str] = ()
+    spans: Sequence[Span] = ()
+    notes: str = ""
+    """What the API server sent of it; see wire.read_notes."""
     request: Any = None
     """vLLM's request while it runs; it knows how much is computed."""
     num_computed: int = 0
@@ -65,7 +54,13 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        return _ENTRY_BYTES + 4 * len(self.tokens) + _KEY_BYTES * len(self.keys) + _IMAGE_BYTES * len(self.images)
+        return (
+            _ENTRY_BYTES
+            + 4 * len(self.tokens)
+            + _KEY_BYTES * len(self.keys)
+            + _IMAGE_BYTES * len(self.spans)
+            + len(self.notes)
+        )
 
     def slice(self, start: int, end: int) -> "array[int]":
         """Tokens from `start` to `end`, through its parents."""
@@ -136,7 +131,7 @@ class History:
         nearest: Match | None = None
         for entry in candidates:
             limit = min(len(prompt), entry.total, at + self.block_tokens)
-            match = Match(entry, _common(new.images, entry, prompt, at, limit))
+            match = Match(entry, _common(new.spans, entry, prompt, at, limit))
             if nearest is None or _better(match, nearest):
                 nearest = match
         if nearest is not None and not nearest.common_tokens:
@@ -188,7 +183,7 @@ class History:
         return low
 
     def _start(self, new: Entry, prompt: Sequence[int]) -> object:
-        images = tuple(image.identifier for image in new.images if image.offset < self.block_tokens)
+        images = tuple(name for offset, _, name in new.spans[: self.block_tokens] if offset < self.block_tokens)
         return hash((tuple(prompt[: self.block_tokens]), images))
 
     def _elsewhere(self, new: Entry, prompt: Sequence[int], nearest: Match | None) -> Match | None:
@@ -203,7 +198,7 @@ class History:
             if (entry.salt, entry.lora) != (new.salt, new.lora)
         ]
         for entry in reversed(others[-2:]):
-            match = Match(entry, _common(new.images, entry, prompt, 0, min(len(prompt), entry.total)))
+            match = Match(entry, _common(new.spans, entry, prompt, 0, min(len(prompt), entry.total)))
             if match.common_tokens > max(common, best.common_tokens if best else 0):
                 best = match
         return best
@@ -236,18 +231,18 @@ def _better(match: Match, than: Match) -> bool:
     return (match.common_tokens, match.entry.time_s) > (than.common_tokens, than.entry.time_s)
 
 
-def _common(images: Sequence[ImageFact], entry: Entry, prompt: Sequence[int], start: int, end: int) -> int:
-    """How far a prompt and a remembered request agree, when they agree up to `start`."""
+def _common(spans: Sequence[Span], entry: Entry, prompt: Sequence[int], start: int, end: int) -> int:
+    """How far a prompt and a remembered request agree, when they agree up to `start`, images included."""
     ours, theirs = array("i", prompt[start:end]), entry.slice(start, end)
     common = end
     if ours != theirs:
         common = start + next(
             (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
         )
-    for ours_image, theirs_image in zip(images, entry.images, strict=False):
-        if ours_image.offset >= common:
+    first = bisect_left(spans, (start,))
+    for (our_offset, _, our_name), (offset, _, name) in zip(spans[first:], entry.spans[first:], strict=False):
+        if our_offset >= common:
             break
-        same = ours_image.offset == theirs_image.offset and ours_image.identifier == theirs_image.identifier
-        if not same:
-            return max(min(common, ours_image.offset, theirs_image.offset), start)
+        if (our_offset, our_name) != (offset, name):
+            return max(min(common, our_offset, offset), start)
     return common

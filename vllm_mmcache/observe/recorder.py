@@ -12,14 +12,15 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from vllm_mmcache import events, settings
-from vllm_mmcache.bounded import Budget
+from vllm_mmcache.bounded import Bounded, Budget
 from vllm_mmcache.observe import wire
-from vllm_mmcache.observe.describe import describe
+from vllm_mmcache.observe.asked import Waiting
+from vllm_mmcache.observe.describe import Told, describe
 from vllm_mmcache.observe.file import Follower, RecordFile
-from vllm_mmcache.observe.schema import Record
 from vllm_mmcache.observe.store import RecordStore
 
-RECORD_BYTES_PER_CHAR = 8  # a record that was read takes about eight times its text; measured in tests/observe
+RECORD_BYTES, SEGMENT_BYTES = 4096, 1024  # what a record that was read takes; tests/observe measures
+_ANSWER_COST_BYTES = 200
 SHARED_NAME = "mmcache-records.jsonl"
 
 
@@ -33,34 +34,35 @@ class Recorder:
     def __init__(self) -> None:
         self.model = ""
         self.store = RecordStore(_budget, self._read_others)
+        self.waiting = Waiting()
 
-    @property
+    @cached_property
     def server(self) -> str:
         return f"{socket.gethostname()}:{os.getpid()}"
 
     def note(self, text: str) -> None:
         """An engine's outcome has arrived with a request's first output."""
         outcome = wire.unpack_outcome(text)
-        missed = _sums((reason, tokens) for reason, _, tokens, _, _ in outcome.causes)
-        images = _sums((image[-1], 1) for image in outcome.images)
+        asked = self.waiting.take(outcome.ticket)
+        told = Told(asked, outcome, ANSWERS) if asked else None
+        missed = _sums((cause[0], cause[2]) for cause in outcome.causes)
+        images = told.images_by_source() if told else {}
         events.PROMPT_TOKENS.add(outcome.reused_tokens, "reused", "")
         for reason, tokens in missed.items():
             events.PROMPT_TOKENS.add(tokens, "computed", reason)
         for source, count in images.items():
             events.PROMPT_IMAGES.add(count, source)
-        self.store.count(outcome.prompt_tokens, outcome.reused_tokens, missed, images)
-        recipe = partial(self._describe, text)
-        self.store.add(outcome.id, RECORD_BYTES_PER_CHAR * len(text), recipe)
-        for file in self._files:
-            file.hand(recipe)
+        self.store.count(outcome.reused_tokens + sum(missed.values()), outcome.reused_tokens, missed, images)
+        if told is not None:
+            recipe = partial(describe, told, self.server, self.model)
+            self.store.add(outcome.id, _size_bytes(told.num_segments), recipe)
+            for file in self._files:
+                file.hand(recipe)
 
     def flush(self) -> None:
         """Wait until all records are in the files."""
         for file in self._files:
             file.flush()
-
-    def _describe(self, text: str) -> Record:
-        return describe(wire.unpack_outcome(text), self.server, self.model)
 
     @cached_property
     def _shared(self) -> Path | None:
@@ -88,7 +90,11 @@ class Recorder:
                 missed = _sums((miss.reason.value, miss.tokens) for miss in record.misses)
                 images = _sums((segment.image.features, 1) for segment in record.segments if segment.image)
                 self.store.count(record.prompt_tokens, record.reused_tokens, missed, images)
-                self.store.add(record.id, RECORD_BYTES_PER_CHAR * 1024, record)
+                self.store.add(record.id, _size_bytes(len(record.segments)), record)
+
+
+def _size_bytes(num_segments: int) -> int:
+    return RECORD_BYTES + SEGMENT_BYTES * num_segments
 
 
 def _sums(amounts: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -98,5 +104,7 @@ def _sums(amounts: Iterable[tuple[str, int]]) -> dict[str, int]:
     return found
 
 
+ANSWERS: Bounded[int, bool] = Bounded(lambda: Budget(65536, 16 << 20), _ANSWER_COST_BYTES)
+"""Digests of the answers that this process gave."""
 RECORDER = Recorder()
 STORE = RECORDER.store

@@ -6,6 +6,7 @@ never holds text, token ids or bytes of a prompt; digests are shortened to 8 hex
 "json")`; one record a line in a record file. Unknown fields of a newer format are ignored, another `format` is refused.
 """
 
+import hashlib
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 FORMAT = 1
 DIGEST_CHARS = 8
+
+
+def digest(text: str) -> str:
+    """A short digest of a name or an id, which a client may have chosen."""
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_CHARS // 2).hexdigest()
 
 
 class Reason(StrEnum):

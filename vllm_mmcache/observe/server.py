@@ -6,27 +6,26 @@ returns and are taken away again when the engine's request is made, so that noth
 Of text only digests are kept. It must never fail a request.
 """
 
-import hashlib
 import marshal
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import xxhash
+
 from vllm_mmcache import events, settings
-from vllm_mmcache.bounded import Bounded, Budget
 from vllm_mmcache.media.picture import LazyPicture
 from vllm_mmcache.observe import wire
-from vllm_mmcache.observe.recorder import RECORDER
+from vllm_mmcache.observe.asked import UNKNOWN, Asked, Layers
+from vllm_mmcache.observe.recorder import ANSWERS, RECORDER
+from vllm_mmcache.observe.schema import digest
 from vllm_mmcache.observe.turns import Marks, find_marks
 
 _CHAT = "mmcache_chat"
 _IMAGES = "mmcache_images"
 _MARKS = "_mmcache_marks"
-_ANSWER_COST_BYTES = 200
 _REASONING_END = "</think>"
 
-ANSWERS: Bounded[bytes, bool] = Bounded(lambda: Budget(65536, 16 << 20), _ANSWER_COST_BYTES)
-"""Digests of the answers that this process gave."""
 _processing = threading.local()
 
 
@@ -72,8 +71,8 @@ def send_notes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         with events.guarded("observe"):
             prompt = args[1] if len(args) > 1 else kwargs["prompt"]
             RECORDER.model = _model_name(instance.vllm_config)
-            asked = _asked(instance, request, prompt if isinstance(prompt, dict) else {})
-            request.trace_headers = wire.add(request.trace_headers, wire.pack(asked))
+            text = _keep(instance.renderer, request, prompt if isinstance(prompt, dict) else {})
+            request.trace_headers = wire.add(request.trace_headers, text)
     return request
 
 
@@ -105,70 +104,97 @@ def _lay_chat(renderer: Any, args: Any, kwargs: Any, outcome: Any) -> None:
     with events.guarded("observe"):
         conversations = args[0] if args else kwargs["conversations"]
         chat_params = args[1] if len(args) > 1 else kwargs["chat_params"]
-        marks = _marks_of(renderer, chat_params.chat_template)
-        template = _digest_of(repr(chat_params.chat_template), _dumped(chat_params.chat_template_kwargs))
+        template = chat_params.chat_template
+        marks, template_digest = _marks_of(renderer, template)
+        arguments = xxhash.xxh3_64_intdigest(_dumped(chat_params.chat_template_kwargs), template_digest)
         for conversation, prompt in zip(conversations, outcome[1], strict=True):
-            prompt[_CHAT] = marks, [template, *map(_message_digest, conversation)], _echoes(conversation)
+            digests, answers = _message_digests(conversation)
+            prompt[_CHAT] = marks, [arguments, *digests], answers
 
 
-def _asked(input_processor: Any, request: Any, prompt: dict[str, Any]) -> wire.Asked:
+def _keep(renderer: Any, request: Any, prompt: dict[str, Any]) -> str:
+    """Keep what is known of a request until its outcome comes; returns what the engine is to know."""
     chat = prompt.pop(_CHAT, None)
-    notes = iter(prompt.pop(_IMAGES, ()))
-    asked = wire.Asked(request.request_id, request.arrival_time)
-    features = request.mm_features or []
-    for feature in features:
-        note = next(notes, None) if feature.modality == "image" else None
-        asked.images.append(note or wire.ImageNote())
-    marks, asked.messages, echoes = chat or (_marks_of(input_processor.renderer, None), [], [])
-    tokens = request.prompt_token_ids
-    if marks is None or tokens is None:
-        return asked
-    asked.turns = marks.find(tokens, ((f.mm_position.offset, f.mm_position.length) for f in features))
-    asked.roles = [marks.role(tokens, turn) for turn in asked.turns]
-    answers = [turn for turn, role in enumerate(asked.roles) if role == "assistant"]
-    asked.echoes = [answers[index] for index in echoes if index < len(answers)]
-    return asked
+    seen: Sequence[tuple[_Content, Layers]] = prompt.pop(_IMAGES, ())
+    tokens, features = request.prompt_token_ids, request.mm_features or ()
+    spans = [(f.mm_position.offset, f.mm_position.length, f.identifier) for f in features]
+    if len(seen) != len(spans):  # other modalities, too
+        images = iter(seen)
+        seen = [next(images, _NOTHING) if f.modality == "image" else _NOTHING for f in features]
+    marks, messages, answers = chat or (_marks_of(renderer, None)[0], [], [])
+    turns = marks.find(tokens, spans) if marks is not None and tokens is not None else []
+    roles = marks.roles_of(tokens, turns) if marks is not None and turns else []
+    lora, sampling = request.lora_request, request.sampling_params
+    number = RECORDER.waiting.add(
+        Asked(
+            id=request.request_id,
+            time_s=request.arrival_time,
+            prompt_tokens=len(tokens) if tokens is not None else len(request.prompt_embeds),
+            lora=lora.lora_name if lora else "",
+            salt=digest(request.cache_salt) if request.cache_salt else "",
+            num_answers=sampling.n if sampling is not None else 1,
+            turns=turns,
+            roles=roles,
+            answers=answers,
+            spans=spans,
+            layers=[layers for _, layers in seen],
+        )
+    )
+    notes = wire.Notes(turns, roles, messages, [content for content, _ in seen])
+    return wire.pack(number, request.request_id, notes)
 
 
-def _notes(items: Any, given: Any, cached: Sequence[bool] | None) -> list[wire.ImageNote]:
+_Content = tuple[str, str, int, int]  # as in wire.Notes
+_NOTHING: tuple[_Content, Layers] = ("", "", 0, 0), UNKNOWN
+
+
+def _notes(items: Any, given: Any, cached: Sequence[bool] | None) -> list[tuple[_Content, Layers]]:
     items = items if isinstance(items, list | tuple) else [items]
-    processor_settings = _digest_of(repr(sorted((given or {}).items())))
-    notes = []
+    processor_settings = xxhash.xxh3_64_hexdigest(repr(sorted(given.items()))) if given else ""
+    found = []
     for index, item in enumerate(items):
-        note = wire.ImageNote(settings=processor_settings)
-        if cached is not None and index < len(cached):
-            note.processor = "hit" if cached[index] else "run"
         media = getattr(item, "media", item)
-        note.width, note.height = getattr(media, "size", (0, 0)) if hasattr(media, "mode") else (0, 0)
-        content_id = getattr(item, "content_id", None)
-        if content_id is not None:
-            note.content = content_id.hex()[:16]
+        width, height = media.size if hasattr(media, "mode") else (0, 0)
         if isinstance(media, LazyPicture):
-            note.decode = "late" if media.is_decoded else "skipped"
-        elif media is not None:
-            note.decode = "decoded"
-        note.body = "lifted" if getattr(item, "is_lifted", False) else "left"
-        notes.append(note)
-    return notes
+            decode = "late" if media.is_decoded else "skipped"
+        else:
+            decode = "unknown" if media is None else "decoded"
+        body = "lifted" if getattr(item, "is_lifted", False) else "left"
+        is_hit = cached[index] if cached is not None and index < len(cached) else None
+        processor = "unknown" if is_hit is None else ("hit" if is_hit else "run")
+        content_id = getattr(item, "content_id", None)
+        content = "" if content_id is None else content_id[:8].hex()
+        found.append(((content, processor_settings, width, height), (width, height, body, decode, processor)))
+    return found
 
 
-def _marks_of(renderer: Any, template: str | None) -> Marks | None:
-    by_template: dict[str | None, Marks | None] = renderer.__dict__.setdefault(_MARKS, {})
-    if template not in by_template:
+def _marks_of(renderer: Any, template: str | None) -> tuple[Marks | None, int]:
+    """The marks of a chat template, and a digest of it."""
+    known: dict[str | None, tuple[Marks | None, int]] = renderer.__dict__.setdefault(_MARKS, {})
+    found = known.get(template)
+    if found is None:
         from vllm_mmcache.observe.vllm_side import probe
 
-        by_template[template] = None  # also where the probe fails: it is not tried with every request
+        template_digest = xxhash.xxh3_64_intdigest(repr(template))
+        known[template] = None, template_digest  # also where the probe fails: it is not tried with every request
         tokenizer = renderer.get_tokenizer()
         specials = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
-        by_template[template] = find_marks(probe(renderer, template), specials)
-    return by_template[template]
+        found = known[template] = find_marks(probe(renderer, template), specials), template_digest
+    return found
 
 
-def _message_digest(message: Any) -> str:
-    """Role, text and tool calls; a text and a list with that one text are the same to a template's user."""
-    content = message.get("content")
-    texts = [content] if isinstance(content, str) else [_part(part) for part in content or ()]
-    return _digest_of(str(message.get("role")), *texts, repr(message.get("tool_calls") or ""))
+def _message_digests(conversation: Sequence[Any]) -> tuple[list[int], list[int | None]]:
+    """Of each message; and of those of the assistant, None for one that calls tools and says nothing."""
+    digests: list[int] = []
+    answers: list[int | None] = []
+    for message in conversation:
+        role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+        text = content if isinstance(content, str) else "\0".join(map(_part, content or ()))
+        found = _digest_of(f"{role}\0{text}\0{calls!r}" if calls else f"{role}\0{text}")
+        digests.append(found)
+        if role == "assistant":
+            answers.append(None if calls and not text.strip() else _answer_digest(text))
+    return digests, answers
 
 
 def _part(part: Any) -> str:
@@ -177,35 +203,21 @@ def _part(part: Any) -> str:
     return str(part.get("text") or "") if isinstance(part, dict) else ""
 
 
-def _echoes(conversation: Sequence[Any]) -> list[int]:
-    """Which of the assistant's messages, from 0, are answers of this process."""
-    answers = [message for message in conversation if message.get("role") == "assistant"]
-    found = []
-    for index, message in enumerate(answers):
-        content = message.get("content")
-        text = content if isinstance(content, str) else "".join(_part(part) for part in content or ())
-        if ANSWERS.get(_answer_key(text)) or (not text.strip() and message.get("tool_calls")):
-            found.append(index)
-    return found
-
-
 def _remember_answer(text: str) -> None:
-    ANSWERS.admit(_answer_key(text), True)
+    ANSWERS.admit(_answer_digest(text), True)
     if _REASONING_END in text:
-        ANSWERS.admit(_answer_key(text.rpartition(_REASONING_END)[2]), True)
+        ANSWERS.admit(_answer_digest(text.rpartition(_REASONING_END)[2]), True)
 
 
-def _answer_key(text: str) -> bytes:
-    return hashlib.blake2b(text.strip().encode(errors="replace"), digest_size=16).digest()
+def _answer_digest(text: str) -> int:
+    return _digest_of(text.strip())
 
 
-def _digest_of(*texts: str | bytes) -> str:
-    hasher = hashlib.blake2b(digest_size=8)
-    for text in texts:
-        part = text if isinstance(text, bytes) else text.encode(errors="replace")
-        hasher.update(b"%d:" % len(part))
-        hasher.update(part)
-    return hasher.hexdigest()
+def _digest_of(text: str) -> int:
+    try:
+        return xxhash.xxh3_64_intdigest(text)
+    except UnicodeEncodeError:  # a lone half of a surrogate pair
+        return xxhash.xxh3_64_intdigest(text.encode(errors="replace"))
 
 
 def _dumped(value: Any) -> bytes:

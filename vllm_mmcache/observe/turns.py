@@ -21,14 +21,14 @@ class Marks:
     token: int
     roles: dict[tuple[int, ...], str] = field(default_factory=dict)
 
-    def find(self, prompt: Sequence[int], skip: Iterable[tuple[int, int]]) -> list[int]:
-        """Positions at which turns begin. skip: (offset, length) of the images, in order, which are not searched."""
+    def find(self, prompt: Sequence[int], skip: Iterable[tuple[int, int, str]]) -> list[int]:
+        """Positions at which turns begin. skip: (offset, length, name) of the images, in order, which are passed."""
         found: list[int] = []
-        start = 0
-        for offset, length in [*skip, (len(prompt), 0)]:
+        start, token, index = 0, self.token, prompt.index
+        for offset, length, _ in [*skip, (len(prompt), 0, "")]:
             while start < offset:
                 try:
-                    start = prompt.index(self.token, start, offset)
+                    start = index(token, start, offset)
                 except ValueError:
                     break
                 found.append(start)
@@ -36,9 +36,10 @@ class Marks:
             start = offset + length
         return found
 
-    def role(self, prompt: Sequence[int], turn: int) -> str:
-        """Who speaks in the turn that begins at position `turn`; empty where that is not known."""
-        return self.roles.get(tuple(prompt[turn + 1 : turn + 1 + ROLE_TOKENS]), "")
+    def roles_of(self, prompt: Sequence[int], turns: Iterable[int]) -> list[str]:
+        """Who speaks in the turns that begin at these positions; empty where that is not known."""
+        roles = self.roles
+        return [roles.get(tuple(prompt[turn + 1 : turn + 1 + ROLE_TOKENS]), "") for turn in turns]
 
 
 def find_marks(render: Render, specials: Collection[int]) -> Marks | None:

@@ -1,86 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What API server and engine tell each other about one request: two short JSON texts, one each way.
+"""What API server and engine tell each other about one request: two short texts, one each way.
 
 They travel as one more entry of vLLM's trace headers: down with the request, up with its first output only. So they
 reach the API server that asked, from engines in other processes and on other machines, and need no port of their own.
+Neither side says what the other can know by itself, and the engine reads the notes only of requests that it compares.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 HEADER = "mmcache-observe"
 
 
-@dataclass
-class ImageNote:
-    """What the API server saw of one image, in the prompt's order."""
+class Notes(msgspec.Struct, array_like=True):
+    """What the API server knows of a prompt and the engine can't see. turns: positions in tokens."""
 
-    content: str = ""
-    settings: str = ""
-    width: int = 0
-    height: int = 0
-    body: str = "unknown"
-    decode: str = "unknown"
-    processor: str = "unknown"
+    turns: list[int] = []
+    roles: list[str] = []
+    messages: list[int] = []
+    """Digest of the template and its arguments, then of each message."""
+    images: list[tuple[str, str, int, int]] = []
+    """Digest of the bytes, digest of the processor settings, width, height; empty or 0 where unknown."""
 
 
-@dataclass
-class Asked:
-    """What the API server says of a request. turns: positions in tokens; echoes: indices of turns."""
-
-    id: str
-    time_s: float
-    turns: list[int] = field(default_factory=list)
-    roles: list[str] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
-    echoes: list[int] = field(default_factory=list)
-    images: list[ImageNote] = field(default_factory=list)
-
-
-def pack(asked: Asked) -> str:
-    """The text for the way to the engine."""
-    return json.dumps(vars(asked) | {"images": [list(vars(note).values()) for note in asked.images]})
-
-
-def unpack(text: str) -> Asked:
-    """Of the text that `pack` made."""
-    said = json.loads(text)
-    return Asked(**{**said, "images": [ImageNote(*values) for values in said["images"]]})
-
-
-@dataclass
-class Outcome:
+class Outcome(msgspec.Struct, array_like=True):
     """What the engine says of a request with its first output. All of it can go into a record."""
 
+    ticket: int
+    """The API server's number of the request; 0 where it gave none."""
     id: str
-    time_s: float
-    prompt_tokens: int
     reused_tokens: int
     external_tokens: int
     block_tokens: int
     engine: int
-    lora: str
-    salt: str
-    groups: list[tuple[int, str, int, int, bool]] = field(default_factory=list)
-    nearest: tuple[str, float, int, bool, bool] | None = None
-    turns: list[int] = field(default_factory=list)
-    roles: list[str] = field(default_factory=list)
-    images: list[tuple[Any, ...]] = field(default_factory=list)
-    """offset, length, digest, width, height, body, decode, processor, features."""
-    causes: list[tuple[str, int, int, int, dict[str, Any]]] = field(default_factory=list)
+    groups: list[tuple[int, str, int, int, bool]]
+    """index, kind, tokens of a block, tokens of its hit, whether it vetoed."""
+    nearest: tuple[str, float, int, bool, bool] | None
+    """id, seconds before, tokens in common, same salt, same adapter."""
+    features: dict[int, str]
+    """Where the features of an image came from, for images that were encoded or loaded for this request."""
+    causes: list[tuple[str, int, int, int, dict[str, Any]]]
     """reason, start, tokens, at, details."""
+
+
+_encode = msgspec.json.Encoder().encode
+_decode_notes = msgspec.json.Decoder(Notes).decode
+_decode_outcome = msgspec.json.Decoder(Outcome).decode
+
+
+def pack(ticket: int, request_id: str, notes: Notes) -> str:
+    """The text for the way to the engine."""
+    return f"{ticket} {request_id}\n{_encode(notes).decode()}"
+
+
+def open_notes(text: str) -> tuple[int, str, str]:
+    """Of the text that `pack` made: ticket, request id, and what `read_notes` reads. An id may have any character."""
+    head, _, notes = text.rpartition("\n")
+    ticket, _, request_id = head.partition(" ")
+    return int(ticket), request_id, notes
+
+
+def read_notes(text: str) -> Notes:
+    """The notes themselves; empty where none came."""
+    return _decode_notes(text) if text else Notes()
 
 
 def pack_outcome(outcome: Outcome) -> str:
     """The text for the way back."""
-    return json.dumps(vars(outcome))
+    return _encode(outcome).decode()
 
 
 def unpack_outcome(text: str) -> Outcome:
     """Of the text that `pack_outcome` made."""
-    return Outcome(**json.loads(text))
+    return _decode_outcome(text)
 
 
 def take(headers: Mapping[str, str] | None) -> tuple[str | None, Mapping[str, str] | None]:
