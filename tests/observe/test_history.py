@@ -4,7 +4,8 @@
 import hashlib
 import itertools
 
-from vllm_mmcache.observe.history import Entry, Found, History, Span
+from vllm_mmcache.observe import wire
+from vllm_mmcache.observe.history import Entry, Found, History
 
 BLOCK = 4
 
@@ -20,8 +21,16 @@ def keys(tokens: list[int], salt: str = "") -> list[bytes]:
 numbers = itertools.count()
 
 
-def see(history: History, tokens: list[int], salt: str = "", lora: str = "", images: tuple[Span, ...] = ()) -> Found:
-    entry = Entry(f"r{next(numbers)}", float(len(history)), salt, lora, len(tokens), images)
+def entry_of(tokens: list[int], salt: str = "", lora: str = "", image: str = "") -> Entry:
+    """A request, with an image of three tokens at 5 if it is named."""
+    number = next(numbers)
+    spans = [(5, 3, image)] if image else []
+    _, _, notes = wire.open_notes(wire.pack(1, "r", wire.Notes(spans=spans)))
+    return Entry(f"r{number}", float(number), salt, lora, len(tokens), images_end=8 if image else 0, notes=notes)
+
+
+def see(history: History, tokens: list[int], salt: str = "", lora: str = "", image: str = "") -> Found:
+    entry = entry_of(tokens, salt, lora, image)
     found = history.find(entry, tokens, keys(tokens, salt + lora))
     history.remember(entry, tokens, keys(tokens, salt + lora), found.num_known)
     history.finish(entry, [], keys(tokens, salt + lora), len(tokens))
@@ -66,11 +75,10 @@ def test_an_answer_belongs_to_what_is_known() -> None:
 
 def test_another_image_ends_what_is_common() -> None:
     history = History(BLOCK, lambda: 1 << 20)
-    see(history, [7] * 10, images=((5, 3, "one"),))
-    entry = Entry("b", 1, "", "", 10, ((5, 3, "two"),))
-    assert common(history.find(entry, [7] * 10, keys([7] * 10)[:1])) == 5
-    same = Entry("b", 1, "", "", 10, ((5, 3, "one"),))
-    assert common(history.find(same, [7] * 10, keys([7] * 10))) == 10
+    see(history, [7] * 10, image="one")
+    assert common(history.find(entry_of([7] * 10, image="two"), [7] * 10, keys([7] * 10)[:1])) == 5
+    assert common(history.find(entry_of([7] * 10, image="one"), [7] * 10, keys([7] * 10))) == 10
+    assert common(history.find(entry_of([7] * 10, image="one"), [7] * 10, keys([7] * 10)[:1])) == 8
 
 
 def test_other_salt_and_adapter() -> None:

@@ -64,9 +64,8 @@ def test_a_record_is_made_when_it_is_read() -> None:
     assert len(made) == 1
 
 
-def test_cursors_and_listeners() -> None:
-    records, heard = store(), []
-    stop = records.listen(lambda: heard.append(1))
+def test_cursors() -> None:
+    records = store()
     records.add("a", 1, record("a"))
     found, cursor = records.since()
     assert [r.id for r in found] == ["a"]
@@ -74,9 +73,6 @@ def test_cursors_and_listeners() -> None:
     assert [r.id for r in records.since(cursor)[0]] == ["b"]
     assert records.since(records.since(cursor)[1])[0] == []
     assert len(records.since("of-another-process")[0]) == 2
-    stop()
-    records.add("c", 1, record("c"))
-    assert len(heard) == 2
 
 
 def test_a_file_is_bounded_and_read_again(tmp_path: Path) -> None:

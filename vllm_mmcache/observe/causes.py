@@ -9,24 +9,23 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_mmcache.observe import wire
-from vllm_mmcache.observe.history import Entry, Found, Match, Span
+from vllm_mmcache.observe.history import Entry, Found, Match
 from vllm_mmcache.observe.schema import Reason
 
 MIN_SHARED_TOKENS = 8  # shorter pieces (headers, newlines) recur by themselves
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """A run of tokens and its reason. `at` is where the cause lies, when not at its start."""
 
     reason: Reason
     start: int
     tokens: int
     at: int
-    details: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def _known_but_missed(hit: int, common: int, total: int, lookup: Lookup) -> list
     possible = max(min(common, total - lookup.held_back) // unit * unit, 0)
     if hit >= possible:
         if common == total and total % unit == 0:
-            return [Cause(Reason.LAST_TOKEN, hit, total - hit, total - 1)]
+            return [Cause(Reason.LAST_TOKEN, hit, total - hit, total - 1, {})]
         return [Cause(Reason.BLOCK_TAIL, hit, common - hit, hit, {"block_tokens": unit})]
     dense = [group for group in lookup.groups if group.is_dense]
     first = min(dense, key=lambda group: group.hit_tokens, default=None)
@@ -116,7 +115,7 @@ def _known_but_missed(hit: int, common: int, total: int, lookup: Lookup) -> list
             reason = Reason.EVICTED if evicted else Reason.STATE_NOT_KEPT
             causes.append(Cause(reason, hit, until - hit, hit, details))
         else:
-            causes.append(Cause(Reason.UNEXPLAINED, hit, until - hit, hit))
+            causes.append(Cause(Reason.UNEXPLAINED, hit, until - hit, hit, {}))
     if reach < possible:
         assert first is not None
         start = max(reach, hit)
@@ -127,17 +126,16 @@ def _known_but_missed(hit: int, common: int, total: int, lookup: Lookup) -> list
 
 def _unknown(prompt: Prompt, nearest: Match | None, start: int, total: int) -> Cause:
     if nearest is None or start >= nearest.entry.total:
-        return Cause(Reason.NEW_CONTENT, start, total - start, start)
+        return Cause(Reason.NEW_CONTENT, start, total - start, start, {})
     reason, details = _difference(prompt, nearest.entry, start)
     return Cause(reason, start, total - start, start, details)
 
 
 def _difference(prompt: Prompt, earlier: Entry, at: int) -> tuple[Reason, dict[str, Any]]:
     now, then = wire.read_notes(prompt.entry.notes), wire.read_notes(earlier.notes)
-    ours, theirs = _image_at(prompt.entry.spans, at), _image_at(earlier.spans, at)
+    ours, theirs = _image_at(now.spans, at), _image_at(then.spans, at)
     if ours is not None and theirs is not None:
-        differs = _what_differs(now.images[ours], then.images[theirs]) if now.images and then.images else "bytes"
-        return Reason.IMAGE_DIFFERS, {"image": ours, "what": differs}
+        return Reason.IMAGE_DIFFERS, {"image": ours, "what": _what_differs(now.images[ours], then.images[theirs])}
     turn = bisect_right(now.turns, at) - 1
     if ours is None and theirs is None and then.turns and turn >= 0:
         if at > then.turns[-1]:
@@ -145,11 +143,14 @@ def _difference(prompt: Prompt, earlier: Entry, at: int) -> tuple[Reason, dict[s
                 return Reason.TEXT_DIFFERS, {"turn": turn, "answer": True}
         elif then.messages and then.messages == now.messages[: len(then.messages)]:
             return Reason.TEMPLATE_REWROTE, {"turn": turn}
-    shared = _shared_later(prompt, earlier, at, now.turns, then.turns)
+    pieces = _pieces(prompt.tokens, now, prompt.entry.prompt_tokens, at)
+    their_pieces = _pieces(earlier.slice(0, earlier.prompt_tokens), then, earlier.prompt_tokens, at)
+    shared = _shared_later(pieces, their_pieces)
+    shared += _images_later(now.spans, then.spans, at)
     return (Reason.TEXT_DIFFERS, {"same_later_tokens": shared}) if shared else (Reason.NEW_CONTENT, {})
 
 
-def _image_at(spans: Sequence[Span], at: int) -> int | None:
+def _image_at(spans: Sequence[wire.Span], at: int) -> int | None:
     """Number of the image that begins at `at`, or that `at` lies in."""
     return next((index for index, (offset, length, _) in enumerate(spans) if offset <= at < offset + length), None)
 
@@ -164,14 +165,10 @@ def _what_differs(ours: tuple[str, str, int, int], theirs: tuple[str, str, int, 
     return "bytes" if size == their_size else "size"
 
 
-def _shared_later(prompt: Prompt, earlier: Entry, at: int, turns: Sequence[int], their_turns: Sequence[int]) -> int:
-    """Tokens behind a difference that the earlier request has there, too: whole pieces, or the end of one."""
-    ours = _pieces(prompt.tokens, prompt.entry, turns, at)
-    theirs = _pieces(earlier.slice(0, earlier.prompt_tokens), earlier, their_turns, at)
+def _shared_later(ours: Sequence[tuple[int, ...]], theirs: Sequence[tuple[int, ...]]) -> int:
+    """Text tokens behind a difference that the earlier request has there, too: whole pieces, or the end of one."""
     known = set(theirs[1:])
     shared = sum(len(piece) for piece in ours[1:] if piece in known and len(piece) >= MIN_SHARED_TOKENS)
-    images = {name for offset, _, name in earlier.spans if offset > at}
-    shared += sum(length for offset, length, name in prompt.entry.spans if offset > at and name in images)
     if ours and theirs:
         tail = 0
         for a, b in zip(reversed(ours[0]), reversed(theirs[0]), strict=False):
@@ -182,10 +179,15 @@ def _shared_later(prompt: Prompt, earlier: Entry, at: int, turns: Sequence[int],
     return shared
 
 
-def _pieces(tokens: Sequence[int], entry: Entry, turns: Sequence[int], at: int) -> list[tuple[int, ...]]:
+def _images_later(ours: Sequence[wire.Span], theirs: Sequence[wire.Span], at: int) -> int:
+    """The same of the images' tokens."""
+    names = {name for offset, _, name in theirs if offset > at}
+    return sum(length for offset, length, name in ours if offset > at and name in names)
+
+
+def _pieces(tokens: Sequence[int], notes: wire.Notes, end: int, at: int) -> list[tuple[int, ...]]:
     """The text behind `at`, cut at turns and images; the first piece is the rest of the one that `at` lies in."""
-    end = entry.prompt_tokens
-    spans = [(offset, offset + length) for offset, length, _ in entry.spans]
-    cuts = sorted({at, end, *turns, *(cut for span in spans for cut in span)})
+    spans = [(offset, offset + length) for offset, length, _ in notes.spans]
+    cuts = sorted({at, end, *notes.turns, *(cut for span in spans for cut in span)})
     inside = {span[0] for span in spans}
     return [tuple(tokens[a:b]) for a, b in itertools.pairwise(cuts) if a >= at and a not in inside and b <= end]

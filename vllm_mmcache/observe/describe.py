@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_mmcache.observe.asked import Asked
 from vllm_mmcache.observe.schema import Group, Image, Kind, Miss, Nearest, Reason, Record, Segment, digest
-from vllm_mmcache.observe.wire import Outcome
+from vllm_mmcache.observe.wire import Cause, Outcome
 
 
 class Told:
@@ -17,10 +17,7 @@ class Told:
 
     def __init__(self, asked: Asked, outcome: Outcome, answers: Container[int]) -> None:
         self.asked, self.outcome = asked, outcome
-        for index, (_, start, tokens, at, details) in enumerate(outcome.causes):
-            # Whether an answer was changed or came back as it was given, the engine can't know.
-            if details.get("answer") and asked.is_echo(details["turn"], answers):
-                outcome.causes[index] = Reason.TEMPLATE_REWROTE.value, start, tokens, at, details
+        self.causes = [self._judged(cause, answers) for cause in outcome.causes]
 
     @property
     def num_segments(self) -> int:
@@ -37,6 +34,13 @@ class Told:
         """How many images had their features from where."""
         return Counter(map(self.source, range(len(self.asked.spans))))
 
+    def _judged(self, cause: Cause, answers: Container[int]) -> Cause:
+        """Whether an answer was changed or came back as it was given, the engine can't know."""
+        _, start, tokens, at, details = cause
+        if details.get("answer") and self.asked.is_echo(details["turn"], answers):
+            return Reason.TEMPLATE_REWROTE.value, start, tokens, at, details
+        return cause
+
 
 def describe(told: Told, server: str, model: str) -> Record:
     """The record of one request."""
@@ -44,7 +48,7 @@ def describe(told: Told, server: str, model: str) -> Record:
     spans = _spans(told)
     starts = [span[0] for span in spans]
     misses = []
-    for reason, start, tokens, at, details in outcome.causes:
+    for reason, start, tokens, at, details in told.causes:
         segment = max(bisect_right(starts, at) - 1, 0)
         token = at - starts[segment]
         text = _sentence(Reason(reason), outcome, at, _name(spans, segment), token, details)

@@ -5,6 +5,7 @@ Engine process, scheduler thread. It asks vLLM's KV cache manager, coordinator a
 them. Imports no vLLM: it meets vLLM's objects as arguments. It must never fail a request.
 """
 
+import itertools
 import re
 import time
 from collections.abc import Sequence
@@ -80,18 +81,18 @@ def send_outcome(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if not settings.current().observe:
         return wrapped(*args, **kwargs)
     observer = _observer_of(instance.kv_cache_manager)
+    if not observer.waiting:  # a step that only goes on with answers
+        return wrapped(*args, **kwargs)
     with events.guarded("observe"):
         scheduled = args[0] if args else kwargs["scheduler_output"]
-        observer.note_images(instance, scheduled.scheduled_encoder_inputs)
+        if scheduled.scheduled_encoder_inputs:
+            observer.note_images(instance, scheduled.scheduled_encoder_inputs)
     by_client = wrapped(*args, **kwargs)
     with events.guarded("observe"):
         for outputs in by_client.values():
             for output in outputs.outputs:
                 if output.prefill_stats is not None:
-                    seen = observer.waiting.pop(output.request_id, None)
-                    if seen is not None:
-                        text = wire.pack_outcome(observer.outcome(instance, seen, output.prefill_stats))
-                        output.trace_headers = wire.add(output.trace_headers, text)
+                    observer.send(instance, output)
         observer.drop_ended()
     return by_client
 
@@ -150,6 +151,13 @@ class Observer:
                 source = events.take_feature_source(scheduler.requests[request_id].mm_features[index].identifier)
                 seen.features[index] = source or "tower"
 
+    def send(self, scheduler: Any, output: Any) -> None:
+        """Lay the outcome of a request beside its first output."""
+        seen = self.waiting.pop(output.request_id, None)
+        if seen is not None:
+            text = wire.pack_outcome(self.outcome(scheduler, seen, output.prefill_stats))
+            output.trace_headers = wire.add(output.trace_headers, text)
+
     def outcome(self, scheduler: Any, seen: Seen, stats: Any) -> wire.Outcome:
         """All that is sent of a request. The API's cached_tokens is what vLLM says, so that is what is explained."""
         reused, entry = stats.num_cached_tokens, seen.entry
@@ -164,7 +172,7 @@ class Observer:
             groups=self._groups(seen, reused),
             nearest=_nearest(seen),
             features=seen.features,
-            causes=[(cause.reason.value, cause.start, cause.tokens, cause.at, cause.details) for cause in causes],
+            causes=causes,
         )
 
     def _meet(self, request: Any) -> Seen:
@@ -173,19 +181,20 @@ class Observer:
         number, _, rest = request.request_id.partition("_")
         if number.isdigit() and rest.startswith(name):  # one of the n answers that were asked for
             name = f"{number}_{name}"
+        features = request.mm_features
         entry = Entry(
             id=name,
             time_s=request.arrival_time,
             salt=digest(request.cache_salt) if request.cache_salt else "",
             lora=request.lora_request.lora_name if request.lora_request else "",
             prompt_tokens=request.num_prompt_tokens,
-            spans=[
-                (feature.mm_position.offset, feature.mm_position.length, feature.identifier)
-                for feature in request.mm_features or ()
-            ],
             notes=notes,
             request=request,
         )
+        if features:
+            last = features[-1].mm_position
+            entry.images_end = last.offset + last.length
+            entry.first_images = self._first_images(features)
         prompt, keys = request.prompt_token_ids, request.block_hashes
         if not self.manager.enable_caching or prompt is None:
             return Seen(ticket, entry, Found(0, None, None))
@@ -193,13 +202,19 @@ class Observer:
         self.history.remember(entry, prompt, keys, found.num_known)
         return Seen(ticket, entry, found)
 
+    def _first_images(self, features: Sequence[Any]) -> tuple[str, ...]:
+        within = itertools.takewhile(lambda f: f.mm_position.offset < self.pool.hash_block_size, features)
+        return tuple(feature.identifier for feature in within)
+
     def _explain(self, request: Any, seen: Seen, hit_tokens: int) -> None:
         seen.hit_tokens = hit_tokens
         coordinator = self.manager.coordinator
         unit = coordinator.scheduler_block_size
         prompt = Prompt(request.prompt_token_ids or [], seen.entry)
         if request.prompt_token_ids is None:  # embeddings: there is nothing to compare
-            seen.causes = [Cause(Reason.UNEXPLAINED, hit_tokens, request.num_prompt_tokens - hit_tokens, hit_tokens)]
+            seen.causes = [
+                Cause(Reason.UNEXPLAINED, hit_tokens, request.num_prompt_tokens - hit_tokens, hit_tokens, {})
+            ]
             return
         common = seen.found.nearest.common_tokens if seen.found.nearest else 0
         held_back = 1 + (unit if coordinator.eagle_group_ids else 0)
@@ -299,15 +314,17 @@ def _nearest(seen: Seen) -> tuple[str, float, int, bool, bool] | None:
     return match.entry.id, age_s, match.common_tokens, *same
 
 
-def _cut(causes: Sequence[Cause], reused: int, total: int) -> list[Cause]:
+def _cut(causes: list[Cause], reused: int, total: int) -> list[Cause]:
     """Causes for what lies behind `reused`, in case that vLLM used more or less than the lookup found."""
+    if causes and causes[0].start == reused:
+        return causes
     kept = []
     for cause in causes:
         end = cause.start + cause.tokens
         start = max(cause.start, reused)
         if end > start:
-            kept.append(Cause(cause.reason, start, end - start, max(cause.at, start), cause.details))
+            kept.append(cause._replace(start=start, tokens=end - start, at=max(cause.at, start)))
     first = kept[0].start if kept else total
     if first > reused:
-        kept.insert(0, Cause(Reason.UNEXPLAINED, reused, first - reused, reused))
+        kept.insert(0, Cause(Reason.UNEXPLAINED, reused, first - reused, reused, {}))
     return kept

@@ -13,15 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_mmcache.observe import wire
+
 BRANCHES = 4  # requests remembered per place at which they went different ways
 STARTS = 8  # requests remembered per first block, whatever their salt and adapter
 _ENTRY_BYTES = 1024
 _KEY_BYTES = 200
-_IMAGE_BYTES = 200
-
-
-Span = tuple[int, int, str]
-"""One image of a prompt: offset and length in tokens; vLLM's identifier, with everything its features depend on."""
 
 
 @dataclass(eq=False)
@@ -33,9 +30,12 @@ class Entry:
     salt: str
     lora: str
     prompt_tokens: int
-    spans: Sequence[Span] = ()
+    images_end: int = 0
+    """Tokens up to the end of the last image; 0 without images."""
+    first_images: tuple[str, ...] = ()
+    """Identifiers of the images that begin in the first block."""
     notes: str = ""
-    """What the API server sent of it; see wire.read_notes."""
+    """What the API server sent of it; see wire.read_notes. It is read where requests are compared."""
     request: Any = None
     """vLLM's request while it runs; it knows how much is computed."""
     num_computed: int = 0
@@ -46,6 +46,7 @@ class Entry:
     keys: list[bytes] = field(default_factory=list)
     branch: object = None
     start: object = None
+    num_children: int = 0
 
     @property
     def total(self) -> int:
@@ -54,29 +55,23 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        return (
-            _ENTRY_BYTES
-            + 4 * len(self.tokens)
-            + _KEY_BYTES * len(self.keys)
-            + _IMAGE_BYTES * len(self.spans)
-            + len(self.notes)
-        )
+        return _ENTRY_BYTES + 4 * len(self.tokens) + _KEY_BYTES * len(self.keys) + len(self.notes)
 
     def slice(self, start: int, end: int) -> "array[int]":
         """Tokens from `start` to `end`, through its parents."""
         found = array("i")
-        for entry, until in reversed(self._parts(end)):
+        for entry, until in reversed(self._parts(start, end)):
             if until > start:
                 found += entry.tokens[max(start - entry.base, 0) : until - entry.base]
         return found
 
-    def _parts(self, end: int) -> "list[tuple[Entry, int]]":
+    def _parts(self, start: int, end: int) -> "list[tuple[Entry, int]]":
         parts, entry, until = [], self, min(end, self.total)
         while True:
             if until > entry.base:
                 parts.append((entry, until))
                 until = entry.base
-            if entry.parent is None:
+            if entry.parent is None or until <= start:
                 return parts
             entry = entry.parent
 
@@ -123,6 +118,7 @@ class History:
 
     def find(self, new: Entry, prompt: Sequence[int], keys: Sequence[bytes]) -> Found:
         """Look a new request up. prompt and keys are those of its whole prompt; `new` is not remembered by this."""
+        new.start = hash((tuple(prompt[: self.block_tokens]), new.first_images))
         known = self._count_known(keys)
         at = known * self.block_tokens
         candidates = list(self._branches.get(keys[known - 1] if known else (new.salt, new.lora), ()))
@@ -131,7 +127,7 @@ class History:
         nearest: Match | None = None
         for entry in candidates:
             limit = min(len(prompt), entry.total, at + self.block_tokens)
-            match = Match(entry, _common(new.spans, entry, prompt, at, limit))
+            match = Match(entry, _common(new, entry, prompt, at, limit))
             if nearest is None or _better(match, nearest):
                 nearest = match
         if nearest is not None and not nearest.common_tokens:
@@ -144,13 +140,13 @@ class History:
         new.parent = self._by_key[keys[num_known - 1]] if num_known else None
         new.base = num_known * self.block_tokens
         new.tokens = array("i", prompt[new.base :])
-        new.start = self._start(new, prompt)
         self._branches.setdefault(new.branch, deque(maxlen=BRANCHES)).append(new)
         self._starts.setdefault(new.start, deque(maxlen=STARTS)).append(new)
         self._own(new, keys[num_known:])
         self._entries[id(new)] = new
         self.size_bytes += new.size_bytes
-        self._touch(new)
+        if new.parent is not None:
+            new.parent.num_children += 1
         self._make_room()
 
     def finish(self, entry: Entry, answer: Sequence[int], keys: Sequence[bytes], num_computed: int) -> None:
@@ -182,10 +178,6 @@ class History:
                 high = middle
         return low
 
-    def _start(self, new: Entry, prompt: Sequence[int]) -> object:
-        images = tuple(name for offset, _, name in new.spans[: self.block_tokens] if offset < self.block_tokens)
-        return hash((tuple(prompt[: self.block_tokens]), images))
-
     def _elsewhere(self, new: Entry, prompt: Sequence[int], nearest: Match | None) -> Match | None:
         """Only asked where much is unknown, since a whole prompt is compared."""
         common = nearest.common_tokens if nearest else 0
@@ -193,27 +185,23 @@ class History:
         if len(prompt) - common <= 2 * self.block_tokens and common:
             return None
         others = [
-            entry
-            for entry in self._starts.get(self._start(new, prompt), ())
-            if (entry.salt, entry.lora) != (new.salt, new.lora)
+            entry for entry in self._starts.get(new.start, ()) if (entry.salt, entry.lora) != (new.salt, new.lora)
         ]
         for entry in reversed(others[-2:]):
-            match = Match(entry, _common(new.spans, entry, prompt, 0, min(len(prompt), entry.total)))
+            match = Match(entry, _common(new, entry, prompt, 0, min(len(prompt), entry.total)))
             if match.common_tokens > max(common, best.common_tokens if best else 0):
                 best = match
         return best
 
-    def _touch(self, entry: Entry | None) -> None:
-        """From the leaf to the root, so that a parent is always used later than what builds on it."""
-        while entry is not None:
-            if id(entry) in self._entries:
-                self._entries.move_to_end(id(entry))
-            entry = entry.parent
-
     def _make_room(self) -> None:
         budget = self._budget()
         while self.size_bytes > budget and self._entries:
-            _, entry = self._entries.popitem(last=False)
+            name, entry = self._entries.popitem(last=False)
+            if entry.num_children:
+                self._entries[name] = entry  # others build on it
+                continue
+            if entry.parent is not None:
+                entry.parent.num_children -= 1
             self.size_bytes -= entry.size_bytes
             for key in entry.keys:
                 if self._by_key.get(key) is entry:
@@ -231,7 +219,7 @@ def _better(match: Match, than: Match) -> bool:
     return (match.common_tokens, match.entry.time_s) > (than.common_tokens, than.entry.time_s)
 
 
-def _common(spans: Sequence[Span], entry: Entry, prompt: Sequence[int], start: int, end: int) -> int:
+def _common(new: Entry, entry: Entry, prompt: Sequence[int], start: int, end: int) -> int:
     """How far a prompt and a remembered request agree, when they agree up to `start`, images included."""
     ours, theirs = array("i", prompt[start:end]), entry.slice(start, end)
     common = end
@@ -239,10 +227,13 @@ def _common(spans: Sequence[Span], entry: Entry, prompt: Sequence[int], start: i
         common = start + next(
             (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
         )
+    if new.images_end <= start:
+        return common
+    spans, their_spans = wire.read_notes(new.notes).spans, wire.read_notes(entry.notes).spans
     first = bisect_left(spans, (start,))
-    for (our_offset, _, our_name), (offset, _, name) in zip(spans[first:], entry.spans[first:], strict=False):
-        if our_offset >= common:
+    for (offset, _, name), (their_offset, _, their_name) in zip(spans[first:], their_spans[first:], strict=False):
+        if offset >= common:
             break
-        if (our_offset, our_name) != (offset, name):
-            return max(min(common, our_offset, offset), start)
+        if (offset, name) != (their_offset, their_name):
+            return max(min(common, offset, their_offset), start)
     return common

@@ -5,11 +5,17 @@ With several API servers on a machine, each writes its records to one file that 
 any of them shows every request. That file lies in the folder that vLLM makes for them (PROMETHEUS_MULTIPROC_DIR).
 """
 
+import multiprocessing.util
 import os
 import socket
-from collections.abc import Iterable
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from pathlib import Path
+
+import xxhash
 
 from vllm_mmcache import events, settings
 from vllm_mmcache.bounded import Bounded, Budget
@@ -20,7 +26,10 @@ from vllm_mmcache.observe.file import Follower, RecordFile
 from vllm_mmcache.observe.store import RecordStore
 
 RECORD_BYTES, SEGMENT_BYTES = 4096, 1024  # what a record that was read takes; tests/observe measures
+LAG_S = 0.1  # from the first output to the record, unless somebody asks for it
+MOST_ARRIVED = 1024
 _ANSWER_COST_BYTES = 200
+_REASONING_END = "</think>"
 SHARED_NAME = "mmcache-records.jsonl"
 
 
@@ -33,19 +42,62 @@ class Recorder:
 
     def __init__(self) -> None:
         self.model = ""
-        self.store = RecordStore(_budget, self._read_others)
+        self.store = RecordStore(_budget, self._refresh)
         self.waiting = Waiting()
+        self._answers: Bounded[int, bool] = Bounded(lambda: Budget(65536, 16 << 20), _ANSWER_COST_BYTES)
+        self._arrived: deque[tuple[Callable[[str], None], str]] = deque()
+        self._has_news = threading.Event()
+        self._reading = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     @cached_property
     def server(self) -> str:
         return f"{socket.gethostname()}:{os.getpid()}"
 
-    def note(self, text: str) -> None:
-        """An engine's outcome has arrived with a request's first output."""
+    def note(self, outcome: str) -> None:
+        """An engine's outcome has arrived with a request's first output; read soon, in a thread."""
+        self._put(self._record, outcome)
+
+    def note_answer(self, text: str) -> None:
+        """An answer has ended; kept as a digest, to be known again when it is sent back."""
+        self._put(self._remember, text)
+
+    def read_notes(self) -> None:
+        """Read what has arrived. Notes are read in the order in which they came."""
+        with self._reading:
+            while self._arrived:
+                read, note = self._arrived.popleft()
+                with events.guarded("observe"):
+                    read(note)
+
+    def flush(self) -> None:
+        """Wait until all records are in the files."""
+        self.read_notes()
+        for file in self._files:
+            file.flush()
+
+    def _put(self, read: Callable[[str], None], note: str) -> None:
+        self._arrived.append((read, note))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._read_on, name="mmcache-recorder", daemon=True)
+            self._thread.start()
+            multiprocessing.util.Finalize(None, self.flush, exitpriority=1)
+        if len(self._arrived) > MOST_ARRIVED:
+            self.read_notes()
+        elif not self._has_news.is_set():
+            self._has_news.set()
+
+    def _read_on(self) -> None:
+        while self._has_news.wait():
+            time.sleep(LAG_S)  # many are read at once, when no request waits for it
+            self._has_news.clear()
+            self.read_notes()
+
+    def _record(self, text: str) -> None:
         outcome = wire.unpack_outcome(text)
         asked = self.waiting.take(outcome.ticket)
-        told = Told(asked, outcome, ANSWERS) if asked else None
-        missed = _sums((cause[0], cause[2]) for cause in outcome.causes)
+        told = Told(asked, outcome, self._answers) if asked else None
+        missed = _sums((cause[0], cause[2]) for cause in (told or outcome).causes)
         images = told.images_by_source() if told else {}
         events.PROMPT_TOKENS.add(outcome.reused_tokens, "reused", "")
         for reason, tokens in missed.items():
@@ -59,10 +111,10 @@ class Recorder:
             for file in self._files:
                 file.hand(recipe)
 
-    def flush(self) -> None:
-        """Wait until all records are in the files."""
-        for file in self._files:
-            file.flush()
+    def _remember(self, text: str) -> None:
+        for answer in {text, text.rpartition(_REASONING_END)[2]}:
+            for sent in {answer, answer.strip()}:
+                self._answers.admit(message_digest("assistant", sent), True)
 
     @cached_property
     def _shared(self) -> Path | None:
@@ -80,7 +132,8 @@ class Recorder:
         paths += [Path(chosen).expanduser()] if chosen else []
         return [RecordFile(path, lambda: settings.current().observe_file_bytes) for path in paths]
 
-    def _read_others(self) -> None:
+    def _refresh(self) -> None:
+        self.read_notes()
         if self._follower is None:
             return
         with events.guarded("observe"):
@@ -91,6 +144,14 @@ class Recorder:
                 images = _sums((segment.image.features, 1) for segment in record.segments if segment.image)
                 self.store.count(record.prompt_tokens, record.reused_tokens, missed, images)
                 self.store.add(record.id, _size_bytes(len(record.segments)), record)
+
+
+def message_digest(role: str, text: str) -> int:
+    """Digest of a message, by which it is known again; the same in all processes."""
+    try:
+        return xxhash.xxh3_64_intdigest(f"{role}\0{text}")
+    except UnicodeEncodeError:  # a lone half of a surrogate pair
+        return xxhash.xxh3_64_intdigest(f"{role}\0{text}".encode(errors="replace"))
 
 
 def _size_bytes(num_segments: int) -> int:
@@ -104,7 +165,5 @@ def _sums(amounts: Iterable[tuple[str, int]]) -> dict[str, int]:
     return found
 
 
-ANSWERS: Bounded[int, bool] = Bounded(lambda: Budget(65536, 16 << 20), _ANSWER_COST_BYTES)
-"""Digests of the answers that this process gave."""
 RECORDER = Recorder()
 STORE = RECORDER.store

@@ -17,15 +17,13 @@ from vllm_mmcache import events, settings
 from vllm_mmcache.media.picture import LazyPicture
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.asked import UNKNOWN, Asked, Layers
-from vllm_mmcache.observe.recorder import ANSWERS, RECORDER
+from vllm_mmcache.observe.recorder import RECORDER, message_digest
 from vllm_mmcache.observe.schema import digest
 from vllm_mmcache.observe.turns import Marks, find_marks
 
 _CHAT = "mmcache_chat"
 _IMAGES = "mmcache_images"
 _MARKS = "_mmcache_marks"
-_REASONING_END = "</think>"
-
 _processing = threading.local()
 
 
@@ -94,7 +92,7 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     with events.guarded("observe"):
         for state in ended:
             if state is not None and state.detokenizer is not None:
-                _remember_answer(state.detokenizer.output_text)
+                RECORDER.note_answer(state.detokenizer.output_text)
     return outcome
 
 
@@ -117,7 +115,7 @@ def _keep(renderer: Any, request: Any, prompt: dict[str, Any]) -> str:
     chat = prompt.pop(_CHAT, None)
     seen: Sequence[tuple[_Content, Layers]] = prompt.pop(_IMAGES, ())
     tokens, features = request.prompt_token_ids, request.mm_features or ()
-    spans = [(f.mm_position.offset, f.mm_position.length, f.identifier) for f in features]
+    spans = [((at := f.mm_position).offset, at.length, f.identifier) for f in features]
     if len(seen) != len(spans):  # other modalities, too
         images = iter(seen)
         seen = [next(images, _NOTHING) if f.modality == "image" else _NOTHING for f in features]
@@ -140,7 +138,7 @@ def _keep(renderer: Any, request: Any, prompt: dict[str, Any]) -> str:
             layers=[layers for _, layers in seen],
         )
     )
-    notes = wire.Notes(turns, roles, messages, [content for content, _ in seen])
+    notes = wire.Notes(turns, roles, messages, spans, [content for content, _ in seen])
     return wire.pack(number, request.request_id, notes)
 
 
@@ -188,12 +186,13 @@ def _message_digests(conversation: Sequence[Any]) -> tuple[list[int], list[int |
     digests: list[int] = []
     answers: list[int | None] = []
     for message in conversation:
-        role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
-        text = content if isinstance(content, str) else "\0".join(map(_part, content or ()))
-        found = _digest_of(f"{role}\0{text}\0{calls!r}" if calls else f"{role}\0{text}")
+        role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
+        if not isinstance(content, str):
+            content = "\0".join(map(_part, content or ()))
+        found = message_digest(role, f"{content}\0{calls!r}" if calls else content)
         digests.append(found)
         if role == "assistant":
-            answers.append(None if calls and not text.strip() else _answer_digest(text))
+            answers.append(None if calls and not content.strip() else found)
     return digests, answers
 
 
@@ -201,23 +200,6 @@ def _part(part: Any) -> str:
     if isinstance(part, str):
         return part
     return str(part.get("text") or "") if isinstance(part, dict) else ""
-
-
-def _remember_answer(text: str) -> None:
-    ANSWERS.admit(_answer_digest(text), True)
-    if _REASONING_END in text:
-        ANSWERS.admit(_answer_digest(text.rpartition(_REASONING_END)[2]), True)
-
-
-def _answer_digest(text: str) -> int:
-    return _digest_of(text.strip())
-
-
-def _digest_of(text: str) -> int:
-    try:
-        return xxhash.xxh3_64_intdigest(text)
-    except UnicodeEncodeError:  # a lone half of a surrogate pair
-        return xxhash.xxh3_64_intdigest(text.encode(errors="replace"))
 
 
 def _dumped(value: Any) -> bytes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of this process, oldest forgotten first, within two budgets; listeners hear of each new one. Any thread.
+"""The records of this process, oldest forgotten first, within two budgets. Any thread.
 
 Knows no vLLM. A record is handed in as what the engine sent and is made when somebody reads it first, so that a
 request pays for little more than a place in a table.
@@ -14,7 +14,6 @@ from vllm_mmcache.bounded import Budget
 from vllm_mmcache.observe.schema import Record, Totals
 
 Recipe = Callable[[], Record]
-Listener = Callable[[], None]
 
 
 class RecordStore:
@@ -31,11 +30,10 @@ class RecordStore:
         self._number = 0
         self._size_bytes = 0
         self._totals = Totals()
-        self._listeners: list[Listener] = []
         self._lock = threading.RLock()
 
     def add(self, record_id: str, size_bytes: int, record: Recipe | Record) -> None:
-        """Keep a record, or the recipe of one; may forget the oldest. Listeners are called in this thread."""
+        """Keep a record, or the recipe of one; may forget the oldest."""
         entries, most_bytes = self._budget()
         with self._lock:
             self._forget(record_id)
@@ -44,9 +42,6 @@ class RecordStore:
             self._size_bytes += size_bytes
             while self._kept and (len(self._kept) > entries or self._size_bytes > most_bytes):
                 self._forget(next(iter(self._kept)))
-            listeners = tuple(self._listeners)
-        for listener in listeners:
-            listener()
 
     def count(self, prompt: int, reused: int, missed: dict[str, int], images: dict[str, int]) -> None:
         """Add one request to the totals."""
@@ -89,12 +84,6 @@ class RecordStore:
         """Sums over all requests since the start."""
         self.refresh()
         return self._totals
-
-    def listen(self, listener: Listener) -> Callable[[], None]:
-        """Have `listener` called after each new record, in the thread that brought it. Returns what ends that."""
-        with self._lock:
-            self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
 
     def clear(self) -> None:
         """Forget records and totals."""

@@ -6,7 +6,7 @@ reach the API server that asked, from engines in other processes and on other ma
 Neither side says what the other can know by itself, and the engine reads the notes only of requests that it compares.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,13 +14,22 @@ import msgspec
 HEADER = "mmcache-observe"
 
 
+Span = tuple[int, int, str]
+"""One image of a prompt: offset and length in tokens; vLLM's identifier, with everything its features depend on."""
+
+
+Cause = tuple[str, int, int, int, dict[str, Any]]
+"""reason, start, tokens, at, details."""
+
+
 class Notes(msgspec.Struct, array_like=True):
-    """What the API server knows of a prompt and the engine can't see. turns: positions in tokens."""
+    """What is known of a prompt besides its tokens. turns: positions in tokens."""
 
     turns: list[int] = []
     roles: list[str] = []
     messages: list[int] = []
     """Digest of the template and its arguments, then of each message."""
+    spans: list[Span] = []
     images: list[tuple[str, str, int, int]] = []
     """Digest of the bytes, digest of the processor settings, width, height; empty or 0 where unknown."""
 
@@ -41,8 +50,7 @@ class Outcome(msgspec.Struct, array_like=True):
     """id, seconds before, tokens in common, same salt, same adapter."""
     features: dict[int, str]
     """Where the features of an image came from, for images that were encoded or loaded for this request."""
-    causes: list[tuple[str, int, int, int, dict[str, Any]]]
-    """reason, start, tokens, at, details."""
+    causes: Sequence[Cause]
 
 
 _encode = msgspec.json.Encoder().encode
