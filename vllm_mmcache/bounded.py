@@ -57,11 +57,6 @@ class Bounded(Generic[K, V]):
             self._settle(key, limit)
             return former
 
-    def drop(self, key: K) -> None:
-        """Forget a key, if it is known."""
-        with self._lock:
-            self._entries.pop(key, None)
-
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 

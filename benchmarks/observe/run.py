@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What recording costs a warm turn about 20 images: the time of the wrappers alone, API server's side and engine's.
+"""What recording costs a warm turn about 20 images: turns with and without it, and the wrappers' own time, both sides.
 
-python -m benchmarks.observe.run [--images 20] [--turns 30] [--save]
+python -m benchmarks.observe.run [--images 20] [--turns 30] [--pairs 600] [--save]
 
 Targets: at most 200 microseconds a request, and 1 % of its time.
 """
@@ -16,15 +16,22 @@ def main() -> None:
     """Measure, print, and write the result with --save."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.observe.run", description=__doc__)
     parser.add_argument("--images", type=int, default=20, help="images of the conversation")
-    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--turns", type=int, default=30, help="turns whose parts are timed")
+    parser.add_argument("--pairs", type=int, default=600, help="turns with recording, and as many without")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     task = {"kind": "warm_turns", "images": options.images, "turns": options.turns}
-    seconds = run_worker("benchmarks.observe.worker", "mmcache", task)
-    for name, value in seconds.items():
+    parts = run_worker("benchmarks.observe.worker", "mmcache", task)
+    for name, value in parts.items():
         print(f"{name}: {1e6 * value:.0f} us", flush=True)
-    print(f"share of the turn: {seconds['all'] / seconds['turn']:.4f}", flush=True)
-    save_result(__file__, options, {"seconds": seconds})
+    task = {"kind": "alternate", "images": options.images, "turns": options.pairs}
+    turn = run_worker("benchmarks.observe.worker", "mmcache", task)
+    cost = turn["recorded"] - turn["plain"]
+    print(
+        f"a turn of {1e3 * turn['plain']:.1f} ms: {1e6 * cost:.0f} us more, {cost / turn['plain']:.3f} of it",
+        flush=True,
+    )
+    save_result(__file__, options, {"seconds": parts, "turn": turn})
 
 
 if __name__ == "__main__":

@@ -96,19 +96,23 @@ class Observed:
         self.rig = rig
 
     def chat(self, *messages: dict[str, Any], max_tokens: int = 4, more: Any = None, **params: Any) -> Asked:
+        return self.recorded(self.put(*messages, max_tokens=max_tokens, more=more, **params))
+
+    def put(self, *messages: dict[str, Any], max_tokens: int = 4, more: Any = None, **params: Any) -> Any:
+        """vLLM's output alone."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, **params)
-        outputs = self.rig.llm.chat([list(messages)], sampling, use_tqdm=False, **(more or {}))
-        return self._asked(outputs[0])
+        return self.rig.llm.chat([list(messages)], sampling, use_tqdm=False, **(more or {}))[0]
 
     def generate(self, *prompts: Any, max_tokens: int = 4, **params: Any) -> list[Asked]:
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, **params)
-        return [self._asked(output) for output in self.rig.llm.generate(list(prompts), sampling, use_tqdm=False)]
+        return [self.recorded(output) for output in self.rig.llm.generate(list(prompts), sampling, use_tqdm=False)]
 
-    def _asked(self, output: Any) -> Asked:
+    def recorded(self, output: Any) -> Asked:
+        """With its record, which is checked."""
         record = RECORDER.store.get(output.request_id)
         assert record is not None
         assert_whole(record)

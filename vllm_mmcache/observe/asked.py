@@ -8,11 +8,7 @@ import itertools
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from vllm_mmcache import settings
-from vllm_mmcache.bounded import Bounded, Budget
-
-_COST_BYTES = 4096  # of one request that waits, about
-_MOST = 65536
+MOST_WAITING = 16384  # of some 4 KiB each
 
 Layers = tuple[int, int, str, str, str]
 """What happened to an image before the engine: width and height in pixels; body, decode, processor."""
@@ -52,12 +48,14 @@ class Waiting:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._kept: Bounded[int, Asked] = Bounded(lambda: Budget(_MOST, settings.current().observe_bytes), _COST_BYTES)
+        self._kept: dict[int, Asked] = {}
 
     def add(self, asked: Asked) -> int:
         """Keep a request; returns its number, from 1."""
         number = next(self._numbers)
-        self._kept.admit(number, asked)
+        self._kept[number] = asked
+        if len(self._kept) > MOST_WAITING:
+            self._kept.pop(next(iter(self._kept)), None)
         return number
 
     def take(self, number: int) -> Asked | None:
@@ -66,5 +64,5 @@ class Waiting:
         if asked is not None:
             asked.num_answers -= 1
             if asked.num_answers <= 0:
-                self._kept.drop(number)
+                self._kept.pop(number, None)
         return asked

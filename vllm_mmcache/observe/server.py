@@ -6,6 +6,7 @@ returns and are taken away again when the engine's request is made, so that noth
 Of text only digests are kept. It must never fail a request.
 """
 
+import itertools
 import marshal
 import threading
 from collections.abc import Sequence
@@ -149,20 +150,21 @@ _NOTHING: tuple[_Content, Layers] = ("", "", 0, 0), UNKNOWN
 def _notes(items: Any, given: Any, cached: Sequence[bool] | None) -> list[tuple[_Content, Layers]]:
     items = items if isinstance(items, list | tuple) else [items]
     processor_settings = xxhash.xxh3_64_hexdigest(repr(sorted(given.items()))) if given else ""
+    processor = ["hit" if is_hit else "run" for is_hit in cached or ()]
     found = []
-    for index, item in enumerate(items):
-        media = getattr(item, "media", item)
-        width, height = media.size if hasattr(media, "mode") else (0, 0)
+    item: Any
+    for item, ran in itertools.zip_longest(items, processor[: len(items)], fillvalue="unknown"):
+        content_id = getattr(item, "content_id", None)
+        if content_id is not None:  # it came through the room media
+            media, content, body = item.media, content_id[:8].hex(), "lifted" if item.is_lifted else "left"
+        else:
+            media, content, body = getattr(item, "media", item), "", "left"
         if isinstance(media, LazyPicture):
             decode = "late" if media.is_decoded else "skipped"
         else:
             decode = "unknown" if media is None else "decoded"
-        body = "lifted" if getattr(item, "is_lifted", False) else "left"
-        is_hit = cached[index] if cached is not None and index < len(cached) else None
-        processor = "unknown" if is_hit is None else ("hit" if is_hit else "run")
-        content_id = getattr(item, "content_id", None)
-        content = "" if content_id is None else content_id[:8].hex()
-        found.append(((content, processor_settings, width, height), (width, height, body, decode, processor)))
+        width, height = media.size if hasattr(media, "mode") else (0, 0)
+        found.append(((content, processor_settings, width, height), (width, height, body, decode, ran)))
     return found
 
 
@@ -186,20 +188,24 @@ def _message_digests(conversation: Sequence[Any]) -> tuple[list[int], list[int |
     digests: list[int] = []
     answers: list[int | None] = []
     for message in conversation:
-        role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
-        if not isinstance(content, str):
-            content = "\0".join(map(_part, content or ()))
-        found = message_digest(role, f"{content}\0{calls!r}" if calls else content)
+        role, content = message["role"], message.get("content")
+        says = calls = None
+        if content.__class__ is not str or "tool_calls" in message:
+            says, calls = _text(content), message.get("tool_calls")
+            content = f"{says}\0{calls!r}" if calls else says
+        found = message_digest(role, content)
         digests.append(found)
         if role == "assistant":
-            answers.append(None if calls and not content.strip() else found)
+            answers.append(None if calls and not (says or "").strip() else found)
     return digests, answers
 
 
-def _part(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    return str(part.get("text") or "") if isinstance(part, dict) else ""
+def _text(content: Any) -> str:
+    """The text of a message; one that is a list with a single text is the same to a template's user."""
+    if isinstance(content, str):
+        return content
+    texts = (part if isinstance(part, str) else part.get("text") for part in content or ())
+    return "\0".join(text or "" for text in texts)
 
 
 def _dumped(value: Any) -> bytes:

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an API server keeps of requests until their outcome comes, and that records reach the file when it ends."""
+
+import os
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from vllm_mmcache.observe import asked as asked_module
+from vllm_mmcache.observe import wire
+from vllm_mmcache.observe.asked import UNKNOWN, Asked, Waiting
+from vllm_mmcache.observe.file import read_records
+from vllm_mmcache.observe.recorder import RECORD_BYTES, SEGMENT_BYTES, Recorder
+from vllm_mmcache.observe.schema import Reason
+
+
+def asked(name: str = "r", num_answers: int = 1, turns: int = 3, images: int = 0) -> Asked:
+    spans = [(10 + 20 * index, 16, f"image {index}") for index in range(images)]
+    length = 20 * (turns + images) + 20
+    return Asked(
+        id=name, time_s=1.0, prompt_tokens=length, lora="", salt="", num_answers=num_answers,
+        turns=[0, *(length - 20 * turn for turn in range(turns - 1, 0, -1))], roles=["user"] * turns,
+        answers=[], spans=spans, layers=[UNKNOWN] * images,
+    )  # fmt: skip
+
+
+def outcome(ticket: int, request: Asked, reused: int = 16) -> str:
+    missed = request.prompt_tokens - reused
+    said = wire.Outcome(
+        ticket=ticket, id=request.id, reused_tokens=reused, external_tokens=0, block_tokens=16, engine=0,
+        groups=[], nearest=None, features={}, causes=[(Reason.NEW_CONTENT, reused, missed, reused, {})],
+    )  # fmt: skip
+    return wire.pack_outcome(said)
+
+
+def test_an_id_may_have_any_character() -> None:
+    for name in ("r", "", "a b\nc", "1 [2]\n", "\u00e9\x00"):
+        notes = wire.Notes([0, 5], ["user", ""], [2**64 - 1], [(1, 2, "i")], [("c", "", 3, 4)])
+        ticket, request_id, text = wire.open_notes(wire.pack(7, name, notes))
+        assert (ticket, request_id, wire.read_notes(text)) == (7, name, notes)
+
+
+def test_each_answer_takes_its_request_once() -> None:
+    waiting = Waiting()
+    one, two = waiting.add(asked("one")), waiting.add(asked("two", num_answers=2))
+    assert [waiting.take(number) is not None for number in (one, one, two, two, two, 0)] == [
+        True, False, True, True, False, False,
+    ]  # fmt: skip
+
+
+def test_waiting_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asked_module, "MOST_WAITING", 3)
+    waiting = Waiting()
+    numbers = [waiting.add(asked(str(index))) for index in range(5)]
+    assert [waiting.take(number) is not None for number in numbers] == [False, False, True, True, True]
+
+
+def test_an_outcome_without_its_request_is_counted_only() -> None:
+    recorder = Recorder()
+    recorder.note(outcome(99, asked()))
+    recorder.note("no outcome at all")
+    number = recorder.waiting.add(asked("known"))
+    recorder.note(outcome(number, asked("known")))
+    assert [record.id for record in recorder.store.recent(9)] == ["known"]
+    assert recorder.store.totals().requests == 2
+
+
+def test_what_a_record_takes() -> None:
+    """The store counts a record for what it takes when it was read, within a factor of two."""
+    for images in (0, 20):
+        recorder, request = Recorder(), asked(turns=30, images=images)
+        recorder.note(outcome(recorder.waiting.add(request), request))
+        recorder.read_notes()
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        record = recorder.store.get("r")
+        taken = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        assert record is not None
+        assert len(record.segments) >= 30
+        assert 0.5 < recorder.store.size_bytes / taken < 2, (recorder.store.size_bytes, taken)
+        assert recorder.store.size_bytes >= RECORD_BYTES + SEGMENT_BYTES * 30
+
+
+def test_the_last_records_reach_the_file_when_the_process_ends(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    program = (
+        "from tests.observe.test_recorder import asked, outcome\n"
+        "from vllm_mmcache.observe.recorder import RECORDER\n"
+        "for name in 'ab':\n"
+        "    request = asked(name)\n"
+        "    RECORDER.note(outcome(RECORDER.waiting.add(request), request))\n"
+    )
+    environ = os.environ | {"MMCACHE_OBSERVE_FILE": str(file)}
+    subprocess.run([sys.executable, "-c", program], env=environ, check=True, cwd=Path(__file__).parents[2])
+    assert [record.id for record in read_records(file)] == ["a", "b"]
