@@ -75,7 +75,6 @@ def look(wanted: str) -> Found:
             f"{sys.executable} lacks what the plugin needs beside vLLM. Install it: "
             f"{sys.executable} -m pip install {' '.join(repr(one) for one in missing)}"
         )
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         import vllm.envs
         from vllm.platforms import current_platform
@@ -99,7 +98,7 @@ def look(wanted: str) -> Found:
             + (
                 "Run this on a machine with an NVIDIA GPU, with the interpreter that has vLLM for CUDA: "
                 "make gpu-check VLLM_PYTHON=/path/to/python. To try the command itself without a GPU: "
-                "make gpu-check ARGS='--platform cpu'"
+                f"make gpu-check VLLM_PYTHON={sys.executable} ARGS='--platform cpu'"
                 if wanted == "cuda"
                 else "Leave --platform out to check CUDA."
             )

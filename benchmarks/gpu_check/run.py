@@ -34,6 +34,7 @@ CUDA_PRECISION = "bfloat16"  # what servers run in; float32 has other kernels th
 def main() -> int:
     """Check, print, write; returns the exit code."""
     options = parse()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         found = here.look(options.platform)
     except here.Refused as reason:
