@@ -134,7 +134,12 @@ def judge(item: Item, said: Mapping[str, Any], stock: RESULT | None) -> RESULT:
             if before.get("state") == "failed":
                 state, reason = "not checked", f"stock vLLM's own answers are wrong here: {before['reason']}"
         checks[row["check"]] = {"state": state} | ({"reason": reason} if reason else {})
-    return {**summed(checks), "engine": said["engine"], "checks": checks}
+    outcome = summed(checks)
+    for room in item.rooms if len(item.rooms) == 1 else ():
+        force = checks.get(f"{room} is on", {})
+        if outcome["state"] == "passed" and force.get("state") == "not checked":
+            outcome = {"state": "not checked", "reason": f"{room} is not in force: {force['reason']}"}
+    return {**outcome, "engine": said["engine"], "checks": checks}
 
 
 def summed(checks: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

@@ -153,6 +153,9 @@ def test_stock_is_not_counted_and_excuses_a_room_alone() -> None:
     assert items.judge(alone, {**said, "rows": [wrong | {"inexact": False}]}, stock)["state"] == "failed"
     assert items.judge(alone, said, None)["state"] == "failed"
     assert items.judge(items.Item("gemma3", proven.ENGINE_ROOMS, "V1"), said, stock)["state"] == "failed"
+    idle = {"check": "block_keys is on", "state": "not checked", "reason": "not for this runner", "inexact": False}
+    outcome = items.judge(alone, {**said, "rows": [idle, right]}, None)
+    assert (outcome["state"], outcome["reason"].endswith("not for this runner")) == ("not checked", True)
     assert run.exit_code({items.Item("gemma3", (), "V1").name: FAILED, alone.name: PASSED}, {}) == 0
     assert run.exit_code({alone.name: PASSED}, {"gallery": FAILED}) == 1
     assert run.exit_code({alone.name: {"state": "not checked", "reason": "no engine"}}, {}) == 2
