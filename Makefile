@@ -6,9 +6,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+# The interpreter that has vLLM for CUDA: that of an active environment, if none is named here or as PYTHON.
+VLLM_PYTHON ?= $(if $(filter file,$(origin PYTHON)),python3,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint check-upstream upstream-tests docker-steps settings-page bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-observe bench-warm-turn bench-table clean
+.PHONY: help venv demo test lint check-upstream upstream-tests gpu-check docker-steps settings-page bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-observe bench-warm-turn bench-table clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +40,9 @@ check-upstream: $(STAMP)  ## compare every replaced vLLM symbol with the version
 upstream-tests: $(STAMP)  ## vLLM's own tests with and without the plugin; VLLM_SRC=/path/to/its/sources (about 15 minutes)
 	@$(BIN)/python -m pip install --quiet --editable '.[cpu,dev,upstream]'
 	@$(BIN)/python scripts/upstream_tests.py "$(VLLM_SRC)" $(ARGS)
+
+gpu-check:  ## each room on an NVIDIA GPU: exactness, then benchmarks; VLLM_PYTHON=/path/to/python, with vLLM in it
+	@"$(VLLM_PYTHON)" -m benchmarks.gpu_check.run $(ARGS)
 
 docker-steps: $(STAMP)  ## do in a clean directory what docker/cpu.Dockerfile says, down to a healthy server (about 4 minutes)
 	@$(BIN)/python scripts/docker_steps.py $(ARGS)

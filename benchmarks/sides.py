@@ -2,7 +2,8 @@
 """Stock and plugin side by side: each side in processes of its own, in turn, on one machine.
 
 A benchmark's worker is a module that is run with `python -m MODULE`, gets its task as JSON on stdin, and
-prints its result as the last line. The only difference between the sides is MMCACHE_DISABLE.
+prints its result as the last line. The only difference between the sides is MMCACHE_DISABLE, and the plugin's settings
+where some are given: BENCH_MMCACHE_FEATURES=1 is MMCACHE_FEATURES=1 on that side.
 """
 
 import json
@@ -22,6 +23,8 @@ def run_worker(module: str, side: str, task: dict[str, Any]) -> Any:
     environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     if side == "stock":
         environ["MMCACHE_DISABLE"] = "1"
+    else:
+        environ |= {k.removeprefix("BENCH_"): v for k, v in environ.items() if k.startswith("BENCH_MMCACHE_")}
     done = subprocess.run(
         [sys.executable, "-m", module], input=json.dumps(task), env=environ, capture_output=True, text=True
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import result_path
 from benchmarks.sides import SIDES
 
 ROOT = Path(__file__).parents[1]
@@ -22,8 +23,8 @@ FAMILIES = {"qwen3-vl": "Qwen3-VL", "qwen3.5": "Qwen3.5", "gemma3": "Gemma 3"}
 
 
 def result(name: str) -> dict[str, Any]:
-    """The committed result of a benchmark."""
-    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / name / "results" / f"{name}.json").read_text())
+    """The committed result of a benchmark, or the one in BENCH_RESULTS."""
+    found: dict[str, Any] = json.loads(result_path(name).read_text())
     return found
 
 

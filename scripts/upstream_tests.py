@@ -8,10 +8,12 @@ used. Each test file runs twice in a process of its own: with MMCACHE_DISABLE=1,
 tests are. A test that passes without the plugin and not with it is a finding (exit code 1), except where EXPECTED says
 why. Tests that need a GPU, the network or a real model fail or skip on both sides and say nothing.
 
-Where the tests ask for a model by name, something tiny stands in, so that no network is needed.
+Where the tests ask for a model or a picture by name, something stands in (upstream_stand_ins.py), so that no network is
+needed.
 """
 
 import argparse
+import importlib
 import os
 import subprocess
 import sys
@@ -71,15 +73,6 @@ EXPECTED: dict[str, str] = {
     )
 }
 
-# Repositories that the tests ask for -> what stands in: a family of the zoo, or OPT's configuration without weights.
-STAND_INS = {
-    "facebook/opt-125m": "opt",
-    "llava-hf/llava-1.5-7b-hf": "qwen2-vl",
-    "llava-hf/llava-onevision-qwen2-0.5b-ov-hf": "qwen2-vl",
-    "Qwen/Qwen2-VL-2B-Instruct": "qwen2-vl",
-    "Qwen/Qwen2.5-VL-3B-Instruct": "qwen2.5-vl",
-}
-
 HANGS_S = 20  # for one test; some wait for a model or a GPU that is not there
 
 Outcomes = dict[str, str]  # "file::test" -> passed, failed, skipped
@@ -104,24 +97,6 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         item.add_marker("skip_global_cleanup")
 
 
-def make_stand_ins(folder: Path) -> None:
-    """Fill a Hugging Face cache with configurations and tiny models."""
-    import transformers
-
-    from vllm_mmcache.zoo import build_cached
-
-    for name, kind in STAND_INS.items():
-        repository = folder / "hub" / f"models--{name.replace('/', '--')}"
-        (repository / "refs").mkdir(parents=True)
-        (repository / "refs" / "main").write_text("stand-in")
-        snapshot = repository / "snapshots" / "stand-in"
-        if kind == "opt":
-            transformers.OPTConfig(architectures=["OPTForCausalLM"]).save_pretrained(snapshot)
-        else:
-            snapshot.parent.mkdir()
-            snapshot.symlink_to(build_cached(kind, folder / "zoo"))
-
-
 def test_files(source: Path, files: Iterable[str]) -> Iterable[str]:
     """The files of tests that a tree has; a folder stands for those in it."""
     for file in files:
@@ -142,6 +117,7 @@ def run_file(scratch: Path, file: str, disable: bool, timeout_s: int) -> Outcome
         "PYTHONPATH": path,
         "HF_HOME": str(scratch / "hf"),
         "HF_HUB_OFFLINE": "1",
+        "VLLM_ASSETS_CACHE": str(scratch / "assets"),
         "VLLM_PLUGINS": "mmcache",
     }
     environ.pop("MMCACHE_DISABLE", None)
@@ -205,6 +181,7 @@ def main() -> int:
     parser.add_argument("--file", help="this file of them alone")
     parser.add_argument("--timeout", type=int, default=900, help="seconds for a file")
     options = parser.parse_args()
+    sys.path.insert(0, str(REPO))
     source = options.source.resolve()
     if not (source / "tests" / "v1").is_dir():
         print(f"error: {source} has no tests/v1; name a source tree of vLLM {installed()}", file=sys.stderr)
@@ -215,7 +192,9 @@ def main() -> int:
         scratch = Path(name)  # the tests without vllm/ beside them, which would hide the installed one
         (scratch / "tests").symlink_to(source / "tests")
         (scratch / "pyproject.toml").symlink_to(source / "pyproject.toml")
-        make_stand_ins(scratch / "hf")
+        stand_ins = importlib.import_module("scripts.upstream_stand_ins")
+        stand_ins.make_models(scratch / "hf")
+        stand_ins.make_assets(scratch / "assets")
         for part, files in PARTS.items():
             for file in test_files(source, files) if options.only in (None, part) else ():
                 if options.file not in (None, file):

@@ -11,7 +11,7 @@ from benchmarks.tasks import run_task
 from tests.exactness.engines import EngineConfig, EnginePool, Rig
 from tests.exactness.expect import step_deltas
 from tests.exactness.scenarios import filler, picture, user
-from tests.scheduler.test_atomic import LOAD, conversations, counted
+from tests.scheduler.load import LOAD, conversations, counted
 from vllm_mmcache.zoo import ZooOptions, build
 
 

@@ -42,11 +42,14 @@ class EngineConfig:
     num_seqs: int = 4  # fewer than the requests of the batch scenarios, so that some wait
     max_tokens: int = 2048
     num_images: int = 8  # allowed per prompt; 0 is a text-only deployment
-    more: tuple[tuple[str, Any], ...] = ()  # further arguments of LLM()
+    more: tuple[tuple[str, Any], ...] = ()  # further arguments of LLM(), or other ones
+    precision: str | None = None  # a dtype of torch
 
     @property
     def dtype(self) -> torch.dtype:
-        """GDN on the CPU wants bfloat16; everything else runs in float32."""
+        """GDN on the CPU wants bfloat16; everything else runs in float32, if not said otherwise."""
+        if self.precision is not None:
+            return getattr(torch, self.precision)
         return torch.bfloat16 if self.family == "qwen3.5" else torch.float32
 
 
@@ -71,22 +74,21 @@ class Rig:
         self.directory = directory
         self.oracle = Oracle(directory)
         limits = {"image": config.num_images} | ({} if config.family == "gemma3" else {"video": 0})
-        self.llm = LLM(
-            str(directory),
-            dtype=config.dtype,
-            enforce_eager=True,
-            enable_prefix_caching=True,
-            block_size=config.block_tokens,
-            max_model_len=config.max_tokens,
-            max_num_batched_tokens=config.batched_tokens,
-            max_num_seqs=config.num_seqs,
-            num_gpu_blocks_override=config.num_blocks,
-            limit_mm_per_prompt=limits,
-            max_logprobs=NUM_LOGPROBS,
-            disable_log_stats=False,  # the preemption counter
-            seed=0,
-            **dict(config.more),
-        )
+        arguments: dict[str, Any] = {
+            "dtype": config.dtype,
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "block_size": config.block_tokens,
+            "max_model_len": config.max_tokens,
+            "max_num_batched_tokens": config.batched_tokens,
+            "max_num_seqs": config.num_seqs,
+            "num_gpu_blocks_override": config.num_blocks,
+            "limit_mm_per_prompt": limits,
+            "max_logprobs": NUM_LOGPROBS,
+            "disable_log_stats": False,  # the preemption counter
+            "seed": 0,
+        }
+        self.llm = LLM(str(directory), **arguments | dict(config.more))
         image_token = "<image_soft_token>" if config.family == "gemma3" else "<|image_pad|>"
         self.image_token_id = int(self.oracle.processor.tokenizer.convert_tokens_to_ids(image_token))
 

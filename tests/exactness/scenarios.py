@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable
 
 from PIL import Image
+from vllm import SamplingParams
 
 from tests.exactness.engines import Answer, Message, Rig
 from tests.pictures import ellipses
@@ -212,6 +213,29 @@ def preempted(rig: Rig) -> list[Answer]:
     assert rig.num_preemptions() > before, "nothing was preempted: the KV cache is too large for this test"
     second = rig.ask(*asks[::-1], max_tokens=8)
     return first + second
+
+
+def resume_without_blocks(rig: Rig) -> list[Answer]:
+    """A request that starts on a hit over its picture loses its KV blocks and the encoder output, and comes back."""
+    engine = rig.llm.llm_engine
+    ask = [user(picture(70), "What is in this picture?" + filler(80))]
+    (cold,) = rig.ask(ask)
+    prompt, images = rig.render(ask)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    engine.add_request("resumed", {"prompt": prompt, "multi_modal_data": {"image": list(images)}}, params)
+    try:
+        while not (outputs := engine.step()):
+            pass
+        assert outputs[0].num_cached_tokens >= rig.image_spans(cold)[0][1], "the hit must cover the image"
+        assert rig.llm.reset_prefix_cache(reset_running_requests=True)
+        engine.reset_encoder_cache()
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+    finally:
+        engine.abort_request(["resumed"])
+    resumed = tuple(outputs[-1].outputs[0].token_ids)
+    assert resumed == cold.token_ids, f"{resumed} after it came back, {cold.token_ids} cold"
+    return [cold]
 
 
 MAIN: tuple[Scenario, ...] = (

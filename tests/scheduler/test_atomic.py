@@ -5,67 +5,17 @@
 preempted. The negative control lets the same engine split spans: then it does, and its answers are wrong.
 """
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
 
-from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
+from tests.exactness.engines import EngineConfig, EnginePool
 from tests.exactness.expect import TOLERANCE, Inexact, assert_exact
-from tests.exactness.scenarios import filler, picture, user
+from tests.exactness.scenarios import picture, user
+from tests.scheduler.load import LOAD, counted, run
 from vllm_mmcache.scheduler import vllm_side
 
 pytestmark = pytest.mark.engine
 
-LOAD = EngineConfig("gemma3", batched_tokens=96, num_blocks=64, num_seqs=8, max_tokens=512)
 ADJACENT = EngineConfig("gemma3", batched_tokens=100, max_tokens=1024)
-
-
-def conversations(count: int, seed: int) -> list[Any]:
-    """Few pictures and few texts in many orders, so that prefixes are shared and hits end inside images."""
-    rng = random.Random(seed)
-    return [
-        [
-            user(
-                filler(rng.choice([3, 17, 40]), start=rng.randint(0, 1)),
-                *(picture(rng.randint(0, 3)) for _ in range(rng.randint(0, 3))),
-                filler(rng.randint(1, 30), start=rng.randint(0, 9)),
-            )
-        ]
-        for _ in range(count)
-    ]
-
-
-@contextmanager
-def counted(rig: Rig) -> Iterator[dict[str, int]]:
-    """Counts the steps and the spans that a step's end splits, from what the scheduler really put into each step."""
-    scheduler = rig.llm.llm_engine.engine_core.engine_core.scheduler
-    counts = {"steps": 0, "tokens": 0, "split": 0}
-    original = scheduler.schedule
-
-    def schedule(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        counts["steps"] += 1
-        counts["tokens"] += output.total_num_scheduled_tokens
-        for request_id in output.num_scheduled_tokens:
-            request = scheduler.requests[request_id]
-            end = request.num_computed_tokens  # vLLM advances it when it schedules
-            spans = vllm_side.image_spans(request) if request.mm_features else []
-            counts["split"] += sum(first < end <= last for first, last in spans)
-        return output
-
-    scheduler.schedule = schedule
-    try:
-        yield counts
-    finally:
-        del scheduler.schedule
-
-
-def run(rig: Rig, count: int, seed: int) -> list[Answer]:
-    lengths = [random.Random(seed + i).randint(1, 12) for i in range(count)]
-    return rig.ask(*conversations(count, seed), max_tokens=lengths)
 
 
 def test_no_span_is_split_under_load(pool: EnginePool) -> None:

@@ -9,7 +9,8 @@ import pytest
 from vllm_mmcache import settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.upstream import start, swap
-from vllm_mmcache.upstream.ledger import NEEDS, OVERTAKEN_BY, PROVEN_ON, groups
+from vllm_mmcache.upstream.ledger import NEEDS, OVERTAKEN_BY, groups
+from vllm_mmcache.upstream.proven import PROVEN_ON
 from vllm_mmcache.upstream.seams import SEAMS
 
 

@@ -23,7 +23,7 @@ def why_not(vllm_config: Any, runner: Any) -> str:
     if settings.current().features is False:
         return "switched off by the setting features"
     if not isinstance(runner, GPUModelRunner):
-        return f"the model runner {type(runner).__name__} is not one that it was tested with"
+        return f"not written for this model runner, {type(runner).__module__}"
     if not runner.supports_mm_inputs:
         return "this deployment takes no images"
     if not vllm_config.cache_config.enable_prefix_caching:

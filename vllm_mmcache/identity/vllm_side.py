@@ -131,13 +131,18 @@ def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return layout.identifier(modality, content_id, arguments, salt)
 
     by_name = {modality: [*map(settled, found, names[modality])] for modality, found in items.items()}
-    bare = dataclasses.replace(instance, mm_uuid_items=by_name, hf_processor_mm_kwargs={}, media_io_kwargs={})
+    # A vLLM with the patch content-bound-uuids would put content in the place of the identifiers, tenants included.
+    as_given = {"bind_mm_uuids": False} if hasattr(instance, "bind_mm_uuids") else {}
+    bare = dataclasses.replace(
+        instance, mm_uuid_items=by_name, hf_processor_mm_kwargs={}, media_io_kwargs={}, **as_given
+    )
     content_ids = wrapped.__func__(bare, *args, **kwargs)
     identifiers = {
         modality: [final(modality, *one) for one in zip(found, names[modality], content_ids[modality], strict=True)]
         for modality, found in items.items()
     }
-    return wrapped.__func__(dataclasses.replace(instance, mm_uuid_items=identifiers), *args, **kwargs)
+    final_inputs = dataclasses.replace(instance, mm_uuid_items=identifiers, **as_given)
+    return wrapped.__func__(final_inputs, *args, **kwargs)
 
 
 @contextmanager

@@ -311,17 +311,6 @@ LEDGER: tuple[Swap, ...] = (
 )
 
 
-# Where each group that touches the engine was exercised by this project's tests; elsewhere it is off unless its
-# setting says on. Groups that are not listed work everywhere.
-PROVEN_ON: dict[str, frozenset[str]] = {
-    "block_keys": frozenset({"cpu"}),
-    "image_spans": frozenset({"cpu"}),
-    "resumed_images": frozenset({"cpu"}),
-    "image_checkpoints": frozenset({"cpu"}),
-    "metrics": frozenset({"cpu"}),
-    "features": frozenset({"cpu"}),
-}
-
 # Groups that are left out, without a word, unless their setting is true.
 OPT_IN = frozenset({"observe"})
 

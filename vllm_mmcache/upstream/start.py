@@ -8,7 +8,8 @@ from collections.abc import Collection
 from vllm_mmcache import __version__, settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.upstream import swap, vllm_version
-from vllm_mmcache.upstream.ledger import NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, PROVEN_ON, groups
+from vllm_mmcache.upstream.ledger import NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, groups
+from vllm_mmcache.upstream.proven import PROVEN_ON
 from vllm_mmcache.upstream.seams import SEAMS
 
 logger = logging.getLogger("vllm.mmcache")

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks that touch the engine, in a short form, with every room on; their table is the README's.
+
+A benchmark is run by its own command in a process of its own. What is not run has its reason in LEFT_OUT.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_check.items import last_error
+from vllm_mmcache.upstream.proven import ENGINE_ROOMS
+
+# Options that make a benchmark short; its cases stay the same.
+SHORT: dict[str, tuple[str, ...]] = {
+    "block_keys": ("--rounds", "5"),
+    "gallery": ("--images", "6", "--repeats", "1"),
+    "image_questions": ("--requests", "20"),
+    "cold_requests": ("--families", "gemma3", "qwen3.5", "--rounds", "3", "--repeats", "1", "--pairs", "4"),
+    "agents": (),
+}
+
+_API = "measures the API server, which has no CUDA part"
+LEFT_OUT: dict[str, str] = {
+    "warm_turn": _API,
+    "identity": _API,
+    "observe": _API,
+    "gemma3_attention": "measures the plugin's attention for vLLM's CPU backend; other platforms keep vLLM's own",
+    "restart": "measures disk and Redis; what depends on the platform is in gallery",
+}
+TIMEOUT_S = 1800
+
+
+def run(name: str) -> dict[str, Any]:
+    """Run a benchmark: its state and reason, and its result where there is one."""
+    with tempfile.TemporaryDirectory() as folder:
+        environ = os.environ | {f"BENCH_MMCACHE_{room.upper()}": "1" for room in ENGINE_ROOMS}
+        environ |= {"BENCH_RESULTS": folder, "VLLM_PLUGINS": "mmcache"}
+        command = [sys.executable, "-m", f"benchmarks.{name}.run", *SHORT[name], "--save"]
+        try:
+            done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return {"state": "failed", "reason": f"took longer than {TIMEOUT_S} s"}
+        path = Path(folder) / f"{name}.json"
+        if done.returncode or not path.is_file():
+            return {"state": "failed", "reason": last_error(done.stderr, done.returncode)}
+        return {"state": "passed", "reason": "ran to its end", "result": json.loads(path.read_text())}
+
+
+def table(results: dict[str, dict[str, Any]]) -> list[str]:
+    """The README's rows, made from these results."""
+    from benchmarks import summary
+
+    lines = ["| what | stock | mmcache | command |", "|---|---|---|---|"]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, found in results.items():
+            if "result" in found:
+                (Path(folder) / f"{name}.json").write_text(json.dumps(found["result"]))
+        before = os.environ.get("BENCH_RESULTS")
+        os.environ["BENCH_RESULTS"] = folder
+        try:
+            for part in summary.PARTS:
+                if "result" in results.get(part.__name__, {}):
+                    lines += [f"| {what} | {stock} | {ours} | `{command}` |" for what, stock, ours, command in part()]
+        finally:
+            if before is None:
+                del os.environ["BENCH_RESULTS"]
+            else:
+                os.environ["BENCH_RESULTS"] = before
+    return lines

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of one item: one engine, some rooms switched on, in a process of its own.
+
+Each check is passed, failed or not checked, with a reason. A pass needs more than right answers: the rooms are really
+in force, what they are for really happened, and two controls show that a wrong answer would have been seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.tasks import run_task
+from tests.exactness import scenarios
+from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
+from tests.exactness.expect import Inexact, assert_detects, assert_exact
+from tests.exactness.scenarios import filler, finds_all, one, picture, user
+from tests.scheduler import load
+from vllm_mmcache import events
+from vllm_mmcache.upstream import start, swap
+from vllm_mmcache.upstream.ledger import groups
+from vllm_mmcache.upstream.proven import ENGINE_ROOMS
+
+PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
+
+SHORT = (scenarios.same_again, scenarios.swapped_image)
+SMALL_STEPS = 96  # tokens; an image of 64 fits such a step, two don't
+
+
+class NotChecked(Exception):
+    """The check has no meaning here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one check found. `inexact` says that it failed because an answer was wrong."""
+
+    check: str
+    state: str
+    reason: str = ""
+    inexact: bool = False
+
+
+def row_of(check: str, run: Callable[[], Any]) -> Row:
+    """Run one check. Nothing that it raises ends the others."""
+    try:
+        run()
+    except NotChecked as why:
+        return Row(check, NOT_CHECKED, str(why))
+    except Inexact as error:
+        return Row(check, FAILED, str(error), inexact=True)
+    except Exception as error:
+        said = " ".join(str(error).split())[:300]
+        return Row(check, FAILED, f"{type(error).__name__}: {said}" if said else type(error).__name__)
+    return Row(check, PASSED)
+
+
+def check(
+    pool: EnginePool, family: str, rooms: Sequence[str], precision: str | None, compiled: bool, short: bool
+) -> dict[str, Any]:
+    """All checks of an item. No rooms is stock vLLM."""
+    rig = pool.get(config_of(family, rooms, precision, compiled))
+    rows = rows_of(rig, rooms, short)
+    engine = {
+        "model_runner": type(rig.runner).__module__,
+        "block_tokens": rig.block_tokens,
+        "dtype": str(rig.config.dtype).removeprefix("torch."),
+        "compiled": compiled,
+    }
+    return {"engine": engine, "rows": [asdict(row) for row in rows]}
+
+
+def config_of(family: str, rooms: Sequence[str], precision: str | None, compiled: bool) -> EngineConfig:
+    """The engine of an item; spans are whole or split only where steps are small."""
+    small = SMALL_STEPS if tuple(rooms) == ("image_spans",) else 2048
+    more = (("enforce_eager", False),) if compiled else ()
+    return EngineConfig(family, batched_tokens=small, precision=precision, more=more)
+
+
+def rows_of(rig: Rig, rooms: Sequence[str], short: bool) -> list[Row]:
+    """Rooms in force, answers of the scenarios, what the rooms are for, and the controls, which spoil the cache."""
+    rows = [row_of(f"{room} is on", lambda room=room: assert_on(rig, room)) for room in rooms]
+    rows.append(row_of("nothing else is on", lambda: assert_off(set(ENGINE_ROOMS) - set(rooms))))
+
+    def put(scenario: scenarios.Scenario) -> None:
+        rig.make_cold()
+        assert_exact(rig, scenario(rig))
+
+    for scenario in SHORT if short else scenarios.MAIN:
+        rows.append(row_of(scenario.__name__, lambda scenario=scenario: put(scenario)))
+    for room in rooms:
+        if room in USES:
+            rows.append(row_of(f"use of {room}", lambda room=room: USES[room](rig)))
+    rows.append(row_of("control: other image", lambda: assert_other_image_is_seen(rig)))
+    rows.append(row_of("control: spoiled KV", lambda: assert_spoiled_kv_is_seen(rig)))
+    return rows
+
+
+def assert_on(rig: Rig, room: str) -> None:
+    """The room's symbols are replaced in this process, which is that of the engine, too."""
+    missing = [member.name for member in groups()[room] if not swap.is_replaced(member.target)]
+    assert not missing, start.why_off(room) or f"not replaced: {', '.join(missing)}; is the plugin loaded?"
+    if room == "features" and rig.features is None:
+        from vllm_mmcache.features.vllm_facts import why_not
+
+        raise NotChecked(why_not(rig.llm.llm_engine.vllm_config, rig.runner))
+
+
+def assert_off(rooms: set[str]) -> None:
+    """A room that should be off would lend its name's pass to another."""
+    on = [room for room in ENGINE_ROOMS if room in rooms and all(swap.is_replaced(m.target) for m in groups()[room])]
+    assert not on, f"{', '.join(on)} should be off"
+
+
+def use_block_keys(rig: Rig) -> None:
+    """The engine has the room's hasher."""
+    hasher = rig.llm.llm_engine.engine_core.engine_core.request_block_hasher
+    assert type(hasher).__module__.startswith("vllm_mmcache."), f"the engine's block hasher is {hasher}"
+
+
+def use_image_spans(rig: Rig) -> None:
+    """Mixed requests on small steps: no step ends inside an image, and every answer is exact."""
+    if rig.config.family != "gemma3":
+        raise NotChecked("the family's images don't attend both ways")
+    if rig.config.batched_tokens != SMALL_STEPS:
+        raise NotChecked("this item's steps hold whole prompts")
+    rig.make_cold()
+    with load.counted(rig) as counts:
+        answers = load.run(rig, 16, seed=1)
+    assert counts["split"] == 0, f"{counts['split']} images were split in {counts['steps']} steps"
+    assert counts["steps"] > len(answers), "the steps are too large for this check to mean anything"
+    assert_exact(rig, answers)
+
+
+def use_resumed_images(rig: Rig) -> None:
+    """A request loses its blocks and its image's features, and comes back; stock's first model runner dies of it."""
+    if rig.config.family == "qwen3.5":
+        raise NotChecked("this family's hit does not cover the image in this check")
+    rig.make_cold()
+    assert_exact(rig, scenarios.resume_without_blocks(rig))
+
+
+def use_image_checkpoints(rig: Rig) -> None:
+    """The second question about an image resumes at a checkpoint behind it."""
+    if finds_all(rig):
+        raise NotChecked("the family keeps every block; there is nothing to checkpoint")
+    rig.make_cold()
+    before = events.CHECKPOINTS_USED.value
+    asks = [user(filler(150), picture(41, (448, 448)), f"{question}?" + filler(20)) for question in ("Who", "Where")]
+    answers = [one(rig, ask) for ask in asks]
+    assert events.CHECKPOINTS_USED.value > before, "no hit ended on a checkpoint"
+    end = rig.image_spans(answers[1])[0][1]
+    reused = answers[1].num_cached_tokens
+    assert reused > 0.7 * end, f"{reused} tokens were reused, the image ends at {end}"
+    assert_exact(rig, answers)
+
+
+def use_features(rig: Rig) -> None:
+    """The vision tower does not run again for an image that it has seen, and the answer is exact."""
+    if rig.features is None:
+        raise NotChecked("the engine has no feature store, see above")
+    rig.make_cold()
+    runs = []
+    answers: list[Answer] = []
+    for question in ("What is it?", "And what is at its edge?"):
+        rig.forget_all_but_features()
+        before = events.TOWER_IMAGES.value
+        answers.append(one(rig, user(filler(60), picture(42), question)))
+        runs.append(int(events.TOWER_IMAGES.value - before))
+    assert runs == [1, 0], f"runs of the vision tower: {runs}"
+    assert_exact(rig, answers)
+
+
+USES: dict[str, Callable[[Rig], None]] = {
+    "block_keys": use_block_keys,
+    "image_spans": use_image_spans,
+    "resumed_images": use_resumed_images,
+    "image_checkpoints": use_image_checkpoints,
+    "features": use_features,
+}
+
+
+def assert_other_image_is_seen(rig: Rig) -> None:
+    """Answers about two pictures are exact; each, judged as one about the other, is far out of tolerance."""
+    rig.make_cold()
+    answers = rig.ask(*[[user(filler(60), picture(number), "What is in this picture?")] for number in (30, 31)])
+    assert_exact(rig, answers)
+    assert_detects(answers[0], answers[1], rig.oracle)
+    assert_detects(answers[1], answers[0], rig.oracle)
+
+
+def assert_spoiled_kv_is_seen(rig: Rig) -> None:
+    """A hit on blocks that hold other values is judged wrong, so hits really read the cache, and wrong ones fail."""
+    rig.make_cold()
+    ask = user(filler(180), picture(32), "What is in this picture?" + filler(20))
+    assert_exact(rig, [one(rig, ask)])
+    one(rig, ask)  # what is compared with an own cold run has emptied the cache
+    tensors = rig.kv_tensors()
+    if not tensors:
+        raise NotChecked("this model runner does not show its KV cache")
+    for tensor in tensors:
+        tensor.mul_(-2)
+    hit = one(rig, ask)
+    assert hit.num_cached_tokens > 0, "the request was no hit"
+    try:
+        assert_exact(rig, [hit])
+    except Inexact:
+        return
+    finally:
+        rig.make_cold()
+    raise AssertionError("an answer from a spoiled KV cache was judged right")
+
+
+if __name__ == "__main__":
+    run_task({"check": check})

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make gpu-check` on the CPU engine: the same way through the code, and what makes it fail.
+
+There is no GPU in CI; what is CUDA's own is not tested here.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_check import found, items, results, run
+from tests.exactness.engines import EngineConfig, EnginePool, Rig
+from vllm_mmcache import settings
+from vllm_mmcache.upstream import proven
+from vllm_mmcache.upstream.report import report
+from vllm_mmcache.zoo import FAMILIES
+
+PASSED = {"state": "passed", "reason": "4 checks"}
+FAILED = {"state": "failed", "reason": "same_again: log-probabilities differ"}
+
+
+def env(**more: str) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith("MMCACHE_")} | more
+
+
+@pytest.mark.engine
+def test_the_command_on_the_cpu(tmp_path: Path) -> None:
+    """One family, all rooms, in processes of its own; also a room whose variable the user has set to off."""
+    path = tmp_path / "result.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_check.run", "--platform", "cpu", "--families", "qwen3-vl"]
+    command += ["--runners", "V1", "--short", "--results", str(path)]
+    done = subprocess.run(command, cwd=found.REPO, env=env(MMCACHE_FEATURES="0"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(path.read_text())
+    assert (result["platform"], list(result["items"])) == ("cpu", ["qwen3-vl, all rooms, V1, eager"])
+    (item,) = result["items"].values()
+    assert item["state"] == "passed", item
+    states = {name: check["state"] for name, check in item["checks"].items()}
+    assert {states[f"{room} is on"] for room in proven.ENGINE_ROOMS} == {"passed"}
+    for name in (
+        "swapped_image",
+        "use of features",
+        "use of block_keys",
+        "control: other image",
+        "control: spoiled KV",
+    ):
+        assert states[name] == "passed"
+    assert states["use of image_spans"] == "not checked"
+    assert "| qwen3-vl | all rooms | V1 | eager | passed |" in done.stdout
+    assert "- more than one GPU: every engine here has one" in done.stdout
+
+
+def test_without_a_gpu_it_says_what_it_saw(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("this vLLM is not for the CPU")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
+    monkeypatch.setattr(sys, "argv", ["gpu_check"])
+    assert run.main() == 2
+    said = capsys.readouterr().err
+    assert "runs on 'cpu' here, not on 'cuda'; nvidia-smi" in said
+    assert "make gpu-check VLLM_PYTHON=" in said
+
+
+def test_an_interpreter_without_vllm(tmp_path: Path) -> None:
+    """-S: no site-packages, so the standard library must do to say what is missing."""
+    command = [sys.executable, "-S", "-m", "benchmarks.gpu_check.run"]
+    done = subprocess.run(command, cwd=found.REPO, env=env(PYTHONPATH=""), capture_output=True, text=True)
+    assert (done.returncode, "has no vLLM. Name the one that has it" in done.stderr) == (2, True), done.stderr
+
+
+def test_the_checkout_is_a_plugin_and_nothing_is_installed(tmp_path: Path) -> None:
+    """vLLM would find one entry point, that of the folder, also where a vllm-mmcache is installed."""
+    path = found.make_plugin_path(tmp_path / "plugin")
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "found = [one for one in entry_points(group='vllm.general_plugins') if one.name == 'mmcache']\n"
+        "print(len(found), found[0].dist.locate_file(''), found[0].load().__module__)\n"
+        "import vllm_mmcache; print(vllm_mmcache.__file__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=env(PYTHONPATH=path), capture_output=True, text=True)
+    assert done.stdout.split() == [
+        "1",
+        str(tmp_path / "plugin"),
+        "vllm_mmcache.plugin",
+        str(found.REPO / "vllm_mmcache" / "__init__.py"),
+    ], done.stderr
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("config", [EngineConfig("qwen3-vl")], ids=["qwen3-vl"])
+def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hits on other KV, a room that is off, one that should be, no use of a room, and controls that see nothing."""
+    from benchmarks.gpu_check import worker
+    from tests.exactness.scenarios import filler, one, picture, user
+    from tests.features.towers import features_by_image
+    from vllm_mmcache.upstream import swap
+    from vllm_mmcache.upstream.ledger import groups
+
+    rig = pool.get(config)
+
+    def spoiled(rig: Rig) -> Any:
+        ask = user(filler(100), picture(60), "What is in this picture?")
+        one(rig, ask)
+        for tensor in rig.kv_tensors():
+            tensor.mul_(-2)
+        return [one(rig, ask)]
+
+    monkeypatch.setattr(worker, "SHORT", (spoiled,))
+    rows = {row.check: row for row in worker.rows_of(rig, proven.ENGINE_ROOMS, short=True)}
+    assert [name for name, row in rows.items() if row.state == "failed"] == ["spoiled"]
+    assert rows["spoiled"].inexact
+    said = {"engine": {}, "rows": [asdict(row) for row in rows.values()]}
+    item = items.Item("qwen3-vl", proven.ENGINE_ROOMS, "V1")
+    outcome = items.judge(item, said, None)
+    assert (outcome["state"], outcome["reason"].partition(" ")[0]) == ("failed", "spoiled:")
+    assert run.exit_code({item.name: outcome}, {}) == 1
+
+    row = worker.row_of("off", lambda: worker.assert_off({"features"}))
+    assert (row.state, row.reason) == ("failed", "AssertionError: features should be off")
+    undone = groups()["block_keys"][0].target
+    with monkeypatch.context() as patch:
+        patch.setattr(swap, "is_replaced", lambda target: target != undone)
+        row = worker.row_of("on", lambda: worker.assert_on(rig, "block_keys"))
+    assert (row.state, "not replaced: block_keys.hasher" in row.reason) == ("failed", True)
+    with monkeypatch.context() as patch:  # the tower runs again where nothing is kept
+        patch.setattr(rig.features.store.ram, "put", lambda *given: None)
+        row = worker.row_of("use", lambda: worker.use_features(rig))
+    assert (row.state, "runs of the vision tower: [1, 1]" in row.reason) == ("failed", True), row
+    assert not features_by_image(rig)
+    with monkeypatch.context() as patch:
+        patch.setattr(Rig, "kv_tensors", lambda rig: [tensor.clone() for tensor in rig.runner.kv_caches])
+        row = worker.row_of("control", lambda: worker.assert_spoiled_kv_is_seen(rig))
+    assert (row.state, "was judged right" in row.reason) == ("failed", True)
+
+
+def test_stock_is_not_counted_and_excuses_a_room_alone() -> None:
+    """An answer that stock gets wrong in the same check is no room's fault; all rooms together have no excuse."""
+    stock = {**FAILED, "engine": {}, "checks": {"same_again": {"state": "failed", "reason": "differ by 2"}}}
+    wrong = {"check": "same_again", "state": "failed", "reason": "differ by 2", "inexact": True}
+    right = {"check": "text_only", "state": "passed", "reason": "", "inexact": False}
+    said = {"engine": {}, "rows": [wrong, right]}
+    alone = items.Item("gemma3", ("block_keys",), "V1")
+    assert items.judge(alone, said, stock)["checks"]["same_again"]["state"] == "not checked"
+    assert items.judge(alone, said, stock)["state"] == "passed"
+    assert items.judge(alone, {**said, "rows": [wrong | {"inexact": False}]}, stock)["state"] == "failed"
+    assert items.judge(alone, said, None)["state"] == "failed"
+    assert items.judge(items.Item("gemma3", proven.ENGINE_ROOMS, "V1"), said, stock)["state"] == "failed"
+    idle = {"check": "block_keys is on", "state": "not checked", "reason": "not for this runner", "inexact": False}
+    outcome = items.judge(alone, {**said, "rows": [idle, right]}, None)
+    assert (outcome["state"], outcome["reason"].endswith("not for this runner")) == ("not checked", True)
+    assert run.exit_code({items.Item("gemma3", (), "V1").name: FAILED, alone.name: PASSED}, {}) == 0
+    assert run.exit_code({alone.name: PASSED}, {"gallery": FAILED}) == 1
+    assert run.exit_code({alone.name: {"state": "not checked", "reason": "no engine"}}, {}) == 2
+
+
+def result_of(platform: str) -> dict[str, Any]:
+    """A result in which everything passed."""
+    plan = items.plan(tuple(FAMILIES), ("V1", "V2"), platform != "cpu", short=False)
+    return {
+        "platform": platform,
+        "vllm": "0.33.0",
+        "runners": ["V1", "V2"],
+        "items": {item.name: dict(PASSED) for item in plan},
+    }
+
+
+def test_what_a_result_proves() -> None:
+    result = result_of("cuda")
+    everything = list(proven.ENGINE_ROOMS)
+    assert results.rooms_proven(result) == everything
+    result["items"]["gemma3, image_spans, V2, eager"] = {"state": "not checked", "reason": "no such engine"}
+    assert results.rooms_proven(result) == everything
+    result["items"]["gemma3, image_spans, V1, eager"] = dict(FAILED)
+    result["items"]["qwen3-vl, stock vLLM, V1, eager"] = dict(FAILED)
+    assert results.rooms_proven(result) == [room for room in everything if room != "image_spans"]
+    del result["items"]["qwen2-vl, features, V2, eager"]
+    assert results.rooms_proven(result) == [room for room in everything if room not in ("image_spans", "features")]
+    result["items"]["qwen3.5, all rooms, V2, compiled"] = dict(FAILED)
+    assert results.rooms_proven(result) == []
+
+
+def test_recording_switches_rooms_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "proven.json"
+    table.write_text(proven.FILE.read_text())
+    assert results.written(proven.rows()) == proven.FILE.read_text(), "written by hand in another form"
+    monkeypatch.setattr(proven, "FILE", table)
+    path = found.REPO / "benchmarks" / "gpu_check" / "results" / "some-gpu.json"
+    before = proven.platforms(proven.rows())
+    result = result_of("cuda")
+    assert results.record(result, path) == list(proven.ENGINE_ROOMS)
+    assert proven.platforms(proven.rows()) == {room: before[room] | {"cuda"} for room in proven.ENGINE_ROOMS}
+    result["items"]["gemma3, all rooms, V1, eager"] = dict(FAILED)
+    assert results.record(result, path) == []
+    assert proven.platforms(proven.rows()) == before
+
+
+@pytest.mark.parametrize("row", proven.rows(), ids=lambda row: row["evidence"])
+def test_every_row_has_its_evidence(row: dict[str, Any]) -> None:
+    """A room is on by default only where the tests run, or where a committed result says that it passed."""
+    assert set(row["rooms"]) <= set(proven.ENGINE_ROOMS)
+    if row["evidence"] == "make test":
+        assert row["platform"] == "cpu", "CI has no other"
+        return
+    result = json.loads((found.REPO / row["evidence"]).read_text())
+    assert (result["platform"], result["vllm"]) == (row["platform"], row["vllm"])
+    assert set(row["rooms"]) <= set(results.rooms_proven(result))
+
+
+def test_doctor_on_a_platform_without_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's rooms are off and say how to switch them on; those of the API server are on."""
+    for room in proven.ENGINE_ROOMS:
+        monkeypatch.setitem(proven.PROVEN_ON, room, frozenset({"a platform with evidence"}))
+    monkeypatch.setattr(settings, "_current", settings.Settings())
+    states = {row["group"]: (row["state"], row["reason"]) for row in report()}
+    for room in proven.ENGINE_ROOMS:
+        assert states[room] == ("off", f"not yet proven on cpu: switch on with MMCACHE_{room.upper()}=1")
+    assert {states[room] for room in ("lazy_media", "lifted_bodies", "identity")} == {("on", "")}
