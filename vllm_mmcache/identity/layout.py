@@ -64,6 +64,8 @@ def canonical(value: object) -> str:
 
 
 def _digest(*fields: str) -> bytes:
-    encoded = [field.encode() for field in fields]
-    framed = b"".join(_U32.pack(len(field)) + field for field in encoded)
-    return blake3(MAGIC + framed).digest()
+    parts = [MAGIC]
+    for field in fields:
+        encoded = field.encode()
+        parts += _U32.pack(len(encoded)), encoded
+    return blake3(b"".join(parts)).digest()
