@@ -45,7 +45,7 @@ COUNTED = tower({"visual.weight": "digest"})
     ("vllm_config", "model_runner", "reason"),
     [
         (config(), runner(COUNTED), ""),
-        (config(), SimpleNamespace(), "the model runner SimpleNamespace is not one"),
+        (config(), SimpleNamespace(), "not written for this model runner, types"),
         (config(), runner(COUNTED, takes_images=False), "takes no images"),
         (config(caching=False), runner(COUNTED), "prefix caching is off"),
         (config(ec_transfer_config=SimpleNamespace()), runner(COUNTED), "ec_transfer_config is set, and wins"),
