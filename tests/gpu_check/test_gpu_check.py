@@ -85,7 +85,8 @@ def test_the_checkout_is_a_plugin_and_nothing_is_installed(tmp_path: Path) -> No
         "print(len(found), found[0].dist.locate_file(''), found[0].load().__module__)\n"
         "import vllm_mmcache; print(vllm_mmcache.__file__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=env(PYTHONPATH=path), capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=env(PYTHONPATH=path), capture_output=True, text=True)
     assert done.stdout.split() == [
         "1",
         str(tmp_path / "plugin"),

@@ -5,6 +5,7 @@ Its queue is bounded in bytes; what does not fit is dropped and counted. One dae
 the first package; a forked child starts its own, with an empty queue.
 """
 
+import atexit
 import logging
 import os
 import threading
@@ -16,6 +17,8 @@ from vllm_mmcache.features.lasting import LastingTier
 from vllm_mmcache.features.package import Package, pack
 
 logger = logging.getLogger("vllm.mmcache")
+
+EXIT_S = 5.0  # for what is still to be written when the process ends
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Writer:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mmcache-store", daemon=True)
                 self._thread.start()
+                # A thread that frees tensors while the interpreter ends takes the process down with SIGABRT.
+                atexit.register(self.close, EXIT_S)
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
@@ -75,6 +80,9 @@ class Writer:
             with self._changed:
                 self._closed = True
                 self._changed.notify_all()
+            if self._thread is not None:
+                self._thread.join(timeout_s)
+            atexit.unregister(self.close)
         return flushed
 
     def _run(self) -> None:
