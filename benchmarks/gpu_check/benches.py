@@ -29,6 +29,7 @@ LEFT_OUT: dict[str, str] = {
     "warm_turn": _API,
     "identity": _API,
     "observe": _API,
+    "load": "its server is one of the CPU",
     "gemma3_attention": "measures the plugin's attention for vLLM's CPU backend; other platforms keep vLLM's own",
     "restart": "measures disk and Redis; what depends on the platform is in gallery",
 }
@@ -39,8 +40,8 @@ def run(name: str) -> dict[str, Any]:
     """Run a benchmark: its state and reason, and its result where there is one."""
     with tempfile.TemporaryDirectory() as folder:
         environ = os.environ | {f"BENCH_MMCACHE_{room.upper()}": "1" for room in ENGINE_ROOMS}
-        environ |= {"BENCH_RESULTS": folder, "VLLM_PLUGINS": "mmcache"}
-        command = [sys.executable, "-m", f"benchmarks.{name}.run", *SHORT[name], "--save"]
+        environ |= {"VLLM_PLUGINS": "mmcache"}
+        command = [sys.executable, "-m", f"benchmarks.{name}.run", *SHORT[name], "--output", folder]
         try:
             done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -55,20 +56,4 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
     """The README's rows, made from these results."""
     from benchmarks import summary
 
-    lines = ["| what | stock | mmcache | command |", "|---|---|---|---|"]
-    with tempfile.TemporaryDirectory() as folder:
-        for name, found in results.items():
-            if "result" in found:
-                (Path(folder) / f"{name}.json").write_text(json.dumps(found["result"]))
-        before = os.environ.get("BENCH_RESULTS")
-        os.environ["BENCH_RESULTS"] = folder
-        try:
-            for part in summary.PARTS:
-                if "result" in results.get(part.__name__, {}):
-                    lines += [f"| {what} | {stock} | {ours} | `{command}` |" for what, stock, ours, command in part()]
-        finally:
-            if before is None:
-                del os.environ["BENCH_RESULTS"]
-            else:
-                os.environ["BENCH_RESULTS"] = before
-    return lines
+    return summary.table({name: found["result"] for name, found in results.items() if "result" in found}).splitlines()
