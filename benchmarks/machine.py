@@ -35,11 +35,20 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def result_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add where the result goes; see save_result."""
+    parser.add_argument("--save", action="store_true", help="write the committed result: results/ beside the benchmark")
+    parser.add_argument("--output", type=Path, metavar="DIRECTORY", help="write the result into this directory")
+    return parser
+
+
 def save_result(run_file: str, options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Write results/<benchmark>.json beside a benchmark's run.py, if its --save asks for it."""
-    if not options.save:
-        return
-    folder = Path(run_file).parent / "results"
-    folder.mkdir(exist_ok=True)
-    payload = {**provenance(), "options": vars(options), **result}
-    (folder / f"{folder.parent.name}.json").write_text(json.dumps(payload, indent=2) + "\n")
+    """Write <benchmark>.json where the options --save and --output of a benchmark's run.py ask for it."""
+    benchmark = Path(run_file).parent
+    folders = [benchmark / "results"] if options.save else []
+    folders += [options.output] if options.output else []
+    said = {name: value for name, value in vars(options).items() if name not in ("save", "output")}
+    payload = {**provenance(), "options": said, **result}
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{benchmark.name}.json").write_text(json.dumps(payload, indent=2) + "\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine pool of the exactness tests, and an order of the tests that starts each engine once."""
+"""The engine pool of the exactness tests, the size of property tests, and an order that starts each engine once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
+
+from tests.sizes import scaled
 
 if TYPE_CHECKING:
     from tests.exactness.engines import EnginePool
+
+# Of the property tests that don't name their own number.
+settings.register_profile("scaled", max_examples=scaled(100))
+settings.load_profile("scaled")
 
 
 @pytest.fixture(scope="session")

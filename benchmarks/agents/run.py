@@ -11,22 +11,27 @@ from statistics import median
 from typing import Any
 
 from benchmarks.agents.workloads import WORKLOADS
-from benchmarks.machine import save_result
+from benchmarks.machine import result_options, save_result
 from benchmarks.sides import SIDES, run_worker
 
 FAMILIES = ("qwen3-vl", "qwen3.5", "gemma3")
 NUM_EDGE = 10  # requests at a workload's beginning and end whose times are compared
 
 
-def main() -> None:
-    """Measure, print, and write the result with --save."""
+def arguments() -> argparse.ArgumentParser:
+    """The benchmark's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agents.run", description=__doc__)
     parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    return result_options(parser)
+
+
+def main() -> None:
+    """Measure, print, and write the result with --save."""
+    options = arguments().parse_args()
     result: dict[str, Any] = {}
     for family in options.families:
-        for name in WORKLOADS:
+        for name in options.workloads:
             row = result.setdefault(family, {})[name] = measure(family, name)
             print(f"{family}, {name}: {row}", flush=True)
     save_result(__file__, options, result)

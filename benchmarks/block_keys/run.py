@@ -13,21 +13,25 @@ import time
 from vllm.utils import hashing
 from vllm.v1.core import kv_cache_utils
 
-from benchmarks.machine import save_result
+from benchmarks.machine import result_options, save_result
 from tests.block_keys.requests import Prompt, make_request, our_hasher, stock_hasher
 
 TARGET = 0.7
 
 
-def main() -> None:
-    """Measure, print a table, and write the result with --save."""
+def arguments() -> argparse.ArgumentParser:
+    """The benchmark's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.block_keys.run", description=__doc__)
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--images", type=int, default=100)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
+    return result_options(parser)
+
+
+def main() -> None:
+    """Measure, print a table, and write the result with --save."""
+    options = arguments().parse_args()
 
     gap = options.tokens // options.images
     images = tuple((f"{k:064x}", k * gap + 7, gap * 3 // 4) for k in range(options.images))

@@ -10,22 +10,26 @@ room costs is smaller than that; it is measured in one process, with the room on
 import argparse
 from typing import Any
 
-from benchmarks.machine import save_result
+from benchmarks.machine import result_options, save_result
 from benchmarks.sides import SIDES, compare, run_worker
 
 WORKER = "benchmarks.cold_requests.worker"
 FAMILIES = ("gemma3", "qwen3.5", "qwen3-vl")
 
 
-def main() -> None:
-    """Measure, print, and write the result with --save."""
+def arguments() -> argparse.ArgumentParser:
+    """The benchmark's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cold_requests.run", description=__doc__)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--rounds", type=int, default=5, help="requests of a case in a process")
     parser.add_argument("--repeats", type=int, default=4, help="processes of each side")
     parser.add_argument("--pairs", type=int, default=20, help="requests of a case with a room on and off")
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
+    return result_options(parser)
+
+
+def main() -> None:
+    """Measure, print, and write the result with --save."""
+    options = arguments().parse_args()
     result = {family: measure(family, options) for family in options.families}
     save_result(__file__, options, result)
 

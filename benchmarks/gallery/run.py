@@ -1,28 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many images in rotation: time of a question in rounds 2 and 3, runs of the vision tower, and what saving costs.
 
-python -m benchmarks.gallery.run [--images 20] [--size 1024] [--repeats 2] [--save]
+python -m benchmarks.gallery.run [--families qwen3-vl qwen3.5] [--images 20] [--size 1024] [--repeats 2] [--save]
 """
 
 import argparse
 from typing import Any
 
-from benchmarks.machine import save_result
+from benchmarks.machine import result_options, save_result
 from benchmarks.sides import SIDES, compare, run_worker
 
 WORKER = "benchmarks.gallery.worker"
 FAMILIES = ("qwen3-vl", "qwen3.5")
 
 
-def main() -> None:
-    """Measure, print, and write the result with --save."""
+def arguments() -> argparse.ArgumentParser:
+    """The benchmark's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gallery.run", description=__doc__)
+    parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
     parser.add_argument("--images", type=int, default=20)
     parser.add_argument("--size", type=int, default=1024, help="pixels of an image's side")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
-    result = {family: measure(family, options) for family in FAMILIES}
+    return result_options(parser)
+
+
+def main() -> None:
+    """Measure, print, and write the result with --save."""
+    options = arguments().parse_args()
+    result = {family: measure(family, options) for family in options.families}
     save_result(__file__, options, result)
 
 

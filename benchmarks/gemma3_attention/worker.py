@@ -19,7 +19,7 @@ def exactness(pool: EnginePool, window: int) -> dict[str, Any]:
     """Largest |delta logprob| to Transformers on the cold prompt, contexts to 4,096 tokens, up to 6 images."""
     directory = build("gemma3", pool.zoo_root / f"window-{window}", options=ZooOptions(sliding_window=window))
     rig = Rig(EngineConfig("gemma3", max_tokens=4224, batched_tokens=1024), directory)
-    worst, wrong, longest = 0.0, 0, 0
+    worst, wrong, longest, answers = 0.0, 0, 0, 0
     for num_images, num_words in ((1, 40), (2, 300), (6, 900), (6, 3500)):
         parts: list[Any] = []
         for i in range(num_images):
@@ -30,8 +30,15 @@ def exactness(pool: EnginePool, window: int) -> dict[str, Any]:
             worst = max(worst, *step_deltas(answer, expected))
             wrong += expected.argmax(-1).tolist() != list(answer.token_ids)
             longest = max(longest, len(answer.prompt_ids))
+            answers += 1
     rig.close()
-    return {"window": window, "max_delta_logprob": worst, "answers_wrong": wrong, "longest_prompt_tokens": longest}
+    return {
+        "window": window,
+        "max_delta_logprob": worst,
+        "answers": answers,
+        "answers_wrong": wrong,
+        "longest_prompt_tokens": longest,
+    }
 
 
 def splits(pool: EnginePool, steps: int) -> dict[str, int]:

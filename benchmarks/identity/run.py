@@ -14,11 +14,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.identity import cost
-from benchmarks.machine import save_result
+from benchmarks.machine import result_options, save_result
+from benchmarks.servers import zoo_server
 from benchmarks.sides import SIDES, compare
 from benchmarks.warm_turn.pictures import SMALL, data_url, picture
-from benchmarks.warm_turn.turns import MODEL, first_token_s, image_part, talk
-from vllm_mmcache.demo.server import CPU_ARGS, serve
+from benchmarks.warm_turn.turns import first_token_s, image_part, talk
 from vllm_mmcache.zoo import build_cached
 
 PAYLOAD_BYTES = 1 << 20
@@ -26,16 +26,20 @@ TARGET_S = 50e-6
 NUM_WARM_UPS = 5
 
 
-def main() -> None:
-    """Measure, print, and write the result with --save."""
+def arguments() -> argparse.ArgumentParser:
+    """The benchmark's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.identity.run", description=__doc__)
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--images", type=int, default=20, help="images of a conversation")
     parser.add_argument("--turns", type=int, default=40, help="uuid-only turns of a server")
     parser.add_argument("--swaps", type=int, default=2, help="servers of each side, in turn")
     parser.add_argument("--micro", action="store_true", help="without servers")
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
+    return result_options(parser)
+
+
+def main() -> None:
+    """Measure, print, and write the result with --save."""
+    options = arguments().parse_args()
     result: dict[str, Any] = {"target_s": TARGET_S, "cost": cost.measure(PAYLOAD_BYTES, options.rounds)}
     for name, row in result["cost"].items():
         print(
@@ -50,13 +54,11 @@ def main() -> None:
 def conversations(options: argparse.Namespace) -> dict[str, float]:
     """Seconds to the first token of a turn whose images are named by uuid alone, all of it cached."""
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-    args = (*CPU_ARGS, "--served-model-name", MODEL, "--limit-mm-per-prompt", f'{{"image": {options.images}}}')
     with tempfile.TemporaryDirectory() as folder:
         model = build_cached("qwen3-vl", Path(folder))
         for number in range(options.swaps):
             for side in SIDES if number % 2 == 0 else SIDES[::-1]:
-                env = {"MMCACHE_DISABLE": "1" if side == "stock" else "0"}
-                with serve(model, log_path=Path(folder) / side, env=env, args=args) as server:
+                with zoo_server(model, side, images=options.images) as server:
                     seconds[side] += turns(server.url, options)
     print(*(f"{side}: median {median(found) * 1e3:.2f} ms" for side, found in seconds.items()), flush=True)
     return compare("uuid-only turn", seconds)

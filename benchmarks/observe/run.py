@@ -8,17 +8,21 @@ Targets: at most 200 microseconds a request, and 1 % of its time.
 
 import argparse
 
-from benchmarks.machine import save_result
+from benchmarks.machine import result_options, save_result
 from benchmarks.sides import run_worker
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The benchmark's options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.observe.run", description=__doc__)
+    parser.add_argument("--images", type=int, default=20, help="images of the conversation")
+    parser.add_argument("--turns", type=int, default=30)
+    return result_options(parser)
 
 
 def main() -> None:
     """Measure, print, and write the result with --save."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.observe.run", description=__doc__)
-    parser.add_argument("--images", type=int, default=20, help="images of the conversation")
-    parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
+    options = arguments().parse_args()
     task = {"kind": "warm_turns", "images": options.images, "turns": options.turns}
     seconds = run_worker("benchmarks.observe.worker", "mmcache", task)
     for name, value in seconds.items():

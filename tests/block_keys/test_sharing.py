@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from vllm.utils.hashing import sha256, xxhash
 
 from tests.block_keys.requests import Prompt, keys, make_request, our_hasher, stock_hasher
+from tests.sizes import scaled
 
 BLOCK = 4
 PAD = 7  # the placeholder token
@@ -72,7 +73,7 @@ def relatives(draw: st.DrawFn) -> tuple[Prompt, Prompt]:
     return one, one.changed(images=tuple(images))
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=scaled(1500), deadline=None)
 @given(relatives())
 def test_shared_if_and_only_if_stock_shares(pair: tuple[Prompt, Prompt]) -> None:
     one, other = pair
@@ -84,7 +85,7 @@ def test_shared_if_and_only_if_stock_shares(pair: tuple[Prompt, Prompt]) -> None
             assert (stock[0][i] == stock[1][j]) == (ours[0][i] == ours[1][j]), (i, j, one, other)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(300), deadline=None)
 @given(prompts(), st.lists(st.integers(1, 2), max_size=10), st.integers(0, 40))
 def test_keys_do_not_depend_on_when_tokens_arrive(prompt: Prompt, decoded: list[int], cut: int) -> None:
     """Hashing in two goes (arrival, then decoding) gives the keys of hashing at once."""
@@ -98,7 +99,7 @@ def test_keys_do_not_depend_on_when_tokens_arrive(prompt: Prompt, decoded: list[
     assert list(request.block_hashes) == keys(whole, OURS)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scaled(200), deadline=None)
 @given(prompts())
 def test_blocks_before_the_first_image_have_the_keys_of_a_text_request(prompt: Prompt) -> None:
     prompt = prompt.changed(embeds_seed=None)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sizes import scaled
 from vllm_mmcache.body import references
 from vllm_mmcache.body.lift import Lifted, lift
 from vllm_mmcache.body.scan import MIN_TEXT_BYTES, find_texts
@@ -86,7 +87,7 @@ requests = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=scaled(400), deadline=None)
 @given(
     request=requests,
     path=st.sampled_from(PATHS),
@@ -109,7 +110,7 @@ def test_the_application_gets_the_same_request(
             assert any(image.endswith(bytes(payload.text).decode()) for image in images)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(300), deadline=None)
 @given(body=st.binary(max_size=200), at=st.integers(0, 5000), request=requests)
 def test_broken_bodies(body: bytes, at: int, request: dict[str, Any]) -> None:
     """Bytes thrown into a request: either nothing is lifted, or both are the same request."""

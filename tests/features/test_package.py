@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from tests.features.packages import identity, package, same
+from tests.sizes import scaled
 from vllm_mmcache.errors import StoreCorrupt
 from vllm_mmcache.features.identity import Identity
 from vllm_mmcache.features.package import Package, pack, unpack
@@ -31,7 +32,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return torch.frombuffer(raw, dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scaled(150), deadline=None)
 @given(st.dictionaries(st.text("abcdef_", min_size=1, max_size=8), tensors(), max_size=3), st.text(max_size=20))
 def test_round_trip_is_bit_identical(named: dict[str, torch.Tensor], content_id: str) -> None:
     asked = Identity(content_id, "m", "p", "d", "0/1")
@@ -96,7 +97,7 @@ def test_every_flipped_bit_is_refused_or_harmless() -> None:
     assert refused > len(packed) * 8 * 0.99
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(300), deadline=None)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_refused(garbage: bytes) -> None:
     with pytest.raises(StoreCorrupt):

@@ -12,6 +12,7 @@ import pytest
 from tests.features.conftest import Server
 from tests.features.packages import BUDGET_BYTES, identity, package, same
 from tests.features.test_package import HOSTILE
+from tests.sizes import scaled
 from vllm_mmcache.errors import SettingsError
 from vllm_mmcache.features.disk import DiskTier
 from vllm_mmcache.features.package import Package
@@ -143,7 +144,7 @@ def test_threads(three: Open) -> None:
     wrong: list[int] = []
 
     def work(start: int) -> None:
-        for step in range(300):
+        for step in range(scaled(300)):
             number = (start + step * 7) % 30
             found = store.find(identity(number))[0]
             if found is None:

@@ -11,11 +11,13 @@ import pytest
 
 from tests.exactness.engines import EngineConfig, EnginePool
 from tests.observe.observing import assistant, observing, picture, system, user, words
+from tests.sizes import SCALE, scaled
 from vllm_mmcache.observe.schema import Reason
 
 pytestmark = pytest.mark.engine
 
-NUM_REQUESTS = 300
+NUM_REQUESTS = scaled(300)
+FAMILIES = ("qwen3-vl",) if SCALE == 1 else ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "gemma3")
 
 
 def num_pictures(talk: list[dict[str, Any]]) -> int:
@@ -23,7 +25,7 @@ def num_pictures(talk: list[dict[str, Any]]) -> int:
     return sum(part["type"] == "image_url" for part in parts)
 
 
-@pytest.mark.parametrize("family", ["qwen3-vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_sums_hold_for_every_request(pool: EnginePool, family: str) -> None:
     rng = random.Random(7)
     config = EngineConfig(family, num_blocks=100, batched_tokens=512, more=(("long_prefill_token_threshold", 128),))

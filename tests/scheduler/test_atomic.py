@@ -15,6 +15,7 @@ import pytest
 from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
 from tests.exactness.expect import TOLERANCE, Inexact, assert_exact
 from tests.exactness.scenarios import filler, picture, user
+from tests.sizes import SCALE, scaled
 from vllm_mmcache.scheduler import vllm_side
 
 pytestmark = pytest.mark.engine
@@ -72,9 +73,9 @@ def test_no_span_is_split_under_load(pool: EnginePool) -> None:
     rig = pool.get(LOAD)
     before = rig.num_preemptions()
     with counted(rig) as counts:
-        answers = run(rig, 64, seed=1)
-    assert len(answers) == 64
-    assert counts["steps"] > 100
+        answers = [answer for seed in range(1, 1 + SCALE) for answer in run(rig, 64, seed)]
+    assert len(answers) == scaled(64)
+    assert counts["steps"] > scaled(100)
     assert counts["split"] == 0
     assert rig.num_preemptions() > before, "the KV cache is not small enough for this test to mean anything"
     assert any(answer.num_cached_tokens for answer in answers)

@@ -6,7 +6,6 @@ behind a swapped image nothing is reused.
 """
 
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,9 +27,11 @@ from benchmarks.image_questions.workloads import (
     shifted,
     unique,
 )
-from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
-from tests.exactness.expect import BF16_SELF_TOLERANCE, assert_equals_own_cold_run, assert_exact
+from tests.exactness.engines import EngineConfig, EnginePool
+from tests.exactness.expect import assert_exact
+from tests.exactness.mixed import ask_mixed, assert_all_cold
 from tests.exactness.scenarios import filler, one, picture, user
+from tests.sizes import scaled
 from vllm_mmcache import events, settings
 
 pytestmark = pytest.mark.engine
@@ -132,37 +133,17 @@ def test_bounds_of_the_policy(pool: EnginePool, config: EngineConfig, monkeypatc
 )
 def test_300_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
     """Images, lengths, salts and prefixes in many orders, a cache that evicts and preempts: each as its cold run."""
-    rng = random.Random(4)
     rig = pool.get(config)
-    size = SHAPES[config.family].size
     before, preempted = events.totals(), rig.num_preemptions()
-    answers: list[Answer] = []
-    for _ in range(50):
-        rendered, salts = [], []
-        for _ in range(6):
-            parts: list[Any] = [filler(rng.choice([20, 170, 210]), rng.randint(0, 1))]
-            for _ in range(rng.choice([0, 1, 1, 2])):
-                parts += [picture(rng.randint(0, 3), size), filler(rng.choice([2, 90]), 3)]
-            rendered.append(rig.render([user(*parts, filler(rng.randint(1, 60), rng.randint(0, 9)))]))
-            salts.append(rng.choice([None, None, "one", "other"]))
-        answers += rig.ask_rendered(rendered, [rng.randint(1, 24) for _ in rendered], salts)
+    answers = ask_mixed(rig, scaled(50), SHAPES[config.family].size)
     counts = counted(before)
     print(counts, rig.num_preemptions() - preempted, "preemptions")
-    assert len(answers) == 300
+    assert len(answers) == scaled(300)
     assert counts["checkpoints_made"] > 20
     assert counts["checkpoints_used"] > 20
     assert counts["checkpoints_evicted_unused"] > 0
     assert rig.num_preemptions() > preempted
-    assert_cold(rig, answers)
-
-
-def assert_cold(rig: Rig, answers: list[Answer]) -> None:
-    """Each distinct answer is that of a cold run: Transformers in float32, the own cold run in bfloat16."""
-    distinct = {(answer.prompt, answer.images and id(answer.images[0]), answer.token_ids): answer for answer in answers}
-    if rig.config.family == "qwen3.5":
-        print(assert_equals_own_cold_run(rig, list(distinct.values()), BF16_SELF_TOLERANCE))
-    else:
-        print(assert_exact(rig, list(distinct.values())))
+    assert_all_cold(rig, answers)
 
 
 @pytest.mark.parametrize("config", configs("main"))
