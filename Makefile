@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint check-upstream upstream-tests docker-steps settings-page bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-observe bench-warm-turn bench-table clean
+.PHONY: help venv demo test lint check-upstream upstream-tests docker-steps settings-page bench soak bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-load bench-observe bench-warm-turn bench-table clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,12 @@ docker-steps: $(STAMP)  ## do in a clean directory what docker/cpu.Dockerfile sa
 settings-page: $(STAMP)  ## write docs/settings.md from the settings model
 	@$(BIN)/python scripts/settings_page.py
 
+bench: $(STAMP)  ## all benchmarks in a short form: table, plot, JSON in .artifacts/bench (under 15 minutes)
+	@$(BIN)/python -m benchmarks.bench $(ARGS)
+
+soak: $(STAMP)  ## larger random tests on all families, 5 minutes of load, memory over 2,000 images (about 50 minutes)
+	@$(BIN)/python -m benchmarks.soak.run $(ARGS)
+
 bench-agents: $(STAMP)  ## agents and pipelines: tokens reused, runs of the vision tower, time (about 8 minutes)
 	@$(BIN)/python -m benchmarks.agents.run $(ARGS)
 
@@ -67,14 +73,18 @@ bench-features: $(STAMP)  ## images in rotation and after a restart, stock and p
 bench-identity: $(STAMP)  ## identity work per image, and conversations that name images by uuid alone
 	@$(BIN)/python -m benchmarks.identity.run $(ARGS)
 
+bench-load: $(STAMP)  ## 16 conversations with screenshots for 5 minutes, stock and plugin; ARGS="--seconds 30" for a look
+	@$(BIN)/python -m benchmarks.load.run $(ARGS)
+
 bench-observe: $(STAMP)  ## what recording costs a warm turn
 	@$(BIN)/python -m benchmarks.observe.run $(ARGS)
 
 bench-warm-turn: $(STAMP)  ## a warm turn about 20 images, stock and plugin (about 10 minutes)
 	@$(BIN)/python -m benchmarks.warm_turn.run $(ARGS)
 
-bench-table: $(STAMP)  ## write the README's table from the committed results
+bench-table: $(STAMP)  ## write the README's table and the plot from the committed results
 	@$(BIN)/python -m benchmarks.summary --write
+	@$(BIN)/python -m benchmarks.plot
 
 clean:  ## remove .venv, built models, logs and tool caches
 	rm -rf $(VENV) .artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

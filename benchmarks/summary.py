@@ -17,6 +17,7 @@ from benchmarks.sides import SIDES
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 BEGIN, END = "<!-- made by python -m benchmarks.summary -->\n", "<!-- end -->\n"
+LINKS = "[As a plot](docs/benchmarks.png). [How to repeat and read it](docs/benchmarks.md).\n"
 PROCESSES = ("api_server", "engine")
 
 Result = dict[str, Any]
@@ -317,7 +318,7 @@ def written(text: str) -> str:
     _, found, after = rest.partition(END)
     if not found:
         raise ValueError(f"{README.name} lacks the marks {BEGIN.strip()} and {END.strip()}")
-    return before + BEGIN + table(committed()) + END + after
+    return before + BEGIN + table(committed()) + LINKS + END + after
 
 
 def main() -> None:

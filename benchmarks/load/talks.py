@@ -21,7 +21,7 @@ from benchmarks.warm_turn.pictures import Kind, data_url, picture, variant
 
 # Noise of two levels: a PNG of about 0.6 MB, as screenshots are.
 SCREEN = Kind("image/png", (1280, 720), 2, {"format": "PNG", "compress_level": 6})
-NUM_SCREENS = 8  # drawn; every one that is sent is a variant of one of them
+NUM_SCREENS = 4  # drawn; every one that is sent is a variant of one of them
 TURNS = 12  # of a conversation
 IMAGES = TURNS // 2  # a screenshot comes with every other turn
 ANSWER_TOKENS = 16

@@ -121,6 +121,18 @@ def test_broken_bodies(body: bytes, at: int, request: dict[str, Any]) -> None:
         assert put_back(json.loads(lifted.body), lifted) == json.loads(broken)
 
 
+@pytest.mark.parametrize("byte", [b"\0", b"\n", b"\\u12", b"\xff"])
+def test_a_body_that_is_broken_where_it_was_cut_stays_as_it_is(byte: bytes) -> None:
+    """Found by `make soak`: a text that is no image was put back with its broken byte, and another was lifted."""
+    whole = json.dumps(chat(image("a"), {"type": "text", "text": url_of("b")})).encode()
+    assert lift(whole, WALKERS["/v1/chat/completions"]) is not None
+    at = whole.index(text_of("b").encode()) + 700
+    broken = whole[:at] + byte + whole[at:]
+    with pytest.raises(ValueError, match=r"Invalid|decode"):
+        json.loads(broken)
+    assert lift(broken, WALKERS["/v1/chat/completions"]) is None
+
+
 def chat(*parts: Any, **more: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": list(parts)}], **more}
 

@@ -47,6 +47,8 @@ def lift(body: bytes, walker: Walker) -> Lifted | None:
         payload = _read(view[start:end], tenant_key) if name in wanted else None
         if payload is not None:
             payloads[name] = payload
+        elif not _is_string(view[start:end]):
+            return None  # what was cut out made the body no JSON: it stays as it is, to be refused as it is
         texts.append(view[start:end] if payload is None else name.encode())
     if not payloads:
         return None
@@ -60,6 +62,15 @@ def _tenant_key(salt: object) -> bytes | None:
         return tenant.key_of(salt) if isinstance(salt, str) and settings.current().identity else None
     except UnicodeEncodeError:
         return None
+
+
+def _is_string(text: memoryview) -> bool:
+    """Whether JSON can have this between two quotes; a control character, for one, it can't."""
+    try:
+        json.loads(b'"%b"' % bytes(text))
+    except ValueError:
+        return False
+    return True
 
 
 def _read(text: memoryview, tenant_key: bytes | None) -> Payload | None:
