@@ -26,7 +26,7 @@ NUM_LINES = 15  # of the log of a benchmark that failed
 # By name of the benchmark. Starting an engine takes about ten seconds, and is most of the time.
 SHORT: dict[str, tuple[str, ...]] = {
     "block_keys": ("--rounds", "9"),
-    "gemma3_attention": ("--windows", "128", "--steps", "300", "--rounds", "5", "--repeats", "1"),
+    "gemma3_attention": ("--windows", "128", "--steps", "150", "--rounds", "5", "--repeats", "1"),
     "image_questions": ("--families", "gemma3", "--kinds", "workloads"),
     "cold_requests": ("--families", "gemma3", "--rounds", "3", "--repeats", "1", "--pairs", "2"),
     "agents": (

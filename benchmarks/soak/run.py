@@ -43,9 +43,9 @@ PARTS: dict[str, Part] = {
             *("tests/features/test_store.py", "tests/identity/test_layout.py", "tests/attention/test_spans.py"),
             *("tests/scheduler/test_spans.py", "tests/scheduler/checkpoints/test_positions.py"),
         ),
-        scale=30,
+        scale=15,
     ),
-    "random-load": Part(("tests/exactness/test_random.py",), scale=10),
+    "random-load": Part(("tests/exactness/test_random.py",), scale=5),
     "random-load-checkpoints": Part(
         ("tests/scheduler/checkpoints/test_checkpoints.py", "-k", "mixed_requests"), scale=3
     ),
