@@ -19,6 +19,7 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- made by python -m benchmarks.summary -->\n", "<!-- end -->\n"
 LINKS = "[As a plot](docs/benchmarks.png). [How to repeat and read it](docs/benchmarks.md).\n"
 PROCESSES = ("api_server", "engine")
+SETTLED_S = 120  # of load, before its growth of memory says anything: caches fill first
 
 Result = dict[str, Any]
 FAMILIES = {
@@ -263,7 +264,7 @@ def load(found: Result) -> list[Row]:
     rates = [side["requests_per_s"] for side in sides]
     times = [tuple(side["first_token_s"][of] for of in ("p50", "p99")) for side in sides]
     slopes = [[side["memory"][process]["slope_mib_per_minute"] for process in PROCESSES] for side in sides]
-    return [
+    rows = [
         Row(f"{what}: requests per second (failed)",
             *(f"{rate:.1f} ({side['failed']})" for rate, side in zip(rates, sides, strict=True)), command,
             (Point("time", f"{options['conversations']} conversations at once, time per request",
@@ -271,9 +272,11 @@ def load(found: Result) -> list[Row]:
         Row("the same: time to first token, p50 / p99", *(f"{ms(half)} / {ms(most)} ms" for half, most in times),
             command, tuple(Point("time", f"{options['conversations']} conversations at once, first token, {of}",
                                  times[0][i], times[1][i]) for i, of in enumerate(("p50", "p99")))),
-        Row("the same: growth of memory after the warm-up, API server / engine, MiB a minute",
-            *(" / ".join(f"{slope:.1f}" for slope in of) for of in slopes), command),
     ]  # fmt: skip
+    if options["seconds"] >= SETTLED_S:
+        what = "the same: growth of memory after the warm-up, API server / engine, MiB a minute"
+        rows.append(Row(what, *(" / ".join(f"{slope:.1f}" for slope in of) for of in slopes), command))
+    return rows
 
 
 PARTS: tuple[Callable[[Result], list[Row]], ...] = (

@@ -24,8 +24,8 @@ from vllm_mmcache.zoo import FAMILIES, ZooOptions, build_cached
 
 MAX_PIXELS = 512 * 512  # 256 tokens a screenshot, so that 16 conversations are more than two cores can't serve
 WARM_UP = 0.2  # of the time
-SMALL_CACHES = {"MMCACHE_FEATURE_RAM_BYTES": "64MiB", "VLLM_CPU_KVCACHE_SPACE": "1"}
-ARGS = ("--mm-processor-cache-gb", "0.25")
+SMALL_CACHES = {"MMCACHE_FEATURE_RAM_BYTES": "64MiB"}
+ARGS = ("--mm-processor-cache-gb", "0.25", "--num-gpu-blocks-override", "2048")  # twice what 16 conversations need
 NUM_ERRORS = 5  # kept in the result
 
 
