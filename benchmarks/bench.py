@@ -28,7 +28,7 @@ SHORT: dict[str, tuple[str, ...]] = {
     "block_keys": ("--rounds", "9"),
     "gemma3_attention": ("--windows", "128", "--steps", "150", "--rounds", "5", "--repeats", "1"),
     "image_questions": ("--families", "gemma3", "--kinds", "workloads"),
-    "cold_requests": ("--families", "gemma3", "--rounds", "3", "--repeats", "1", "--pairs", "2"),
+    "cold_requests": ("--families", "gemma3", "--rounds", "4", "--repeats", "2", "--pairs", "1"),
     "agents": (
         *("--families", "qwen3.5"),
         *("--workloads", "agent replay, 18 turns", "window of 5 screenshots, 15 turns"),

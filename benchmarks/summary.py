@@ -105,9 +105,10 @@ def gemma3_attention(found: Result) -> list[Row]:
     prefills = (Point("time", f"Gemma 3, prefill, {case}", one["stock_cpu_s"], one["mmcache_cpu_s"])
                 for case, one in cases.items())  # fmt: skip
     return [
-        Row(f"{what} / wrong answers of {num_answers}", f"{errors[0]:.1f} / {wrong[0]}", f"{errors[1]:.5f} / {wrong[1]}",
-            command, (Point("work", "Gemma 3, error of a log-probability", errors[0], errors[1]),
-                      Point("work", "Gemma 3, wrong answers", wrong[0], wrong[1]))),
+        Row(f"{what} / wrong answers of {num_answers}",
+            f"{errors[0]:.1f} / {wrong[0]}", f"{errors[1]:.5f} / {wrong[1]}", command,
+            (Point("work", "Gemma 3, error of a log-probability", errors[0], errors[1]),
+             Point("work", "Gemma 3, wrong answers", wrong[0], wrong[1]))),
         Row("the same: requests that hang / images split under random load on a tiny KV cache",
             *(f"{hung[i]:,} of {asked[i]:,} / {split[i]}" for i in range(2)), command,
             (Point("work", "Gemma 3, share of requests that hang", hung[0] / asked[0], hung[1] / asked[1]),
