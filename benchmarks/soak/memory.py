@@ -20,7 +20,7 @@ from benchmarks.warm_turn.pictures import Kind
 from benchmarks.warm_turn.side import memory
 from vllm_mmcache.zoo import FAMILIES, build_cached
 
-PICTURE = Kind("image/png", (448, 448), 2, {"format": "PNG"})
+PICTURE = Kind("image/png", (320, 320), 2, {"format": "PNG"})
 STEPS = 10
 
 
