@@ -53,7 +53,7 @@ settings-page: $(STAMP)  ## write docs/settings.md from the settings model
 bench: $(STAMP)  ## all benchmarks in a short form: table, plot, JSON in .artifacts/bench (under 15 minutes)
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
 
-soak: $(STAMP)  ## larger random tests on all families, 5 minutes of load, memory over 2,000 images (about 50 minutes)
+soak: $(STAMP)  ## larger random tests on all families, 5 minutes of load, memory over 2,000 images (most of an hour)
 	@$(BIN)/python -m benchmarks.soak.run $(ARGS)
 
 bench-agents: $(STAMP)  ## agents and pipelines: tokens reused, runs of the vision tower, time (about 8 minutes)

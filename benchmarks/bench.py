@@ -26,9 +26,9 @@ NUM_LINES = 15  # of the log of a benchmark that failed
 # By name of the benchmark. Starting an engine takes about ten seconds, and is most of the time.
 SHORT: dict[str, tuple[str, ...]] = {
     "block_keys": ("--rounds", "9"),
-    "gemma3_attention": ("--windows", "128", "--steps", "150", "--rounds", "5", "--repeats", "1"),
+    "gemma3_attention": ("--windows", "128", "--steps", "100", "--rounds", "5", "--repeats", "1"),
     "image_questions": ("--families", "gemma3", "--kinds", "workloads"),
-    "cold_requests": ("--families", "gemma3", "--rounds", "4", "--repeats", "2", "--pairs", "1"),
+    "cold_requests": ("--families", "gemma3", "--rounds", "5", "--repeats", "1", "--pairs", "1"),
     "agents": (
         *("--families", "qwen3.5"),
         *("--workloads", "agent replay, 18 turns", "window of 5 screenshots, 15 turns"),
@@ -38,7 +38,7 @@ SHORT: dict[str, tuple[str, ...]] = {
     "restart": ("--families", "qwen3-vl", "--tiers", "disk", "--repeats", "1"),
     "identity": ("--rounds", "500", "--turns", "20", "--swaps", "1"),
     "observe": ("--turns", "10", "--pairs", "60"),
-    "load": ("--seconds", "20"),
+    "load": ("--seconds", "15"),
 }
 
 
