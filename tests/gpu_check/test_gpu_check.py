@@ -131,7 +131,7 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
         row = worker.row_of("on", lambda: worker.assert_on(rig, "block_keys"))
     assert (row.state, "not replaced: block_keys.hasher" in row.reason) == ("failed", True)
     with monkeypatch.context() as patch:  # the tower runs again where nothing is kept
-        patch.setattr(rig.features.store.ram, "put", lambda *given: None)
+        patch.setattr(rig.features.store.ram, "save", lambda *given: None)
         row = worker.row_of("use", lambda: worker.use_features(rig))
     assert (row.state, "runs of the vision tower: [1, 1]" in row.reason) == ("failed", True), row
     assert not features_by_image(rig)
