@@ -17,9 +17,16 @@ MODELS = {
     "Qwen/Qwen2-VL-2B-Instruct": "qwen2-vl",
     "Qwen/Qwen2.5-VL-3B-Instruct": "qwen2.5-vl",
 }
-PICTURES = ("stop_sign.jpg", "cherry_blossom.jpg")
+PICTURES = {  # with their modes
+    "stop_sign.jpg": "RGB",
+    "cherry_blossom.jpg": "RGB",
+    "2560px-Gfp-wisconsin-madison-the-nature-boardwalk.jpg": "RGB",
+    "Grayscale_8bits_palette_sample_image.png": "P",
+    "1280px-Venn_diagram_rgb.svg.png": "RGBA",
+    "RGBA_comp.png": "RGBA",
+}
 VIDEO = "sample_demo_1.mp4"
-VIDEO_FRAMES = 48
+VIDEO_FRAMES, VIDEO_SIZE = 48, (336, 280)  # multiples of 28: Qwen2-VL, in the place of LLaVA, can leave it as it is
 
 
 def make_models(folder: Path) -> None:
@@ -80,9 +87,9 @@ def make_assets(folder: Path) -> None:
     videos = folder / "video-example-data"
     for one in (pictures, videos):
         one.mkdir(parents=True)
-    for name in PICTURES:
-        ellipses(name, (320, 240)).save(pictures / name)
-    writer = cv2.VideoWriter(str(videos / VIDEO), cv2.VideoWriter_fourcc(*"mp4v"), 24, (320, 240))
+    for name, mode in PICTURES.items():
+        ellipses(name, (320, 240)).convert(mode).save(pictures / name)
+    writer = cv2.VideoWriter(str(videos / VIDEO), cv2.VideoWriter_fourcc(*"mp4v"), 24, VIDEO_SIZE)
     for number in range(VIDEO_FRAMES):
-        writer.write(np.asarray(ellipses(f"frame {number}", (320, 240)))[:, :, ::-1])
+        writer.write(np.asarray(ellipses(f"frame {number}", VIDEO_SIZE))[:, :, ::-1])
     writer.release()

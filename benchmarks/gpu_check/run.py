@@ -28,7 +28,6 @@ EVERY_PLATFORM = {
     "more than one GPU": "every engine here has one",
 }
 CPU = {"compiled": "--platform cpu runs eagerly"}
-CUDA_PRECISION = "bfloat16"  # what servers run in; float32 has other kernels there
 
 
 def main() -> int:
@@ -61,9 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="all rooms together alone, few scenarios, no benchmarks")
     parser.add_argument("--results", type=Path, help="this file instead of results/<machine>.json")
     parser.add_argument("--record", action="store_true", help="put the rooms that are proven into the plugin's table")
-    options = parser.parse_args()
-    options.precision = options.precision or (CUDA_PRECISION if options.platform == "cuda" else None)
-    return options
+    return parser.parse_args()
 
 
 def check(found: here.Found, options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_check import found, items, results, run
+from benchmarks.gpu_check import benches, found, items, results, run
 from tests.exactness.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache import settings
 from vllm_mmcache.upstream import proven
@@ -132,7 +132,7 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
         row = worker.row_of("on", lambda: worker.assert_on(rig, "block_keys"))
     assert (row.state, "not replaced: block_keys.hasher" in row.reason) == ("failed", True)
     with monkeypatch.context() as patch:  # the tower runs again where nothing is kept
-        patch.setattr(rig.features.store.ram, "put", lambda *given: None)
+        patch.setattr(rig.features.store.ram, "save", lambda *given: None)
         row = worker.row_of("use", lambda: worker.use_features(rig))
     assert (row.state, "runs of the vision tower: [1, 1]" in row.reason) == ("failed", True), row
     assert not features_by_image(rig)
@@ -201,6 +201,26 @@ def test_recording_switches_rooms_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     result["items"]["gemma3, all rooms, V1, eager"] = dict(FAILED)
     assert results.record(result, path) == []
     assert proven.platforms(proven.rows()) == before
+
+
+def test_the_benchmarks_table_is_the_readmes() -> None:
+    """Made from the same results, its rows are those of the README; what failed has none."""
+    names = ("block_keys", "gallery", "agents")
+    measured: dict[str, Any] = {
+        name: {"result": json.loads((found.REPO / "benchmarks" / name / "results" / f"{name}.json").read_text())}
+        for name in names
+    }
+    rows = benches.table(measured | {"image_questions": dict(FAILED)})[2:]
+    readme = (found.REPO / "README.md").read_text().splitlines()
+    assert rows == [row for row in readme if row in rows]
+    assert {row.rpartition("`make ")[2] for row in rows} == {
+        "bench-block-keys` |",
+        "bench-features` |",
+        "bench-agents` |",
+    }
+    assert not set(benches.SHORT) & set(benches.LEFT_OUT)
+    known = {path.parent.name for path in (found.REPO / "benchmarks").glob("*/run.py")} - {"gpu_check"}
+    assert known == set(benches.SHORT) | set(benches.LEFT_OUT), "a benchmark is run here, or says why not"
 
 
 @pytest.mark.parametrize("row", proven.rows(), ids=lambda row: row["evidence"])
