@@ -61,8 +61,8 @@ def test_names_what_it_sees(pool: EnginePool) -> None:
 def pairs(name: str) -> list[tuple[Conversation, Conversation]]:
     """An earlier question about a picture A, and a later one about A and a new picture B.
 
-    In half of them B comes in the next turn, else beside A in the same. The long system prompt comes first: with it,
-    A ends at token 69, so its first blocks of 32 tokens are full without B.
+    In half of them B comes in the next turn, else beside A in the same. After the long system prompt A is at tokens 56
+    to 65, so all but the last of its tokens are in blocks of 32 that are full before B.
     """
     made = []
     for number in range(NUM_PAIRS):
