@@ -156,8 +156,8 @@ def converse(random: np.random.Generator, plan: Sequence[str], system: str | Non
     return Conversation(tuple(turns), system)
 
 
-def random_plan(random: np.random.Generator, num_turns: int) -> list[str]:
-    """Kinds of turns that fit one another, with at most MAX_PICTURES pictures; one in eight begins with small talk."""
+def random_plan(random: np.random.Generator, num_turns: int, max_pictures: int = MAX_PICTURES) -> list[str]:
+    """Kinds of turns that fit one another and have so many pictures; one in eight begins with small talk."""
     plan: list[str] = []
     num_pictures = 0
     if num_turns > 1 and random.random() < 0.125:
@@ -166,7 +166,7 @@ def random_plan(random: np.random.Generator, num_turns: int) -> list[str]:
         fits = [
             kind
             for kind, (num_new, num_needed, _) in KINDS.items()
-            if kind != "talk" and num_needed <= num_pictures + num_new <= MAX_PICTURES
+            if kind != "talk" and num_needed <= num_pictures + num_new <= max_pictures
         ]
         kind = fits[random.integers(len(fits))]
         plan.append(kind)
@@ -193,6 +193,12 @@ def all_text() -> Iterator[str]:
 
 
 def held_out(number: int) -> Conversation:
-    """Conversation `number` of those that training never sees: one to four turns."""
+    """Conversation `number` of those that training never sees: one to four turns about one or two pictures."""
     random = stream("held out", number)
-    return converse(random, random_plan(random, 1 + number % 4), random_system(random))
+    return converse(random, random_plan(random, 1 + number % 4, max_pictures=2), random_system(random))
+
+
+def long_held_out(number: int) -> Conversation:
+    """The same, up to the longest that it was trained on: 5 to 12 turns about up to six pictures."""
+    random = stream("long held out", number)
+    return converse(random, random_plan(random, 5 + number % (MAX_TURNS - 4)), random_system(random))
