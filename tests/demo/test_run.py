@@ -17,7 +17,7 @@ from rich.console import Console
 
 from vllm_mmcache.demo import server
 from vllm_mmcache.demo.conversation import Answer, Message, Turn, photographs, script, unseen, user_message
-from vllm_mmcache.demo.run import Row, compare, exit_status, hold_plugin, hold_stock, table
+from vllm_mmcache.demo.run import Row, compare, dialogue, exit_status, hold_plugin, hold_stock, table
 from vllm_mmcache.errors import EnvironmentProblem
 
 COLD = Answer("abc", ("token_id:1", "token_id:2"), (-0.5, -1.5), 0.1, 100, 0)
@@ -57,6 +57,23 @@ def test_a_differing_answer_is_seen(wrong: Answer, said: str) -> None:
         assert "NO" in shown
 
 
+def test_wrong_words_are_seen() -> None:
+    """Also where they are those of the cold run: the model was trained to know better."""
+    turn = Turn("What is in the picture?", (), "red circle")
+    right = replace(COLD, text="red circle")
+    wrong = replace(COLD, text="blue star")
+    assert exit_status([Row(turn, [], right, right, right)]) == 0
+    for row, who in ((Row(turn, [], right, right, wrong), "mmcache"), (Row(turn, [], wrong, right, right), "stock")):
+        assert row.differences() == []
+        assert row.wrong_words() == [who]
+        assert exit_status([Row(turn, [], right, right, right), row]) == 1
+    assert make_row(wrong, wrong).wrong_words() == [], "nobody knows what is right for a model with random weights"
+    console = Console(width=80, file=io.StringIO())
+    console.print(dialogue([Row(turn, [], right, right, right), Row(turn, [], right, right, wrong)]))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [("yes" in line, "NO" in line) for line in lines if "What is" in line] == [(True, False), (False, True)]
+
+
 def test_nothing_compared_is_no_success() -> None:
     empty = replace(COLD, tokens=(), logprobs=())
     assert compare(empty, empty) is not None
@@ -81,7 +98,7 @@ class FakeClient:
 
 def test_stock_and_plugin_get_the_same_prompts_and_cold_runs_come_last() -> None:
     stock, plugin = FakeClient(), FakeClient()
-    turns = script(3)
+    turns = script("qwen3-vl")[:3]
     rows = hold_stock(stock, turns, lambda rows: None)  # type: ignore[arg-type]
     hold_plugin(plugin, rows, lambda rows: None)  # type: ignore[arg-type]
     assert [kind for kind, _ in stock.asked] == ["warm"] * 3 + ["cold"] * 3
@@ -90,15 +107,35 @@ def test_stock_and_plugin_get_the_same_prompts_and_cold_runs_come_last() -> None
     assert [message["role"] for message in plugin.asked[2][1]] == ["user", "assistant"] * 2 + ["user"]
 
 
-def test_photographs_join_on_turns_1_3_6_9_and_are_unseen_in_a_cold_run() -> None:
-    turns = script(12)
-    assert [number for number, turn in enumerate(turns, 1) if turn.photographs] == [1, 3, 6, 9]
-    names = [photograph.name for turn in turns for photograph in turn.photographs]
-    assert names == [photograph.name for photograph in photographs()]
+@pytest.mark.parametrize("family", ["qwen3-vl", "seeing"])
+def test_pictures_join_on_turns_1_3_6_9_and_are_unseen_in_a_cold_run(family: str) -> None:
+    turns = script(family)
+    assert len(turns) == 12
+    assert [number for number, turn in enumerate(turns, 1) if turn.pictures] == [1, 3, 6, 9]
+    names = [picture.name for turn in turns for picture in turn.pictures]
+    if family == "qwen3-vl":
+        assert names == [photograph.name for photograph in photographs()]
+    assert len({picture.data_url for turn in turns for picture in turn.pictures}) == 5
     message = user_message(turns[0])
     ids = [part.get("uuid") for _ in range(2) for part in unseen([message])[0]["content"] if "image_url" in part]
     assert len(set(ids)) == 2
     assert "uuid" not in message["content"][0]
+
+
+def test_shapes_are_asked_for_in_words_that_were_trained() -> None:
+    from vllm_mmcache.demo.conversation import SHAPES_SCRIPT
+    from vllm_mmcache.zoo.seeing.prompts import KINDS
+
+    turns = script("seeing")
+    for turn, (kind, question, names) in zip(turns, SHAPES_SCRIPT, strict=True):
+        num_new, _, wordings = KINDS[kind]
+        assert question in wordings
+        assert len(names) == num_new
+        assert tuple(picture.name for picture in turn.pictures) == names
+    assert [turns[i].right for i in (0, 1, 2, 5, 8)] == [
+        "red circle", "red", "red circle, blue star: different", "green ring, green ring: same",
+        "red circle, red circle: same",
+    ]  # fmt: skip
 
 
 def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:

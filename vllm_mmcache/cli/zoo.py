@@ -15,9 +15,9 @@ zoo_app = typer.Typer(help="Tiny seeded models of the real architectures.", no_a
 @zoo_app.command("ls")
 def ls() -> None:
     """List the families that can be built."""
-    from vllm_mmcache.zoo import FAMILIES
+    from vllm_mmcache.zoo import FAMILIES, TRAINED
 
-    for name in sorted(FAMILIES):
+    for name in sorted(FAMILIES + TRAINED):
         print(name)
 
 
@@ -25,7 +25,7 @@ def ls() -> None:
 def build(
     family: Annotated[str, typer.Argument(help="one of `mmcache zoo ls`")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="made if missing; its files are overwritten")],
-    seed: Annotated[int, typer.Option(help="seed of the random weights")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the random weights; seeing has none")] = 0,
 ) -> None:
     """Build one tiny model into DIR."""
     from vllm_mmcache import zoo

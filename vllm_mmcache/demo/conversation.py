@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's conversation: photographs that join on some turns, and one streamed request with its measurements.
+"""The demo's conversation: pictures that join on some turns, and one streamed request with its measurements.
 
 Runs in the client process; talks to a server through the `openai` client. Answers are compared as token ids
 and log-probabilities, not as text: two different tokens can print alike.
@@ -14,12 +14,13 @@ from typing import Any, cast
 
 ANSWER_TOKENS = 16
 IMAGE_SIZE = (640, 480)
+SHAPE_SIZE_PIXELS = 640  # width and height as sent; the processor makes 96x96 of it
 
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Photograph:
+class Picture:
     """A picture as a client sends it."""
 
     name: str
@@ -28,10 +29,11 @@ class Photograph:
 
 @dataclass(frozen=True)
 class Turn:
-    """One question, and the photographs that come with it."""
+    """One question, and the pictures that come with it; the right answer, where the model was trained to know it."""
 
     question: str
-    photographs: tuple[Photograph, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    right: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,24 @@ class Answer:
     num_cached_tokens: int
 
 
+# (kind in zoo/seeing/prompts.py, question, what is in the pictures that join)
+SHAPES_SCRIPT = (
+    ("name", "What is in the picture?", ("red circle",)),
+    ("colour", "Which colour is it?", ()),
+    ("with_last", "Compare it with the picture before.", ("blue star",)),
+    ("shape", "Which shape is it?", ()),
+    ("first", "What is in the first picture?", ()),
+    ("both", "Compare these two.", ("green ring", "green ring")),
+    ("last_two", "Are the last two pictures the same?", ()),
+    ("colour", "What colour is the last one?", ()),
+    ("with_first", "Is it the same as the first one?", ("red circle",)),
+    ("last", "What is in the last picture?", ()),
+    ("last_two", "Compare the last two pictures.", ()),
+    ("first", "What was the first thing?", ()),
+)
+
 # (question, how many photographs join)
-SCRIPT = (
+PHOTOGRAPHS_SCRIPT = (
     ("What is in this photograph?", 1),
     ("Which colours do you see?", 0),
     ("Compare it with this one.", 1),
@@ -63,7 +81,16 @@ SCRIPT = (
 )
 
 
-def photographs() -> list[Photograph]:
+def encoded(image: Any, name: str, index: int) -> Picture:
+    """A PIL image as a client sends it: JPEG where the index is even, else PNG."""
+    picture_format = ("JPEG", "PNG")[index % 2]
+    out = io.BytesIO()
+    image.save(out, picture_format, quality=90)
+    in_base64 = base64.b64encode(out.getvalue()).decode()
+    return Picture(name, f"data:image/{picture_format.lower()};base64,{in_base64}")
+
+
+def photographs() -> list[Picture]:
     """Five real photographs that ship in the wheels of scikit-image and scikit-learn, as JPEG and PNG."""
     import skimage.data
     from PIL import Image
@@ -76,36 +103,55 @@ def photographs() -> list[Photograph]:
         "cat": skimage.data.chelsea(),
         "flower": load_sample_image("flower.jpg"),
     }
-    made = []
-    for index, (name, pixels) in enumerate(arrays.items()):
-        picture_format = ("JPEG", "PNG")[index % 2]
-        out = io.BytesIO()
-        Image.fromarray(pixels).convert("RGB").resize(IMAGE_SIZE).save(out, picture_format, quality=90)
-        encoded = base64.b64encode(out.getvalue()).decode()
-        made.append(Photograph(name, f"data:image/{picture_format.lower()};base64,{encoded}"))
-    return made
+    return [
+        encoded(Image.fromarray(pixels).convert("RGB").resize(IMAGE_SIZE), name, index)
+        for index, (name, pixels) in enumerate(arrays.items())
+    ]
 
 
-def script(num_turns: int) -> list[Turn]:
-    """The first `num_turns` turns of the conversation."""
+def photograph_turns() -> list[Turn]:
+    """About real photographs, for models with random weights: what they answer is nonsense."""
     left = photographs()
     turns = []
-    for question, num_photographs in SCRIPT[:num_turns]:
+    for question, num_photographs in PHOTOGRAPHS_SCRIPT:
         turns.append(Turn(question, tuple(left[:num_photographs])))
         left = left[num_photographs:]
     return turns
 
 
+def shape_turns() -> list[Turn]:
+    """About coloured shapes, for the zoo's model that sees; each picture is new, also where the thing is the same."""
+    from vllm_mmcache.zoo.seeing.pictures import Thing, draw, stream
+    from vllm_mmcache.zoo.seeing.prompts import right_answer
+
+    shown: list[Thing] = []
+    turns = []
+    for kind, question, names in SHAPES_SCRIPT:
+        pictures = []
+        for name in names:
+            thing = Thing(*name.split())
+            image = draw(stream("demo", len(shown)), thing, SHAPE_SIZE_PIXELS)
+            pictures.append(encoded(image, name, len(shown)))
+            shown.append(thing)
+        turns.append(Turn(question, tuple(pictures), right_answer(kind, shown)))
+    return turns
+
+
+def script(family: str) -> list[Turn]:
+    """The twelve turns of the conversation with a model of this family."""
+    return shape_turns() if family == "seeing" else photograph_turns()
+
+
 def user_message(turn: Turn) -> Message:
-    """The turn as the chat API wants it: photographs first, then the question."""
+    """The turn as the chat API wants it: pictures first, then the question."""
     content: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": photograph.data_url}} for photograph in turn.photographs
+        {"type": "image_url", "image_url": {"url": picture.data_url}} for picture in turn.pictures
     ]
     return {"role": "user", "content": [*content, {"type": "text", "text": turn.question}]}
 
 
 def unseen(messages: list[Message]) -> list[Message]:
-    """The same messages, each photograph under a fresh random id, so that no earlier work on it is found."""
+    """The same messages, each picture under a fresh random id, so that no earlier work on it is found."""
     fresh = []
     for message in messages:
         if isinstance(message["content"], list):
@@ -119,17 +165,23 @@ def unseen(messages: list[Message]) -> list[Message]:
 
 
 class Client:
-    """Asks one server. `ask` reuses what the server has; `ask_cold` lets it reuse nothing."""
+    """Asks one server. `ask` reuses what the server has; `ask_cold` lets it reuse nothing.
 
-    def __init__(self, url: str) -> None:
+    to_the_end: answers end where the model ends them; without, all have ANSWER_TOKENS tokens, since what a random
+    model ends says nothing.
+    """
+
+    def __init__(self, url: str, to_the_end: bool = False) -> None:
         import openai
+
+        self._to_the_end = to_the_end
 
         self._api = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
         self._model = self._api.models.list().data[0].id
 
     def ask(self, messages: list[Message], salt: str | None = None) -> Answer:
         """One streamed request, greedy.  Raises: openai.APIError when the server refuses it."""
-        extra: dict[str, Any] = {"ignore_eos": True, "return_tokens_as_token_ids": True}
+        extra: dict[str, Any] = {"ignore_eos": not self._to_the_end, "return_tokens_as_token_ids": True}
         if salt is not None:
             extra["cache_salt"] = salt
         text: list[str] = []
@@ -175,8 +227,6 @@ class Client:
         """Let the server do everything once, with a picture that the conversation doesn't have."""
         from PIL import Image
 
-        out = io.BytesIO()
-        Image.linear_gradient("L").convert("RGB").resize(IMAGE_SIZE).save(out, "PNG")
-        url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+        gradient = encoded(Image.linear_gradient("L").convert("RGB").resize(IMAGE_SIZE), "gradient", 1)
         for _ in range(2):
-            self.ask([user_message(Turn("Hello?", (Photograph("gradient", url),)))])
+            self.ask([user_message(Turn("Hello?", (gradient,)))])

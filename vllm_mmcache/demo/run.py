@@ -5,7 +5,7 @@ Runs in the process of the command line. Stock's answers are the assistant's tex
 both, so that all prompts are the same. When stock's conversation is over, each prompt is sent cold to the
 same server (not in between: cold images would push the conversation's out of stock's encoder cache), and both
 answers are held against that. A differing answer is never smoothed over: it is shown, and the exit status is
-1.
+1. So it is with a wrong word, where the model was trained to find the right ones.
 """
 
 import signal
@@ -40,6 +40,11 @@ class Row:
                 found.append(f"{name}: {difference}")
         return found
 
+    def wrong_words(self) -> list[str]:
+        """Who did not say what is in the pictures; empty where no answer is right or wrong."""
+        answers = (("stock", self.stock), ("mmcache", self.plugin))
+        return [name for name, given in answers if self.turn.right and given and given.text != self.turn.right]
+
 
 def compare(cold: Answer, other: Answer) -> str | None:
     """Why `other` is not the cold run's answer, or None when it is (tokens equal, log-probabilities within 1e-3)."""
@@ -60,9 +65,9 @@ def compare(cold: Answer, other: Answer) -> str | None:
 
 
 def exit_status(rows: list[Row]) -> int:
-    """0 when every answer was given and equals the cold run, else 1."""
+    """0 when every answer was given, equals the cold run and has the right words, else 1."""
     complete = bool(rows) and all(row.cold and row.plugin for row in rows)
-    return 0 if complete and not any(row.differences() for row in rows) else 1
+    return 0 if complete and not any(row.differences() or row.wrong_words() for row in rows) else 1
 
 
 def hold_stock(client: Client, turns: list[Turn], shown: Callable[[list[Row]], None]) -> list[Row]:
@@ -102,8 +107,8 @@ def table(rows: list[Row]) -> Any:
     made.add_column("equals\ncold", no_wrap=True)
     images = 0
     for number, row in enumerate(rows, 1):
-        images += len(row.turn.photographs)
-        joined = f" (+{len(row.turn.photographs)})" if row.turn.photographs else ""
+        images += len(row.turn.pictures)
+        joined = f" (+{len(row.turn.pictures)})" if row.turn.pictures else ""
         cells = [str(number), f"{images}{joined}", str(row.stock.num_prompt_tokens), str(row.stock.num_cached_tokens)]
         plugin = row.plugin
         cells.append("" if plugin is None else str(plugin.num_cached_tokens))
@@ -113,6 +118,23 @@ def table(rows: list[Row]) -> Any:
         equal = "[green]yes[/]" if row.cold else ""
         cells.append("[bold red]NO[/]" if row.differences() else equal)
         made.add_row(*cells)
+    return made
+
+
+def dialogue(rows: list[Row]) -> Any:
+    """What was said with the plugin, as a rich table."""
+    from rich.table import Table
+
+    made = Table(title="what was said", title_style="bold", show_edge=False, pad_edge=False)
+    made.add_column("turn", justify="right", no_wrap=True)
+    made.add_column("question")
+    made.add_column("answer, with mmcache")
+    made.add_column("right", no_wrap=True)
+    for number, row in enumerate(rows, 1):
+        answer = row.plugin.text if row.plugin else ""
+        made.add_row(
+            str(number), row.turn.question, answer, "[bold red]NO[/]" if row.wrong_words() else "[green]yes[/]"
+        )
     return made
 
 
@@ -133,7 +155,7 @@ def run(directory: Path, family: str, num_turns: int) -> int:
     start = time.monotonic()
     with console.status(f"making the tiny model {family}"):
         model = build_cached(family, directory / "zoo")
-        turns = script(num_turns)
+        turns = script(family)[:num_turns]
     console.print(f"model {model}; server logs in {directory / 'demo'}")
 
     rows: list[Row] = []
@@ -145,7 +167,7 @@ def run(directory: Path, family: str, num_turns: int) -> int:
             serve(model, log_path=log_path, env=switch) as server,
         ):
             try:
-                client = Client(server.url)
+                client = Client(server.url, to_the_end=family == "seeing")
                 client.warm_up()
                 status.stop()
                 console.print(f"{name} server ready after {time.monotonic() - started:.0f} s")
@@ -158,6 +180,8 @@ def run(directory: Path, family: str, num_turns: int) -> int:
             except openai.OpenAIError as error:
                 raise failure(server, f"the {name} server failed a request: {error}") from error
     console.print(table(rows))
+    if any(row.turn.right for row in rows):
+        console.print(dialogue(rows))
     summary(console, rows, time.monotonic() - start)
     return exit_status(rows)
 
@@ -198,6 +222,9 @@ def summary(console: Any, rows: list[Row], seconds: float) -> None:
         console.print(f"[bold red]answers differ from the cold run in turns {', '.join(map(str, bad))}[/]")
     else:
         console.print(f"[green]all {2 * len(rows)} answers equal the cold run, token by token[/]")
+    for number, row in enumerate(rows, 1):
+        if wrong := row.wrong_words():
+            console.print(f"[bold red]turn {number}: wrong words from {', '.join(wrong)}; right: {row.turn.right}[/]")
 
 
 def check_tools() -> None:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny seeded models of the real architectures, for tests, benchmarks and the demo.
+"""Tiny models of the real architectures, for tests, benchmarks and the demo.
 
 Each has the real configuration classes, processor, special tokens and a chat template of the family's
 behaviour, with random weights of 4 to 5 million parameters, so Transformers is a full oracle for it and no
-download is needed. The text they write is nonsense, but it depends on every picture in the prompt.
+download is needed. The text they write is nonsense, but it depends on every picture in the prompt. One more, `seeing`,
+was trained and comes with its weights: it names what is in pictures of coloured shapes.
 Importing this package loads neither torch nor Transformers; building a model does.
 """
 
 from vllm_mmcache.zoo.build import FORMAT_VERSION, build, build_cached
 from vllm_mmcache.zoo.configs import ZooOptions
-from vllm_mmcache.zoo.families import FAMILIES
+from vllm_mmcache.zoo.families import FAMILIES, TRAINED
 
-__all__ = ["FAMILIES", "FORMAT_VERSION", "ZooOptions", "build", "build_cached"]
+__all__ = ["FAMILIES", "FORMAT_VERSION", "TRAINED", "ZooOptions", "build", "build_cached"]

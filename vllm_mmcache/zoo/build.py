@@ -27,8 +27,13 @@ _MARK = "zoo.json"
 
 def _family(name: str) -> Family:
     if name not in BY_NAME:
-        raise ZooError(f"unknown model family {name!r}; the zoo has {', '.join(FAMILIES)}: choose one of these")
+        raise ZooError(f"unknown model family {name!r}; the zoo has {', '.join(BY_NAME)}: choose one of these")
     return BY_NAME[name]
+
+
+def _trained_files(spec: Family) -> Path:
+    assert spec.trained is not None
+    return Path(__file__).parent / spec.trained
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -43,6 +48,11 @@ def build(family: str, directory: Path, seed: int = 0, options: ZooOptions | Non
     """
     spec = _family(family)
     options = options or ZooOptions()
+    if spec.trained and (seed, options) != (0, ZooOptions()):
+        raise ZooError(
+            f"{family} has trained weights: seed {seed} and {options} don't apply to them; leave both out, "
+            f"or take one of {', '.join(FAMILIES)}"
+        )
     directory = Path(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -57,11 +67,35 @@ def build(family: str, directory: Path, seed: int = 0, options: ZooOptions | Non
 
 
 def _write_model(spec: Family, directory: Path, seed: int, options: ZooOptions) -> None:
-    from vllm_mmcache.zoo.tokenizer import tokenizer_json
-    from vllm_mmcache.zoo.weights import write_weights
+    if spec.trained:
+        from vllm_mmcache.zoo.weights import copy_weights
 
-    text, ids, mute = tokenizer_json(spec)
-    (directory / "tokenizer.json").write_text(text, encoding="utf-8")
+        source = _trained_files(spec)
+        text = (source / "tokenizer.json").read_text(encoding="utf-8")
+        write_all_but_weights(spec, directory, options, text, token_ids(text))
+        num_parameters = copy_weights(source / "model.safetensors", directory)
+    else:
+        from vllm_mmcache.zoo.tokenizer import tokenizer_json
+        from vllm_mmcache.zoo.weights import write_weights
+
+        text, ids, mute = tokenizer_json(spec)
+        write_all_but_weights(spec, directory, options, text, ids)
+        num_parameters = write_weights(spec, directory, seed, mute)
+    mark = {"format": FORMAT_VERSION, "family": spec.name, "seed": seed, "num_parameters": num_parameters}
+    _write_json(directory / _MARK, mark | {"options": asdict(options)})
+
+
+def token_ids(tokenizer_json: str) -> dict[str, int]:
+    """The ids of all tokens of a tokenizer.json."""
+    content = json.loads(tokenizer_json)
+    return dict(content["model"]["vocab"]) | {token["content"]: token["id"] for token in content["added_tokens"]}
+
+
+def write_all_but_weights(
+    spec: Family, directory: Path, options: ZooOptions, tokenizer_json: str, ids: dict[str, int]
+) -> None:
+    """Write tokenizer, chat template, configurations and processor files."""
+    (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     _write_json(directory / "tokenizer_config.json", spec.tokenizer | {"model_max_length": 16384})
     template = Path(__file__).parent / "templates" / spec.template
     (directory / "chat_template.jinja").write_text(template.read_text(encoding="utf-8"), encoding="utf-8")
@@ -79,9 +113,6 @@ def _write_model(spec: Family, directory: Path, seed: int, options: ZooOptions) 
     _write_json(directory / "generation_config.json", generation)
     for name, content in spec.processor_files(options).items():
         _write_json(directory / name, content)
-    num_parameters = write_weights(spec, directory, seed, mute)
-    mark = {"format": FORMAT_VERSION, "family": spec.name, "seed": seed, "num_parameters": num_parameters}
-    _write_json(directory / _MARK, mark | {"options": asdict(options)})
 
 
 def build_cached(family: str, root: Path, seed: int = 0, options: ZooOptions | None = None) -> Path:
@@ -90,9 +121,11 @@ def build_cached(family: str, root: Path, seed: int = 0, options: ZooOptions | N
     Safe with several processes: whoever finishes first is kept.
     Raises: ZooError for an unknown family or a root that can't be written.
     """
-    _family(family)
+    spec = _family(family)
     options = options or ZooOptions()
     name = f"{family}-seed{seed}-format{FORMAT_VERSION}"
+    if spec.trained:  # trained anew, it is another model
+        name += "-" + hashlib.sha256((_trained_files(spec) / "model.safetensors").read_bytes()).hexdigest()[:8]
     if options != ZooOptions():
         name += "-" + hashlib.sha256(json.dumps(asdict(options), sort_keys=True).encode()).hexdigest()[:8]
     final = Path(root) / name

@@ -22,6 +22,7 @@ from vllm_mmcache.zoo.configs import (
     qwen3_5,
     qwen3_vl,
     qwen_processor,
+    seeing,
 )
 
 
@@ -54,6 +55,7 @@ class Family:
     dtype: str = "float32"
     bos: str | None = None
     eos: str = "<|im_end|>"
+    trained: str | None = None  # folder under zoo/ with the tokenizer and weights; None: both are made from the seed
 
 
 QWEN2_VL_SPECIALS = (
@@ -123,5 +125,18 @@ _ALL = (
     ),
 )  # fmt: skip
 
-BY_NAME: dict[str, Family] = {family.name: family for family in _ALL}
-FAMILIES: tuple[str, ...] = tuple(BY_NAME)
+# Every square picture becomes 96x96 pixels, the size it was trained on: 9 tokens.
+_SEEING_PIXELS = ZooOptions(max_pixels=96 * 96)
+_SEEING_PROCESSOR = qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16, HALF, HALF, 96 * 96)
+
+_TRAINED = (
+    Family(
+        "seeing", QWEN2_VL_SPECIALS, QWEN_TOOLS + QWEN_THINK,
+        _qwen_tokenizer("Qwen2Tokenizer", "Qwen3VLProcessor"), "qwen3_vl.jinja", seeing,
+        lambda options: _SEEING_PROCESSOR(_SEEING_PIXELS), (), trained="seeing",
+    ),
+)  # fmt: skip
+
+BY_NAME: dict[str, Family] = {family.name: family for family in (*_ALL, *_TRAINED)}
+FAMILIES: tuple[str, ...] = tuple(family.name for family in _ALL)  # random weights: one for each architecture
+TRAINED: tuple[str, ...] = tuple(family.name for family in _TRAINED)

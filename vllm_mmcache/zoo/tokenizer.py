@@ -8,7 +8,7 @@ tokenizer comes out everywhere. Every byte is in the alphabet: any text can be e
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from vllm_mmcache.zoo.families import Family
 
@@ -60,8 +60,12 @@ def training_text() -> Iterator[str]:
             yield f"user\n{_ASKS[(i // 4) % len(_ASKS)]}\nassistant\nThis is a picture of a {look} {other}.\n"
 
 
-def tokenizer_json(family: Family) -> tuple[str, dict[str, int], list[int]]:
+def tokenizer_json(
+    family: Family, text: Iterable[str] | None = None, num_tokens: int = MERGED_VOCAB_TOKENS
+) -> tuple[str, dict[str, int], list[int]]:
     """The text of tokenizer.json, the ids of all tokens, and the ids that the model must never prefer.
+
+    text: what to learn words from, in place of `training_text`; num_tokens: bytes and words together, at most.
 
     The last are special tokens and bytes outside printable ASCII. Drawn at random, the model would write image
     placeholders and broken UTF-8, which changes when a client sends it back on the next turn.
@@ -81,9 +85,9 @@ def tokenizer_json(family: Family) -> tuple[str, dict[str, int], list[int]]:
     # Gemma's special tokens have the lowest ids (<pad> 0, <eos> 1, <bos> 2), Qwen's follow the vocabulary.
     first = list(family.specials) if family.bos else []
     trainer = BpeTrainer(
-        vocab_size=MERGED_VOCAB_TOKENS, special_tokens=first, initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=num_tokens, special_tokens=first, initial_alphabet=sorted(alphabet), show_progress=False
     )
-    tokenizer.train_from_iterator(training_text(), trainer)
+    tokenizer.train_from_iterator(training_text() if text is None else text, trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in family.specials])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in family.plain_added])
     if family.bos:
@@ -98,5 +102,5 @@ def tokenizer_json(family: Family) -> tuple[str, dict[str, int], list[int]]:
     mute = [i for token, i in ids.items() if not set(token) <= readable]
     mute += [ids[token] for token in family.specials + family.plain_added]
     # Sorted keys: the vocabulary is a hash map in the tokenizers library, written in arbitrary order.
-    text = json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=1, sort_keys=True)
-    return text + "\n", ids, sorted(set(mute))
+    written = json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=1, sort_keys=True)
+    return written + "\n", ids, sorted(set(mute))

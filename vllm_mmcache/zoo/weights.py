@@ -89,3 +89,13 @@ def write_weights(family: Family, directory: Path, seed: int, mute: list[int]) -
     content = save(dict(sorted(tensors.items())), metadata={"format": "pt"})
     (directory / "model.safetensors").write_bytes(content)
     return sum(t.numel() for t in tensors.values())
+
+
+def copy_weights(source: Path, directory: Path) -> int:
+    """Copy trained weights to model.safetensors; returns the number of parameters."""
+    from safetensors.numpy import load
+
+    content = source.read_bytes()
+    num_parameters = sum(int(values.size) for values in load(content).values())
+    (directory / "model.safetensors").write_bytes(content)
+    return num_parameters
