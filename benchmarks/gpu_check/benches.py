@@ -30,6 +30,7 @@ LEFT_OUT: dict[str, str] = {
     "identity": _API,
     "observe": _API,
     "load": "its server is one of the CPU",
+    "soak": "large random tests and memory, on the CPU engine",
     "gemma3_attention": "measures the plugin's attention for vLLM's CPU backend; other platforms keep vLLM's own",
     "restart": "measures disk and Redis; what depends on the platform is in gallery",
 }

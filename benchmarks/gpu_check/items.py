@@ -129,17 +129,29 @@ def judge(item: Item, said: Mapping[str, Any], stock: RESULT | None) -> RESULT:
     checks: dict[str, dict[str, str]] = {}
     for row in said["rows"]:
         state, reason = row["state"], row["reason"]
-        if row["inexact"] and item.what != "all rooms" and stock is not None and item.rooms:
-            before = stock["checks"].get(row["check"], {})
-            if before.get("state") == "failed":
-                state, reason = "not checked", f"stock vLLM's own answers are wrong here: {before['reason']}"
+        if row["inexact"] and item.rooms and item.what != "all rooms":
+            wrong = stock_is_wrong(row["check"], stock)
+            if wrong:
+                state, reason = "not checked", f"stock vLLM's own answers are wrong here: {wrong}"
         checks[row["check"]] = {"state": state} | ({"reason": reason} if reason else {})
     outcome = summed(checks)
     for room in item.rooms if len(item.rooms) == 1 else ():
         force = checks.get(f"{room} is on", {})
         if outcome["state"] == "passed" and force.get("state") == "not checked":
             outcome = {"state": "not checked", "reason": f"{room} is not in force: {force['reason']}"}
+    for name, check in checks.items():
+        if outcome["state"] == "passed" and name.startswith("control: ") and check["state"] != "passed":
+            # A pass means that a wrong answer would have been seen.
+            outcome = {"state": "not checked", "reason": f"{name}: {check['reason']}"}
     return {**outcome, "engine": said["engine"], "checks": checks}
+
+
+def stock_is_wrong(check: str, stock: RESULT | None) -> str:
+    """What stock got wrong in the same check; in any, for the use of a room, which stock does not have."""
+    failed = {name: one for name, one in (stock or {}).get("checks", {}).items() if one["state"] == "failed"}
+    if check.startswith("use of "):
+        return next((one["reason"] for one in failed.values()), "")
+    return failed[check]["reason"] if check in failed else ""
 
 
 def summed(checks: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
@@ -150,5 +162,9 @@ def summed(checks: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             return {"state": state, "reason": f"{found[0]}: {checks[found[0]]['reason']}{more}"}
     passed = sum(check["state"] == "passed" for check in checks.values())
-    left = [f"{name}: {check['reason']}" for name, check in checks.items() if check["state"] == "not checked"]
-    return {"state": "passed", "reason": f"{passed} checks" + (f"; not checked: {'; '.join(left)}" if left else "")}
+    left: dict[str, list[str]] = {}
+    for name, check in checks.items():
+        if check["state"] == "not checked":
+            left.setdefault(check["reason"].partition(": ")[0], []).append(name)
+    reasons = "; ".join(f"{', '.join(names)} ({why})" for why, names in left.items())
+    return {"state": "passed", "reason": f"{passed} checks" + (f"; not checked: {reasons}" if left else "")}
