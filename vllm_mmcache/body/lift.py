@@ -42,15 +42,17 @@ def lift(body: bytes, walker: Walker) -> Lifted | None:
     tenant_key = _tenant_key(request.get("cache_salt"))
     payloads: dict[str, Payload] = {}
     texts: list[bytes | memoryview] = []
+    left: list[memoryview] = []
     view = memoryview(body)
     for name, (start, end) in zip(names, spans, strict=True):
         payload = _read(view[start:end], tenant_key) if name in wanted else None
-        if payload is not None:
+        if payload is None:
+            left.append(view[start:end])
+            texts.append(view[start:end])
+        else:
             payloads[name] = payload
-        elif not _is_string(view[start:end]):
-            return None  # what was cut out made the body no JSON: it stays as it is, to be refused as it is
-        texts.append(view[start:end] if payload is None else name.encode())
-    if not payloads:
+            texts.append(name.encode())
+    if not payloads or not all(map(_is_string, left)):  # with what is left in it, the body may be no JSON
         return None
     num_bytes = sum(len(payload.text) for payload in payloads.values())
     return Lifted(replace_spans(body, spans, texts), payloads, num_bytes)
