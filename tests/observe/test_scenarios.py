@@ -28,12 +28,16 @@ def engine(pool: EnginePool) -> Iterator[Observed]:
         yield engine
 
 
+def kv_cache_manager(engine: Observed) -> Any:
+    return engine.rig.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+
+
 @pytest.fixture
 def ask(engine: Observed) -> Observed:
     """Nothing cached and nothing remembered."""
     RECORDER.store.clear()
     engine.rig.make_cold()
-    manager = engine.rig.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    manager = kv_cache_manager(engine)
     vars(manager).pop("_mmcache_observer", None)
     vars(manager.block_pool).pop("_mmcache_observer", None)
     return engine
@@ -239,6 +243,14 @@ def test_several_answers(ask: Observed) -> None:
     )
     found = [RECORDER.store.get(f"{number}_{asked.request_id}") for number in (0, 1)]
     assert all(record is not None and record.prompt_tokens == 100 for record in found)
+
+
+def test_nothing_is_left_of_ended_requests(ask: Observed) -> None:
+    """Also of one that ends long after its first output, when no other waits for its own."""
+    for max_tokens in (1, 8):
+        ask.chat(user(QUESTION), max_tokens=max_tokens)
+        observer = vars(kv_cache_manager(ask))["_mmcache_observer"]
+        assert (observer.waiting, observer.ended) == ({}, [])
 
 
 def test_records_hold_no_text(ask: Observed) -> None:

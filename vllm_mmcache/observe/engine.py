@@ -125,7 +125,8 @@ class Observer:
     def finish(self, request: Any, seen: Seen) -> None:
         """A request has ended, before or after its first output."""
         self.history.finish(seen.entry, request.output_token_ids, request.block_hashes, request.num_computed_tokens)
-        self.ended.append(request.request_id)
+        if request.request_id in self.waiting:  # its first output may be on its way
+            self.ended.append(request.request_id)
 
     def drop_ended(self) -> None:
         """Requests that ended without an output (aborted) send nothing."""
