@@ -31,7 +31,7 @@ def outcome(ticket: int, request: Asked, reused: int = 16) -> str:
     missed = request.prompt_tokens - reused
     said = wire.Outcome(
         ticket=ticket, id=request.id, reused_tokens=reused, external_tokens=0, block_tokens=16, engine=0,
-        groups=[], nearest=None, features={}, causes=[(Reason.NEW_CONTENT, reused, missed, reused, {})],
+        groups=[], nearest=None, features={}, causes=[wire.Cause(Reason.NEW_CONTENT, reused, missed, reused, {})],
     )  # fmt: skip
     return wire.pack_outcome(said)
 

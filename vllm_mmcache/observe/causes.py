@@ -9,23 +9,14 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.history import Entry, Found, Match
 from vllm_mmcache.observe.schema import Reason
+from vllm_mmcache.observe.wire import Cause
 
 MIN_SHARED_TOKENS = 8  # shorter pieces (headers, newlines) recur by themselves
-
-
-class Cause(NamedTuple):
-    """A run of tokens and its reason. `at` is where the cause lies, when not at its start."""
-
-    reason: Reason
-    start: int
-    tokens: int
-    at: int
-    details: dict[str, Any]
 
 
 @dataclass(frozen=True)

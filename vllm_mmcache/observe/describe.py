@@ -36,9 +36,8 @@ class Told:
 
     def _judged(self, cause: Cause, answers: Container[int]) -> Cause:
         """Whether an answer was changed or came back as it was given, the engine can't know."""
-        _, start, tokens, at, details = cause
-        if details.get("answer") and self.asked.is_echo(details["turn"], answers):
-            return Reason.TEMPLATE_REWROTE.value, start, tokens, at, details
+        if cause.details.get("answer") and self.asked.is_echo(cause.details["turn"], answers):
+            return cause._replace(reason=Reason.TEMPLATE_REWROTE)
         return cause
 
 
@@ -51,10 +50,10 @@ def describe(told: Told, server: str, model: str) -> Record:
     for reason, start, tokens, at, details in told.causes:
         segment = max(bisect_right(starts, at) - 1, 0)
         token = at - starts[segment]
-        text = _sentence(Reason(reason), outcome, at, _name(spans, segment), token, details)
+        text = _sentence(reason, outcome, at, _name(spans, segment), token, details)
         misses.append(
             Miss(
-                reason=Reason(reason),
+                reason=reason,
                 start=start,
                 tokens=tokens,
                 text=text,

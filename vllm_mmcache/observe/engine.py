@@ -14,9 +14,10 @@ from typing import Any
 
 from vllm_mmcache import events, settings
 from vllm_mmcache.observe import wire
-from vllm_mmcache.observe.causes import Cause, GroupHit, Lookup, Lost, Prompt, explain
+from vllm_mmcache.observe.causes import GroupHit, Lookup, Lost, Prompt, explain
 from vllm_mmcache.observe.history import Entry, Found, History
 from vllm_mmcache.observe.schema import Reason, digest
+from vllm_mmcache.observe.wire import Cause
 
 EVICTIONS = 65536  # block keys whose eviction is remembered
 

@@ -97,7 +97,7 @@ class Recorder:
         outcome = wire.unpack_outcome(text)
         asked = self.waiting.take(outcome.ticket)
         told = Told(asked, outcome, self._answers) if asked else None
-        missed = _sums((cause[0], cause[2]) for cause in (told or outcome).causes)
+        missed = _sums((cause.reason.value, cause.tokens) for cause in (told or outcome).causes)
         images = told.images_by_source() if told else {}
         events.PROMPT_TOKENS.add(outcome.reused_tokens, "reused", "")
         for reason, tokens in missed.items():

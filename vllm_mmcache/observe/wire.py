@@ -6,20 +6,27 @@ reach the API server that asked, from engines in other processes and on other ma
 Neither side says what the other can know by itself, and the engine reads the notes only of requests that it compares.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
-HEADER = "mmcache-observe"
+from vllm_mmcache.observe.schema import Reason
 
+HEADER = "mmcache-observe"
 
 Span = tuple[int, int, str]
 """One image of a prompt: offset and length in tokens; vLLM's identifier, with everything its features depend on."""
 
 
-Cause = tuple[str, int, int, int, dict[str, Any]]
-"""reason, start, tokens, at, details."""
+class Cause(NamedTuple):
+    """A run of tokens and its reason. `at` is where the cause lies, when not at its start."""
+
+    reason: Reason
+    start: int
+    tokens: int
+    at: int
+    details: dict[str, Any]
 
 
 class Notes(msgspec.Struct, array_like=True):
@@ -50,7 +57,7 @@ class Outcome(msgspec.Struct, array_like=True):
     """id, seconds before, tokens in common, same salt, same adapter."""
     features: dict[int, str]
     """Where the features of an image came from, for images that were encoded or loaded for this request."""
-    causes: Sequence[Cause]
+    causes: list[Cause]
 
 
 _encode = msgspec.json.Encoder().encode
