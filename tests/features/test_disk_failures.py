@@ -120,3 +120,20 @@ def test_works_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert same(tier.load(identity()), package())
     assert ["is off" in caplog.messages[0], "works again" in caplog.messages[1]] == [True, True]
     assert len(caplog.messages) == 2
+
+
+SLOW = """
+place = sys.argv[1]
+tier, write = DiskTier(place, 1 << 30), DiskTier.save
+DiskTier.save = lambda *args: (time.sleep(0.5), write(*args))
+Store(RamTier(0), [tier]).save(identity(0), package(0, num_tokens=256))
+"""
+
+
+def test_a_process_that_ends_has_written(tmp_path: Path) -> None:
+    """What was handed to the writer before the end, also where nobody closes the store."""
+    imports = COMMON.partition("logging.basicConfig")[0]
+    subprocess.run([sys.executable, "-c", imports + SLOW, str(tmp_path)], check=True, timeout=120)
+    found, _ = Store(RamTier(0), [DiskTier(tmp_path, 1 << 30)]).find(identity(0))
+    assert found is not None
+    assert same(found, package(0, num_tokens=256))
