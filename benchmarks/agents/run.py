@@ -31,18 +31,16 @@ def main() -> None:
     options = arguments().parse_args()
     result: dict[str, Any] = {}
     for family in options.families:
+        task = {"kind": "workloads", "family": family, "names": options.workloads}
+        found = {side: run_worker("benchmarks.agents.worker", side, task) for side in SIDES}
         for name in options.workloads:
-            row = result.setdefault(family, {})[name] = measure(family, name)
+            row = result.setdefault(family, {})[name] = measure({side: found[side][name] for side in SIDES})
             print(f"{family}, {name}: {row}", flush=True)
     save_result(__file__, options, result)
 
 
-def measure(family: str, name: str) -> dict[str, Any]:
+def measure(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Both sides of a workload, and whether their answers are equal."""
-    found = {
-        side: run_worker("benchmarks.agents.worker", side, {"kind": "workload", "family": family, "name": name})
-        for side in SIDES
-    }
     texts = [found[side].pop("token_ids") for side in SIDES]
     row: dict[str, Any] = {"answers_equal": sum(a == b for a, b in zip(*texts, strict=True)), "requests": len(texts[0])}
     for side in SIDES:
