@@ -45,7 +45,7 @@ PARTS: dict[str, Part] = {
         ),
         scale=15,
     ),
-    "random-load": Part(("tests/exactness/test_random.py",), scale=3),
+    "random-load": Part(("tests/exactness/test_random.py",), scale=10),
     "random-load-checkpoints": Part(
         ("tests/scheduler/checkpoints/test_checkpoints.py", "-k", "mixed_requests"), scale=3
     ),
