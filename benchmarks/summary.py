@@ -233,7 +233,7 @@ def agents(found: Result) -> list[Row]:
     rows = [shares(of(workload), workload, command) for workload in replays if of(workload)]
     if photos := of("200 photographs"):
         texts = (joined(photos, lambda row, side=side: f"{row[side]['last_to_first']:.2f}") for side in SIDES)
-        what = f"200 photographs, each once: time of the last by the first, {names_of(list(photos))}"
+        what = f"200 photographs, each once: time in the last quarter by the first, {names_of(list(photos))}"
         rows.append(Row(what, *texts, command))
     return rows
 
