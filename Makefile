@@ -37,7 +37,7 @@ check-upstream: $(STAMP)  ## compare every replaced vLLM symbol with the version
 	@$(BIN)/python -m vllm_mmcache.upstream.check $(ARGS)
 	@$(BIN)/python -m pytest -q tests/patches -k wheel
 
-upstream-tests: $(STAMP)  ## vLLM's own tests with and without the plugin; VLLM_SRC=/path/to/its/sources (about 15 minutes)
+upstream-tests: $(STAMP)  ## vLLM's own tests with and without the plugin; VLLM_SRC=/path/to/its/sources (about 20 minutes)
 	@$(BIN)/python -m pip install --quiet --editable '.[cpu,dev,upstream]'
 	@$(BIN)/python scripts/upstream_tests.py "$(VLLM_SRC)" $(ARGS)
 

@@ -175,7 +175,7 @@ def test_serve_keeps_features_in_the_users_cache(
 
 
 def test_serve_works_with_both_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent, present = "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"
+    absent, present = "vllm_mmcache.cli.vllm_main", "vllm.entrypoints.cli.main"
     monkeypatch.setattr(serve.importlib.metadata, "version", lambda name: "0.33.0")
     assert present in serve.command("some/model", [])
 
@@ -190,10 +190,10 @@ def test_arguments_after_the_model_reach_vllm() -> None:
     # vLLM's own answer to --help and to an option that it doesn't know, through the command it was given.
     outcome = mmcache("serve", "some/model", "--help")
     assert outcome.returncode == 0
-    assert "api_server" in outcome.stdout
+    assert "vllm serve --help=all" in outcome.stdout
     outcome = mmcache("serve", "some/model", "--port", "0", "--no-such-vllm-option", "1")
     assert outcome.returncode == 2
-    assert "--no-such-vllm-option" in outcome.stderr
+    assert "vllm: error: unrecognized arguments: --no-such-vllm-option" in outcome.stderr
 
 
 def test_zoo_ls() -> None:

