@@ -16,6 +16,7 @@ MAY_IMPORT_VLLM = {
     "upstream/start.py",  # asks for the platform
     "cli/doctor.py",  # reports on it
     "cli/warm.py",  # starts an engine
+    "cli/vllm_main.py",  # is its command line
     "attention/seam.py",  # the public registries
     "models/registration.py",  # the public registry
     "models/gemma3.py",  # derives from vLLM's class
