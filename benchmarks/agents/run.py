@@ -3,8 +3,8 @@
 
 python -m benchmarks.agents.run [--families qwen3-vl qwen3.5 gemma3] [--save]
 
-Targets: at least 0.98 of the best possible; the last quarter of the photographs costs at
-most 1.1 of the first.
+Targets: at least 0.98 of the best possible; the last quarter of the photographs costs at most
+1.1 of the first.
 """
 
 import argparse
