@@ -28,6 +28,9 @@ test: $(STAMP)  ## all tests that this machine can run; ARGS="-k block_keys" for
 	@scripts/find_chromium
 	@$(BIN)/python -m pytest $(ARGS)
 
+matrix: $(STAMP)  ## exactness of every family with all scenarios; CI runs a short form of the later ones
+	@TEST_MATRIX=1 $(BIN)/python -m pytest -rP tests/exactness $(ARGS)
+
 lint: $(STAMP)  ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.gpu_check.found import REPO, Found
 from benchmarks.gpu_check.items import plan
 from vllm_mmcache.upstream import proven
-from vllm_mmcache.zoo import FAMILIES
+from vllm_mmcache.zoo import FIRST_FAMILIES
 
 FOLDER = Path(__file__).parent / "results"
 
@@ -43,7 +43,7 @@ def rooms_proven(result: dict[str, Any]) -> list[str]:
     An item of all rooms counts for each of them. What stock vLLM can't run itself proves nothing and hinders nothing.
     """
     compiled = result["platform"] != "cpu"
-    items = plan(tuple(FAMILIES), result["runners"], compiled, short=False)
+    items = plan(tuple(FIRST_FAMILIES), result["runners"], compiled, short=False)
     found = []
     for room in proven.ENGINE_ROOMS:
         states = {item: result["items"].get(item.name, {}).get("state") for item in items if room in item.rooms}

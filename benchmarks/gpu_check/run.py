@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.gpu_check import found as here
 from benchmarks.machine import commit
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS
-from vllm_mmcache.zoo import FAMILIES
+from vllm_mmcache.zoo import FIRST_FAMILIES
 
 EVERY_PLATFORM = {
     "lazy_media, lifted_bodies, identity": "run in the API server, which has no CUDA part; `make test` covers them",
@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--families", nargs="+", choices=FIRST_FAMILIES, default=list(FIRST_FAMILIES))
     parser.add_argument("--rooms", nargs="+", choices=("stock", *ENGINE_ROOMS, "all"), help="these items alone")
     parser.add_argument("--runners", nargs="+", choices=("V1", "V2"), help="vLLM's model runners; default: both")
     parser.add_argument("--precision", choices=("bfloat16", "float32"), help="default: bfloat16 on CUDA")

@@ -20,7 +20,7 @@ from benchmarks.machine import result_options, save_result
 from benchmarks.processes import MemoryWatch
 from benchmarks.servers import zoo_server
 from benchmarks.sides import SIDES
-from vllm_mmcache.zoo import FAMILIES, ZooOptions, build_cached
+from vllm_mmcache.zoo import FIRST_FAMILIES, ZooOptions, build_cached
 
 MAX_PIXELS = 512 * 512  # 256 tokens a screenshot, so that 16 conversations are more than two cores can't serve
 WARM_UP = 0.2  # of the time
@@ -34,7 +34,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load.run", description=__doc__)
     parser.add_argument("--seconds", type=float, default=300, help="of load, on each side")
     parser.add_argument("--conversations", type=int, default=16, help="at once")
-    parser.add_argument("--family", default="qwen3-vl", choices=FAMILIES)
+    parser.add_argument("--family", default="qwen3-vl", choices=FIRST_FAMILIES)
     parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
     return result_options(parser)
 

@@ -18,7 +18,7 @@ from benchmarks.servers import zoo_server
 from benchmarks.sides import SIDES
 from benchmarks.warm_turn.pictures import Kind
 from benchmarks.warm_turn.side import memory
-from vllm_mmcache.zoo import FAMILIES, build_cached
+from vllm_mmcache.zoo import FIRST_FAMILIES, build_cached
 
 PICTURE = Kind("image/png", (320, 320), 2, {"format": "PNG"})
 STEPS = 10
@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak.memory", description=__doc__)
     parser.add_argument("--distinct", type=int, default=2000)
     parser.add_argument("--images", type=int, default=20, help="of a request")
-    parser.add_argument("--family", default="qwen3-vl", choices=FAMILIES)
+    parser.add_argument("--family", default="qwen3-vl", choices=FIRST_FAMILIES)
     parser.add_argument("--output", type=Path, metavar="DIRECTORY")
     options = parser.parse_args()
     result: dict[str, Any] = {}

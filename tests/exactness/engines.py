@@ -25,7 +25,7 @@ from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
 from tests.exactness.oracle import Oracle
-from vllm_mmcache.zoo import build_cached
+from vllm_mmcache.zoo import BY_NAME, build_cached
 
 NUM_LOGPROBS = 10  # of each step that are compared; the vocabulary has about 1000
 
@@ -51,7 +51,7 @@ class EngineConfig:
         """float32 on the CPU, but for GDN, whose kernel wants bfloat16 there; elsewhere what servers run in."""
         if self.precision is not None:
             return getattr(torch, self.precision)
-        exact = current_platform.is_cpu() and self.family != "qwen3.5"
+        exact = current_platform.is_cpu() and BY_NAME[self.family].dtype == "float32"
         return torch.float32 if exact else torch.bfloat16
 
 
@@ -75,7 +75,8 @@ class Rig:
         self.config = config
         self.directory = directory
         self.oracle = Oracle(directory)
-        limits = {"image": config.num_images} | ({} if config.family == "gemma3" else {"video": 0})
+        self.family = BY_NAME[config.family]
+        limits = {"image": config.num_images} | ({"video": 0} if self.family.takes_video else {})
         arguments: dict[str, Any] = {
             "dtype": config.dtype,
             "enforce_eager": True,
@@ -91,8 +92,7 @@ class Rig:
             "seed": 0,
         }
         self.llm = LLM(str(directory), **arguments | dict(config.more))
-        image_token = "<image_soft_token>" if config.family == "gemma3" else "<|image_pad|>"
-        self.image_token_id = int(self.oracle.processor.tokenizer.convert_tokens_to_ids(image_token))
+        self.image_token_id = int(self.oracle.processor.tokenizer.convert_tokens_to_ids(self.family.image_token))
 
     @property
     def block_tokens(self) -> int:

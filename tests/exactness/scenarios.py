@@ -48,7 +48,7 @@ def one(rig: Rig, *messages: Message, max_tokens: int = 8) -> Answer:
 
 def finds_all(rig: Rig) -> bool:
     """Full attention everywhere: each complete block is kept. Others keep states at few places."""
-    return rig.config.family not in ("qwen3.5", "gemma3")
+    return rig.family.keeps_all_kv
 
 
 def full_blocks(rig: Rig, num_tokens: int) -> int:

@@ -16,7 +16,7 @@ from tests.exactness.expect import assert_exact
 from tests.exactness.scenarios import filler, one, picture, user
 from tests.features.conftest import Put, Server
 from tests.features.towers import Runs, ask_named, features_by_image
-from vllm_mmcache.zoo import FAMILIES
+from vllm_mmcache.zoo import FIRST_FAMILIES
 
 pytestmark = pytest.mark.engine
 
@@ -40,7 +40,7 @@ def assert_same_features(found: dict[str, torch.Tensor], expected: dict[str, tor
     assert all(torch.equal(features, expected[name]) for name, features in found.items())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FIRST_FAMILIES)
 def test_a_restart_with_a_filled_disk(alone: EnginePool, put: Put, tmp_path: Path, family: str) -> None:
     put(store=str(tmp_path), tower_trap=True)
     first = alone.get(EngineConfig(family))

@@ -19,7 +19,7 @@ from tests.exactness.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache import settings
 from vllm_mmcache.upstream import proven
 from vllm_mmcache.upstream.report import report
-from vllm_mmcache.zoo import FAMILIES
+from vllm_mmcache.zoo import FIRST_FAMILIES
 
 PASSED = {"state": "passed", "reason": "4 checks"}
 FAILED = {"state": "failed", "reason": "same_again: log-probabilities differ"}
@@ -170,7 +170,7 @@ def test_stock_is_not_counted_and_excuses_a_room_alone() -> None:
 
 def result_of(platform: str) -> dict[str, Any]:
     """A result in which everything passed."""
-    plan = items.plan(tuple(FAMILIES), ("V1", "V2"), platform != "cpu", short=False)
+    plan = items.plan(tuple(FIRST_FAMILIES), ("V1", "V2"), platform != "cpu", short=False)
     return {
         "platform": platform,
         "vllm": "0.33.0",

@@ -11,7 +11,7 @@ from vllm_mmcache import zoo
 from vllm_mmcache.lint.check import Report, check
 from vllm_mmcache.lint.conversations import requests_of
 from vllm_mmcache.lint.template import Content, load
-from vllm_mmcache.zoo.families import BY_NAME
+from vllm_mmcache.zoo.catalogue import BY_NAME
 from vllm_mmcache.zoo.tokenizer import tokenizer_json
 
 PICTURES = [

@@ -21,7 +21,7 @@ from PIL import Image, ImageChops
 
 from tests.pictures import ellipses
 from vllm_mmcache.errors import ZooError
-from vllm_mmcache.zoo import FAMILIES, FORMAT_VERSION, ZooOptions, build, build_cached
+from vllm_mmcache.zoo import BY_NAME, FAMILIES, FORMAT_VERSION, ZooOptions, build, build_cached
 
 MOVED = 0.05  # log-probability; fifty times the tolerance of the exactness tests
 
@@ -126,7 +126,7 @@ def test_chat_template_keeps_the_prefix(family: str, zoo_root: Path) -> None:
     third = processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert third.startswith(first)
     assert third.index("What is this?") < third.index("a cat") < third.index("Sure?")
-    marker = "<start_of_image>" if family == "gemma3" else "<|image_pad|>"
+    marker = "<start_of_image>" if family == "gemma3" else BY_NAME[family].image_token
     assert third.count(marker) == 1
 
 

@@ -9,7 +9,17 @@ Importing this package loads neither torch nor Transformers; building a model do
 """
 
 from vllm_mmcache.zoo.build import FORMAT_VERSION, build, build_cached
+from vllm_mmcache.zoo.catalogue import BY_NAME, FAMILIES, FIRST_FAMILIES, MORE_FAMILIES, TRAINED
 from vllm_mmcache.zoo.configs import ZooOptions
-from vllm_mmcache.zoo.families import FAMILIES, TRAINED
 
-__all__ = ["FAMILIES", "FORMAT_VERSION", "TRAINED", "ZooOptions", "build", "build_cached"]
+__all__ = [
+    "BY_NAME",
+    "FAMILIES",
+    "FIRST_FAMILIES",
+    "FORMAT_VERSION",
+    "MORE_FAMILIES",
+    "TRAINED",
+    "ZooOptions",
+    "build",
+    "build_cached",
+]

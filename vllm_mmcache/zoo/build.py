@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mmcache.errors import ZooError
+from vllm_mmcache.zoo.catalogue import BY_NAME, FAMILIES
 from vllm_mmcache.zoo.configs import ZooOptions
-from vllm_mmcache.zoo.families import BY_NAME, FAMILIES, Family
+from vllm_mmcache.zoo.family import Family
 
 FORMAT_VERSION = 1  # goes up with every change of a written byte, so that cached models are built anew
 _MARK = "zoo.json"

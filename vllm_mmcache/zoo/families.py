@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model families of the zoo: special tokens, which configuration, and how the weights are named and drawn.
+"""The first families of the zoo, and the one that sees: special tokens, which configuration, how weights are drawn.
 
 Everything here is plain data made from the standard library, so that listing the families is free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_mmcache.zoo.configs import (
@@ -24,39 +22,7 @@ from vllm_mmcache.zoo.configs import (
     qwen_processor,
     seeing,
 )
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Standard deviations of the random weights, tuned so that pictures move the output (tests/zoo checks it)."""
-
-    embedding: float = 1.0
-    matrix: float = 0.08
-    lm_head: float = 0.25
-    qk_norm: float = 1.5  # scale of the query and key norms: sharper attention than 1.0, so single patches count
-    norm_centre: float = 1.0  # 0.0 where the family's RMSNorm multiplies by (1 + weight)
-    post_norm: float = 0.0  # Gemma: weight of the norms after attention and MLP, which sets the size of updates
-    final_norm: float | None = None
-
-
-@dataclass(frozen=True)
-class Family:
-    """One family: its special tokens, the makers of its JSON files, and how its checkpoint is named and drawn."""
-
-    name: str
-    specials: tuple[str, ...]
-    plain_added: tuple[str, ...]  # added tokens that are not special: they stay in decoded text
-    tokenizer: dict[str, Any]  # tokenizer_config.json, without the chat template
-    template: str  # file name under zoo/templates
-    config: Callable[[dict[str, int], int, ZooOptions], dict[str, Any]]
-    processor_files: Callable[[ZooOptions], dict[str, dict[str, Any]]]
-    rename: tuple[tuple[str, str], ...]  # prefixes: Transformers module -> key in published checkpoints
-    draw: Draw = field(default_factory=Draw)
-    dtype: str = "float32"
-    bos: str | None = None
-    eos: str = "<|im_end|>"
-    trained: str | None = None  # folder under zoo/ with the tokenizer and weights; None: both are made from the seed
-
+from vllm_mmcache.zoo.family import Draw, Family
 
 QWEN2_VL_SPECIALS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
@@ -84,33 +50,33 @@ _GEMMA_RENAME = (
 _GEMMA_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 
 
-def _qwen_tokenizer(cls: str, processor: str) -> dict[str, Any]:
+def qwen_tokenizer(cls: str, processor: str) -> dict[str, Any]:
     special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     return {"tokenizer_class": cls, "processor_class": processor, "add_prefix_space": False} | special
 
 
-_ALL = (
+FIRST = (
     Family(
-        "qwen2-vl", QWEN2_VL_SPECIALS, (), _qwen_tokenizer("Qwen2Tokenizer", "Qwen2VLProcessor"), "qwen2_vl.jinja",
+        "qwen2-vl", QWEN2_VL_SPECIALS, (), qwen_tokenizer("Qwen2Tokenizer", "Qwen2VLProcessor"), "qwen2_vl.jinja",
         qwen2_vl, qwen_processor("Qwen2VLProcessor", "Qwen2VLVideoProcessor", 14, CLIP_MEAN, CLIP_STD, 56 * 56),
-        _QWEN2_RENAME,
+        _QWEN2_RENAME, takes_video=True,
     ),
     Family(
-        "qwen2.5-vl", QWEN2_VL_SPECIALS, QWEN_TOOLS, _qwen_tokenizer("Qwen2Tokenizer", "Qwen2_5_VLProcessor"),
+        "qwen2.5-vl", QWEN2_VL_SPECIALS, QWEN_TOOLS, qwen_tokenizer("Qwen2Tokenizer", "Qwen2_5_VLProcessor"),
         "qwen2_vl.jinja", qwen2_5_vl,
         qwen_processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", 14, CLIP_MEAN, CLIP_STD, 56 * 56),
-        _QWEN2_RENAME,
+        _QWEN2_RENAME, takes_video=True,
     ),
     Family(
         "qwen3-vl", QWEN2_VL_SPECIALS, QWEN_TOOLS + QWEN_THINK,
-        _qwen_tokenizer("Qwen2Tokenizer", "Qwen3VLProcessor"), "qwen3_vl.jinja", qwen3_vl,
-        qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16, HALF, HALF, 256 * 256), (),
+        qwen_tokenizer("Qwen2Tokenizer", "Qwen3VLProcessor"), "qwen3_vl.jinja", qwen3_vl,
+        qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16, HALF, HALF, 256 * 256), (), takes_video=True,
     ),
     Family(
         "qwen3.5", QWEN2_VL_SPECIALS, QWEN_TOOLS + QWEN_THINK,
-        _qwen_tokenizer("Qwen3_5Tokenizer", "Qwen3VLProcessor"), "qwen3_5.jinja", qwen3_5,
+        qwen_tokenizer("Qwen3_5Tokenizer", "Qwen3VLProcessor"), "qwen3_5.jinja", qwen3_5,
         qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16, HALF, HALF, 256 * 256), (),
-        draw=Draw(norm_centre=0.0, qk_norm=0.5), dtype="bfloat16",
+        draw=Draw(norm_centre=0.0, qk_norm=0.5), dtype="bfloat16", takes_video=True, keeps_all_kv=False,
     ),
     Family(
         "gemma3", GEMMA_SPECIALS, GEMMA_NEWLINES,
@@ -121,7 +87,7 @@ _ALL = (
         },
         "gemma3.jinja", gemma3, gemma_processor, _GEMMA_RENAME,
         draw=Draw(embedding=0.06, norm_centre=0.0, qk_norm=0.5, post_norm=9.0, final_norm=2.0), bos="<bos>",
-        eos="<end_of_turn>",
+        eos="<end_of_turn>", image_token="<image_soft_token>", keeps_all_kv=False,
     ),
 )  # fmt: skip
 
@@ -129,14 +95,10 @@ _ALL = (
 _SEEING_PIXELS = ZooOptions(max_pixels=96 * 96)
 _SEEING_PROCESSOR = qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16, HALF, HALF, 96 * 96)
 
-_TRAINED = (
+TRAINED = (
     Family(
         "seeing", QWEN2_VL_SPECIALS, QWEN_TOOLS + QWEN_THINK,
-        _qwen_tokenizer("Qwen2Tokenizer", "Qwen3VLProcessor"), "qwen3_vl.jinja", seeing,
-        lambda options: _SEEING_PROCESSOR(_SEEING_PIXELS), (), trained="seeing",
+        qwen_tokenizer("Qwen2Tokenizer", "Qwen3VLProcessor"), "qwen3_vl.jinja", seeing,
+        lambda options: _SEEING_PROCESSOR(_SEEING_PIXELS), (), trained="seeing", takes_video=True,
     ),
 )  # fmt: skip
-
-BY_NAME: dict[str, Family] = {family.name: family for family in (*_ALL, *_TRAINED)}
-FAMILIES: tuple[str, ...] = tuple(family.name for family in _ALL)  # random weights: one for each architecture
-TRAINED: tuple[str, ...] = tuple(family.name for family in _TRAINED)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 
-from vllm_mmcache.zoo.families import Family
+from vllm_mmcache.zoo.family import Family
 
 MERGED_VOCAB_TOKENS = 1024  # bytes, merges and special tokens together; beyond it the trainer has little to merge
 

@@ -11,7 +11,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from vllm_mmcache.zoo.families import Draw, Family
+from vllm_mmcache.zoo.family import Draw, Family
 
 
 def _generator(seed: int, key: str) -> Any:
@@ -71,7 +71,8 @@ def write_weights(family: Family, directory: Path, seed: int, mute: list[int]) -
             # state for 20 to 1000 tokens. Transformers' own range, up to 16, forgets it before the question ends.
             values = generator.uniform(np.log(0.001), np.log(0.05), tuple(parameter.shape)).astype(np.float32)
         else:
-            centre, std = centre_and_std(name, parameter.dim(), family.draw)
+            own = family.centre_and_std(name, parameter.dim()) if family.centre_and_std else None
+            centre, std = own or centre_and_std(name, parameter.dim(), family.draw)
             values = generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
             values = (centre + std * values).astype(np.float32)
         if name.startswith("lm_head"):

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vllm_mmcache.zoo.build import build, token_ids, write_all_but_weights
+from vllm_mmcache.zoo.catalogue import BY_NAME
 from vllm_mmcache.zoo.configs import ZooOptions
-from vllm_mmcache.zoo.families import BY_NAME
 from vllm_mmcache.zoo.seeing.examples import NO_LABEL, Batch, Encoder, collate
 from vllm_mmcache.zoo.seeing.pictures import stream
 from vllm_mmcache.zoo.seeing.prompts import (

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other families: every answer is that of a cold run. CI runs a short form of each, `make matrix` the whole.
+
+`make matrix` sets TEST_MATRIX=1.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.exactness.engines import EngineConfig, EnginePool
+from tests.exactness.expect import assert_detects, assert_exact
+from tests.exactness.scenarios import (
+    MAIN,
+    Scenario,
+    filler,
+    other_image_after_cached,
+    picture,
+    same_again,
+    swapped_image,
+    text_turn,
+    user,
+)
+from vllm_mmcache.zoo import MORE_FAMILIES
+
+pytestmark = pytest.mark.engine
+
+WHOLE = os.environ.get("TEST_MATRIX") == "1"
+SHORT: tuple[Scenario, ...] = (same_again, text_turn, other_image_after_cached, swapped_image)
+
+CONFIGS = [EngineConfig(family) for family in MORE_FAMILIES]
+CASES = [
+    pytest.param(config, scenario, id=f"{config.family}-{scenario.__name__}")
+    for config in CONFIGS
+    for scenario in (MAIN if WHOLE else SHORT)
+]
+
+
+@pytest.mark.parametrize(("config", "scenario"), CASES)
+def test_equals_cold_run(pool: EnginePool, config: EngineConfig, scenario: Scenario) -> None:
+    rig = pool.get(config)
+    delta = assert_exact(rig, scenario(rig))
+    print(f"max |delta logprob| {delta:.1e}")  # shown by pytest -rP
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=MORE_FAMILIES)
+def test_wrong_picture_is_detected(pool: EnginePool, config: EngineConfig) -> None:
+    """Negative control: an answer about one picture, judged as one about another, is far out of tolerance."""
+    rig = pool.get(config)
+    answers = rig.ask(*([user(filler(60), picture(n), "What is in this picture?")] for n in (30, 31)))
+    assert_exact(rig, answers)
+    assert_detects(answers[0], answers[1], rig.oracle)

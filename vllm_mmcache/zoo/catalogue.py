@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family of the zoo, by name. Data from the standard library alone, so that listing them is free."""
+
+from __future__ import annotations
+
+from vllm_mmcache.zoo import families
+from vllm_mmcache.zoo.family import Family
+
+_MORE: tuple[Family, ...] = ()
+
+BY_NAME: dict[str, Family] = {family.name: family for family in (*families.FIRST, *_MORE, *families.TRAINED)}
+# Random weights: one for each architecture. CI runs the whole matrix on the first ones, `make matrix` on all.
+FIRST_FAMILIES: tuple[str, ...] = tuple(family.name for family in families.FIRST)
+MORE_FAMILIES: tuple[str, ...] = tuple(family.name for family in _MORE)
+FAMILIES: tuple[str, ...] = FIRST_FAMILIES + MORE_FAMILIES
+TRAINED: tuple[str, ...] = tuple(family.name for family in families.TRAINED)
