@@ -135,7 +135,7 @@ CHECKPOINT_REQUESTS_BACKED_OFF = EngineCounter(
 )
 
 TOWER_IMAGES = EngineCounter("tower_images", "Images that went through the vision tower.")
-TOWER_PATCHES = EngineCounter("tower_patches", "Patches that went through the vision tower.")
+TOWER_TOKENS = EngineCounter("tower_tokens", "Image tokens that the vision tower made.")
 TOWER_SECONDS = EngineCounter("tower_seconds", "Seconds in the vision tower.")
 TOWER_IMAGES_AVOIDED = EngineCounter("tower_images_avoided", "Images whose features were stored, so no tower ran.")
 
@@ -174,7 +174,7 @@ ENGINE_COUNTERS = {
         CHECKPOINT_TOKENS_SAVED,
         CHECKPOINT_REQUESTS_BACKED_OFF,
         TOWER_IMAGES,
-        TOWER_PATCHES,
+        TOWER_TOKENS,
         TOWER_SECONDS,
         TOWER_IMAGES_AVOIDED,
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the room decides without an engine: agreement of ranks, what fits, the fingerprint, and the trap."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,28 +9,32 @@ import torch
 
 from vllm_mmcache import settings
 from vllm_mmcache.errors import TowerTrapped
-from vllm_mmcache.features.package import FEATURES, GRID, Package
+from vllm_mmcache.features.disk import DiskTier
+from vllm_mmcache.features.package import FEATURES, GRID, Package, pack
+from vllm_mmcache.features.probe import Kind
 from vllm_mmcache.features.ram import RamTier
-from vllm_mmcache.features.room import Facts, Item, Layout, Room
+from vllm_mmcache.features.room import Facts, Item, Layout, Room, misfit
 from vllm_mmcache.features.store import Store
+from vllm_mmcache.features.tower import Tower
 
 FACTS = Facts("model", "processor", "float32")
 FEATURES_OF_ITEM = torch.arange(12.0).reshape(4, 3)
 
 
-class Tower(torch.nn.Module):
-    """The part of a counted model that the room looks at."""
+KIND = Kind(3, torch.float32)
 
-    tower_parts = ("visual",)
+
+class Model(torch.nn.Module):
+    """A vision tower and a language model, marked as vLLM marks them."""
+
+    _language_model_names = ("language_model",)
 
     def __init__(self) -> None:
         super().__init__()
         self.visual = torch.nn.Linear(3, 3)
         torch.nn.init.ones_(self.visual.weight)
         torch.nn.init.zeros_(self.visual.bias)
-        self.loaded_weights = {"visual.weight": "digest"}
-        self.num_loads = 1
-        self.before_tower: Any = None
+        self.language_model = torch.nn.Linear(3, 3)
 
 
 def layout(others: list[bool] | None = None, rank: int = 0) -> Layout:
@@ -41,8 +46,8 @@ def layout(others: list[bool] | None = None, rank: int = 0) -> Layout:
     return Layout(rank, 1 if others is None else 2, agree)
 
 
-def room_of(store: Store, model: Tower | None = None, **more: Any) -> Room:
-    return Room(model or Tower(), store, FACTS, more.pop("layout", layout()))  # type: ignore[arg-type]
+def room_of(store: Store, tower: Tower | None = None, **more: Any) -> Room:
+    return Room(tower or Tower(Model()), KIND, store, FACTS, more.pop("layout", layout()))
 
 
 def item(number: int = 0, **more: Any) -> Item:
@@ -92,23 +97,45 @@ def test_ranks_do_not_share(store: Store) -> None:
     assert room_of(store, layout=layout([True])).take([item(0)]) != [None]
 
 
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        {},
-        {FEATURES: FEATURES_OF_ITEM},
-        {FEATURES: FEATURES_OF_ITEM[:3], GRID: torch.tensor([1, 4, 4])},
-        {FEATURES: FEATURES_OF_ITEM.reshape(-1), GRID: torch.tensor([1, 4, 4])},
-        {FEATURES: FEATURES_OF_ITEM, GRID: torch.tensor([1, 2, 8])},
-    ],
-    ids=["empty", "no grid", "fewer tokens", "flat", "another grid"],
-)
-def test_a_planted_package_that_does_not_fit(
-    store: Store, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room = room_of(store)
-    monkeypatch.setattr(store, "find", lambda identity: (Package(tensors), "ram"))
+GRID_OF_ITEM = torch.tensor([1, 4, 4])
+MISFITS = {
+    "empty": {},
+    "no grid": {FEATURES: FEATURES_OF_ITEM},
+    "fewer tokens": {FEATURES: FEATURES_OF_ITEM[:3], GRID: GRID_OF_ITEM},
+    "flat": {FEATURES: FEATURES_OF_ITEM.reshape(-1), GRID: GRID_OF_ITEM},
+    "another grid": {FEATURES: FEATURES_OF_ITEM, GRID: torch.tensor([1, 2, 8])},
+    "another hidden size": {FEATURES: FEATURES_OF_ITEM[:, :2], GRID: GRID_OF_ITEM},
+    "one level more": {FEATURES: FEATURES_OF_ITEM.repeat(1, 2), GRID: GRID_OF_ITEM},
+    "another dtype": {FEATURES: FEATURES_OF_ITEM.to(torch.bfloat16), GRID: GRID_OF_ITEM},
+}
+
+
+@pytest.mark.parametrize("tensors", MISFITS.values(), ids=MISFITS)
+def test_a_package_that_does_not_fit_is_a_miss_and_set_aside(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Planted under the right identity; what fits is found the same way (the control)."""
+    disk = DiskTier(tmp_path, 10**6)
+    room = room_of(Store(RamTier(0), [disk]))
     assert room.take([item(0)]) == [None]
+    identity = room._expected["image-0"][0]
+    disk.save(identity.key, pack(identity, Package.of({FEATURES: FEATURES_OF_ITEM, GRID: GRID_OF_ITEM})))
+    assert room.take([item(0)]) != [None]
+    disk.directory.path_of(identity.key).write_bytes(pack(identity, Package.of(tensors)))
+    assert room.take([item(0)]) == [None]
+    assert disk.counters.snapshot()["set_aside"] == 1
+    assert not disk.has(identity)
+
+
+def test_what_the_tower_gave_must_fit_too(store: Store) -> None:
+    room = room_of(store)
+    room.take([item(0)])
+    room.save("image-0", FEATURES_OF_ITEM[:2])
+    assert room.take([item(0)]) == [None]
+
+
+def test_a_misfit_is_named() -> None:
+    package = Package.of(MISFITS["another hidden size"])
+    assert misfit(package, item(0), KIND) == ("features (4, 2) torch.float32, this model's are (4, 3) torch.float32")
+    assert not misfit(Package.of({FEATURES: FEATURES_OF_ITEM, GRID: GRID_OF_ITEM}), item(0), KIND)
 
 
 def test_ready_made_embeddings_are_left_alone(store: Store) -> None:
@@ -120,36 +147,39 @@ def test_ready_made_embeddings_are_left_alone(store: Store) -> None:
 
 
 def test_the_fingerprint_follows_the_weights(store: Store) -> None:
-    model = Tower()
-    room = room_of(store, model)
+    model = Model()
+    tower = Tower(model)
+    room = room_of(store, tower)
     fill(room, item(0))
     first = room.fingerprint()
     with torch.no_grad():
         model.visual.weight[0, 0] += 1
     assert room.fingerprint() == first  # not looked at for each image
-    room.doubt()
+    tower.doubt()
     assert room.fingerprint() != first
     assert room.take([item(0)]) == [None]
     with torch.no_grad():
         model.visual.weight[0, 0] -= 1
-    model.loaded_weights["visual.weight"] = "of other weights, packed away by a kernel"
-    model.num_loads += 1
+        model.language_model.weight[0, 0] += 1  # no part of it
+    tower.doubt()
+    assert room.fingerprint() == first
+    tower.loaded["visual.weight"] = "of other weights, packed away by a kernel"
+    tower.num_loads += 1
     assert room.take([item(0)]) == [None]
 
 
 def test_the_trap(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_current", settings.load_settings({"tower_trap": True}))
-    model = Tower()
-    room = room_of(store, model)
-    model.before_tower(3)  # vLLM's own runs at start
+    room = room_of(store)
+    room.spring_trap(3)  # vLLM's own runs at start
     fill(room, item(0))
     room.take([item(1)])
-    model.before_tower(1)
+    room.spring_trap(1)
     with pytest.raises(TowerTrapped, match="entered for 2 images"):
-        model.before_tower(2)
-    monkeypatch.setattr(store, "find", lambda identity: (None, ""))
+        room.spring_trap(2)
+    monkeypatch.setattr(store, "find", lambda identity, misfit: (None, ""))
     room.take([item(0)])
     with pytest.raises(TowerTrapped, match="the store holds"):
-        model.before_tower(1)
+        room.spring_trap(1)
     monkeypatch.setattr(settings, "_current", settings.load_settings())
-    model.before_tower(1)
+    room.spring_trap(1)

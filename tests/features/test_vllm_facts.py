@@ -9,18 +9,11 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_mmcache import settings
 from vllm_mmcache.features.vllm_facts import why_not
-from vllm_mmcache.models.tower import CountedTower
 
 
-def runner(model: Any, takes_images: bool = True) -> Any:
+def runner(takes_images: bool = True) -> Any:
     made = object.__new__(GPUModelRunner)
-    made.model, made.supports_mm_inputs = model, takes_images
-    return made
-
-
-def tower(loaded: dict[str, str] | None) -> CountedTower:
-    made = CountedTower()
-    made.loaded_weights = loaded
+    made.supports_mm_inputs = takes_images
     return made
 
 
@@ -32,29 +25,29 @@ def config(**more: Any) -> Any:
         "lora_config": None,
         "load_config": SimpleNamespace(load_format="dummy"),
         "model_config": SimpleNamespace(
-            multimodal_config=SimpleNamespace(is_multimodal_pruning_enabled=lambda: pruned)
+            multimodal_config=SimpleNamespace(
+                is_multimodal_pruning_enabled=lambda: pruned,
+                mm_encoder_attn_dtype=more.pop("attention", None),
+                mm_encoder_fp8_scale_path=more.pop("scales", None),
+            )
         ),
     }
     return SimpleNamespace(**values | more)
 
 
-COUNTED = tower({"visual.weight": "digest"})
-
-
 @pytest.mark.parametrize(
     ("vllm_config", "model_runner", "reason"),
     [
-        (config(), runner(COUNTED), ""),
+        (config(), runner(), ""),
         (config(), SimpleNamespace(), "not written for this model runner, types"),
-        (config(), runner(COUNTED, takes_images=False), "takes no images"),
-        (config(caching=False), runner(COUNTED), "prefix caching is off"),
-        (config(ec_transfer_config=SimpleNamespace()), runner(COUNTED), "ec_transfer_config is set, and wins"),
-        (config(), runner(SimpleNamespace()), "not tested with SimpleNamespace"),
-        (config(lora_config=SimpleNamespace(enable_tower_connector_lora=True)), runner(COUNTED), "LoRA adapters"),
-        (config(lora_config=SimpleNamespace(enable_tower_connector_lora=False)), runner(COUNTED), ""),
-        (config(pruned=True), runner(COUNTED), "features are pruned"),
-        (config(), runner(tower(None)), "load format dummy"),
-        (config(), runner(tower({})), "load format dummy"),
+        (config(), runner(takes_images=False), "takes no images"),
+        (config(caching=False), runner(), "prefix caching is off"),
+        (config(ec_transfer_config=SimpleNamespace()), runner(), "ec_transfer_config is set, and wins"),
+        (config(lora_config=SimpleNamespace(enable_tower_connector_lora=True)), runner(), "LoRA adapters"),
+        (config(lora_config=SimpleNamespace(enable_tower_connector_lora=False)), runner(), ""),
+        (config(pruned=True), runner(), "features are pruned"),
+        (config(attention="fp8"), runner(), "fp8 scales follow"),
+        (config(attention="fp8", scales="/scales.json"), runner(), ""),
     ],
 )
 def test_why_not(vllm_config: Any, model_runner: Any, reason: str) -> None:
@@ -65,4 +58,4 @@ def test_why_not(vllm_config: Any, model_runner: Any, reason: str) -> None:
 
 def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_current", settings.load_settings({"features": False}))
-    assert why_not(config(), runner(COUNTED)) == "switched off by the setting features"
+    assert why_not(config(), runner()) == "switched off by the setting features"

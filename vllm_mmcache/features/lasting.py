@@ -8,6 +8,7 @@ package that is not kept: it is counted, and the tier is left alone for a while.
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from vllm_mmcache.errors import StoreCorrupt
 from vllm_mmcache.features.breaker import Breaker
@@ -16,6 +17,9 @@ from vllm_mmcache.features.identity import Identity
 from vllm_mmcache.features.package import Package, unpack
 
 logger = logging.getLogger("vllm.mmcache")
+
+Misfit = Callable[[Package], str]
+"""Says why a package that is whole can't be what was asked for; empty where it can."""
 
 
 class LastingTier(ABC):
@@ -31,13 +35,13 @@ class LastingTier(ABC):
         self._reading = reading
         self._writing = writing
 
-    def load(self, identity: Identity) -> Package | None:
-        """The package of exactly this identity, with every byte checked."""
+    def load(self, identity: Identity, misfit: Misfit | None = None) -> Package | None:
+        """The package of exactly this identity, with every byte checked, and its content by `misfit`."""
         if self._reading.resting():
             self.counters.add(misses=1)
             return None
         start = time.perf_counter()
-        package = self._checked(identity)
+        package = self._checked(identity, misfit)
         self.counters.add(
             hits=package is not None,
             misses=package is None,
@@ -70,12 +74,17 @@ class LastingTier(ABC):
         self._writing.worked()
         self.counters.add(saved=1, saved_bytes=len(packed), save_s=time.perf_counter() - start)
 
-    def _checked(self, identity: Identity) -> Package | None:
+    def _checked(self, identity: Identity, misfit: Misfit | None) -> Package | None:
         try:
             try:
                 packed = self._read(identity.key)
                 self._reading.worked()
-                return unpack(packed, identity)[1] if packed is not None else None
+                if packed is None:
+                    return None
+                package = unpack(packed, identity)[1]
+                if misfit is not None and (how := misfit(package)):
+                    raise StoreCorrupt(how)
+                return package
             except StoreCorrupt as error:
                 log = logger.debug if self.counters.snapshot()["set_aside"] else logger.warning
                 log("mmcache %s set aside %s: %s (further ones at log level debug)", self.name, identity.key, error)

@@ -15,15 +15,14 @@ import torch
 
 from vllm_mmcache import events, settings
 from vllm_mmcache.errors import TowerTrapped
+from vllm_mmcache.features.digests import inputs_digest
 from vllm_mmcache.features.identity import Identity
 from vllm_mmcache.features.package import FEATURES, GRID, Package
+from vllm_mmcache.features.probe import Kind
 from vllm_mmcache.features.store import Store
-from vllm_mmcache.models.digests import inputs_digest, tensors_digest
-from vllm_mmcache.models.tower import CountedTower
+from vllm_mmcache.features.tower import Tower
 
 logger = logging.getLogger("vllm.mmcache")
-
-PIXELS = "pixel_values"
 
 
 @dataclass(frozen=True)
@@ -60,29 +59,21 @@ class Layout:
 class Room:
     """The store as one model sees it. One thread, the model runner's."""
 
-    def __init__(self, model: CountedTower, store: Store, facts: Facts, layout: Layout) -> None:
+    def __init__(self, tower: Tower, kind: Kind, store: Store, facts: Facts, layout: Layout) -> None:
         self.store = store
-        self._model = model
+        self.tower = tower
+        self._kind = kind
         self._facts = facts
         self._layout = layout
         self._expected: dict[str, tuple[Identity, Item]] = {}
-        self._fingerprint: tuple[int, str] | None = None  # model.num_loads, digest
+        self._fingerprint = ("", "")  # the tower's, and this room's
         self._is_serving = False
-        model.before_tower = self.spring_trap
-
-    def doubt(self) -> None:
-        """Weights may have changed: look at them again before features are used."""
-        self._fingerprint = None
 
     def fingerprint(self) -> str:
         """Digest of the vision weights as loaded and as they are now, and of what else makes features of an image."""
-        if self._fingerprint is None or self._fingerprint[0] != self._model.num_loads:
-            loaded = "".join(
-                f"{name} {digest}\n" for name, digest in sorted((self._model.loaded_weights or {}).items())
-            )
-            here = tensors_digest(_tensors(self._model))
-            digest = inputs_digest({"facts": self._facts.model, "loaded": loaded, "here": here})
-            self._fingerprint = self._model.num_loads, digest
+        weights = self.tower.fingerprint()
+        if self._fingerprint[0] != weights:
+            self._fingerprint = weights, inputs_digest({"facts": self._facts.model, "weights": weights})
         return self._fingerprint[1]
 
     def take(self, items: Sequence[Item | None]) -> list[torch.Tensor | None]:
@@ -119,11 +110,16 @@ class Room:
         identity, item = self._expected.pop(mm_hash, (None, None))
         if identity is None or item is None:
             return
+        events.TOWER_TOKENS.add(len(features))
         try:
             tensors = {FEATURES: features}
             if isinstance(grid := item.inputs.get(GRID), torch.Tensor):
                 tensors[GRID] = grid
-            self.store.save(identity, Package.of(tensors))
+            package = Package.of(tensors)
+            if how := misfit(package, item, self._kind):
+                logger.warning("mmcache does not keep what the vision tower gave for an image: %s", how)
+            else:
+                self.store.save(identity, package)
         except Exception:
             logger.exception("mmcache could not keep the features of an image; serving goes on without them")
 
@@ -140,8 +136,8 @@ class Room:
             )
 
     def _look_up(self, item: Item | None) -> tuple[Identity, Package | None, str] | None:
-        if item is None or PIXELS not in item.inputs:  # ready-made embeddings never meet the tower
-            return None
+        if item is None or any(name.endswith("embeds") for name in item.inputs):
+            return None  # ready-made embeddings never meet the tower
         try:
             identity = Identity(
                 content_id=f"{item.mm_hash}:{inputs_digest(item.inputs)}",
@@ -150,30 +146,23 @@ class Room:
                 dtype=self._facts.dtype,
                 layout=f"{self._layout.rank}/{self._layout.size}",
             )
-            package, tier = self.store.find(identity)
-            return identity, package if package is not None and _fits(package, item) else None, tier
+            package, tier = self.store.find(identity, lambda found: misfit(found, item, self._kind))
+            return identity, package, tier
         except Exception:
             logger.exception("mmcache could not look up the features of an image; the vision tower runs")
             return None
 
 
-def _fits(package: Package, item: Item) -> bool:
-    """Whether a package has the tokens and the grid of this image; one that was planted in Redis need not."""
-    features, grid = package.tensors.get(FEATURES), package.tensors.get(GRID)
-    asked = item.inputs.get(GRID)
-    return (
-        features is not None
-        and features.ndim == 2
-        and len(features) == item.num_tokens
-        and (grid is None) == (asked is None)
-        and (grid is None or torch.equal(grid, asked))
-    )
+def misfit(package: Package, item: Item, kind: Kind) -> str:
+    """How a package differs from what this model makes of this image, in words; empty where it does not.
 
-
-def _tensors(model: CountedTower) -> list[tuple[str, torch.Tensor]]:
-    return [
-        (f"{part}.{name}", tensor.data)
-        for part in model.tower_parts
-        for module in [getattr(model, part)]
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    ]
+    One that was planted, or that another version of us wrote, can have the right identity and the wrong content.
+    """
+    features, grid, asked = package.tensors.get(FEATURES), package.tensors.get(GRID), item.inputs.get(GRID)
+    expected = (item.num_tokens, kind.width)
+    if features is None or tuple(features.shape) != expected or features.dtype != kind.dtype:
+        seen = "none" if features is None else f"{tuple(features.shape)} {features.dtype}"
+        return f"features {seen}, this model's are {expected} {kind.dtype}"
+    if (grid is None) != (asked is None) or (grid is not None and not torch.equal(grid, asked)):
+        return f"grid {grid}, this image's is {asked}"
+    return ""

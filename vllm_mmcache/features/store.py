@@ -8,7 +8,7 @@ the package into RAM at once and leaves the rest to the writer thread. Neither e
 from collections.abc import Sequence
 
 from vllm_mmcache.features.identity import Identity
-from vllm_mmcache.features.lasting import LastingTier
+from vllm_mmcache.features.lasting import LastingTier, Misfit
 from vllm_mmcache.features.package import Package
 from vllm_mmcache.features.ram import RamTier
 from vllm_mmcache.features.writer import Job, Writer
@@ -28,16 +28,17 @@ class Store:
         self._tiers: tuple[RamTier | LastingTier, ...] = (ram, *below)
         self._writer = Writer(queue_bytes)
 
-    def find(self, identity: Identity) -> tuple[Package | None, str]:
+    def find(self, identity: Identity, misfit: Misfit | None = None) -> tuple[Package | None, str]:
         """The package of exactly this identity from the nearest tier that has it, and the tier's name; else None, "".
 
+        misfit says why a package can't be what was asked for, or nothing; such a one is a miss, and is set aside.
         Its tensors are on the CPU, and nobody may write into them.
         """
         package = self.ram.load(identity)
         if package is not None or not _storable(identity):
             return package, self.ram.name if package is not None else ""
         for index, tier in enumerate(self.below):
-            package = tier.load(identity)
+            package = tier.load(identity, misfit)
             if package is not None:
                 self._keep(identity, package, self.below[:index])
                 return package, tier.name

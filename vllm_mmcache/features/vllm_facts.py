@@ -5,21 +5,23 @@ Worker process, once at start. Reads vLLM's objects and changes none.
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_mmcache import settings
+from vllm_mmcache.features.digests import inputs_digest
 from vllm_mmcache.features.room import Facts, Layout
-from vllm_mmcache.models.digests import inputs_digest
-from vllm_mmcache.models.tower import CountedTower
+
+_NOT_THE_TOWERS = frozenset({"text_config", "llm_config", "_name_or_path", "transformers_version"})
 
 
 def why_not(vllm_config: Any, runner: Any) -> str:
     """Why there is no feature store in this worker; empty if there is one."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    model_config = vllm_config.model_config
+    mm_config = vllm_config.model_config.multimodal_config
     if settings.current().features is False:
         return "switched off by the setting features"
     if not isinstance(runner, GPUModelRunner):
@@ -30,15 +32,12 @@ def why_not(vllm_config: Any, runner: Any) -> str:
         return "prefix caching is off"
     if vllm_config.ec_transfer_config is not None:
         return "ec_transfer_config is set, and wins"
-    model = runner.get_model()
-    if not isinstance(model, CountedTower):
-        return f"not tested with {type(model).__name__}"
     if vllm_config.lora_config is not None and vllm_config.lora_config.enable_tower_connector_lora:
         return "LoRA adapters can change the vision tower"
-    if model_config.multimodal_config.is_multimodal_pruning_enabled():
+    if mm_config.is_multimodal_pruning_enabled():
         return "features are pruned"
-    if not model.loaded_weights:
-        return f"load format {vllm_config.load_config.load_format} does not show the vision weights"
+    if mm_config.mm_encoder_attn_dtype == "fp8" and mm_config.mm_encoder_fp8_scale_path is None:
+        return "the tower's fp8 scales follow what it has seen (mm_encoder_fp8_scale_path gives fixed ones)"
     return ""
 
 
@@ -53,8 +52,11 @@ def facts_of(vllm_config: Any) -> Facts:
         model=_text(
             {
                 "architectures": hf_config.architectures,
-                "vision": {k: v for k, v in hf_config.vision_config.to_dict().items() if k != "_name_or_path"},
+                # What it says of the language model alone is left out, so that features outlive a longer context.
+                "config": {k: v for k, v in hf_config.to_dict().items() if k not in _NOT_THE_TOWERS},
                 "attention": mm_config.mm_encoder_attn_backend,
+                "attention dtype": mm_config.mm_encoder_attn_dtype,
+                "fp8 scales": _content(mm_config.mm_encoder_fp8_scale_path),
                 "sharding": mm_config.mm_encoder_tp_mode,
                 "quantization": model_config.quantization,
                 "platform": current_platform.device_type,
@@ -82,6 +84,10 @@ def layout() -> Layout:
         return [bool(one) for one in mask.tolist()]
 
     return Layout(group.rank_in_group, group.world_size, agree)
+
+
+def _content(path: Any) -> str | None:
+    return Path(path).read_text(encoding="utf-8") if path is not None else None
 
 
 def _text(value: Any) -> str:

@@ -3,21 +3,25 @@
 
 vLLM's scheduler sends a worker the images to encode; those whose features the store loads go straight into vLLM's
 encoder cache and are taken off the list, the rest goes to the tower. So nothing depends on a promise: a package that
-is gone, corrupt or of another image is a run of the tower. Wraps two methods of the model runner, in its thread, and
-what loads or updates weights. Never writes into features, and never fails a request.
+is gone, corrupt or of another image is a run of the tower. Wraps where the model runner gets and keeps outputs, in its
+thread, and what makes, loads or updates a model; no model class is named. Never writes into features, and never fails
+a request.
 """
 
 import inspect
 import logging
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_mmcache import settings
+from vllm_mmcache import events, settings
+from vllm_mmcache.features.probe import Unfit, probe
 from vllm_mmcache.features.room import Item, Room
 from vllm_mmcache.features.store import open_store
+from vllm_mmcache.features.tower import Tower, watched
 from vllm_mmcache.features.vllm_facts import facts_of, layout, why_not
 
 logger = logging.getLogger("vllm.mmcache")
@@ -27,29 +31,86 @@ _CACHE = inspect.signature(GPUModelRunner._cache_encoder_output)
 _rooms: "weakref.WeakSet[Room]" = weakref.WeakSet()
 
 
+def watch_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of BaseModelLoader.create_model: what a multimodal model loads into its tower is noted from the start."""
+    from vllm.model_executor.models.interfaces import supports_multimodal
+
+    model = wrapped(*args, **kwargs)
+    if supports_multimodal(model) and hasattr(model, "load_weights"):
+        try:
+            Tower(model).watch()
+        except LookupError as error:
+            logger.debug("mmcache: weights are not watched: %s", error)
+    return model
+
+
 def open_after_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Worker.load_model: opens the store and takes the fingerprint of the weights."""
     outcome = wrapped(*args, **kwargs)
     runner = instance.model_runner
-    reason = why_not(instance.vllm_config, runner)
-    if reason:
+    try:
+        room = _open(instance.vllm_config, runner)
+    except Unfit as reason:
         logger.info("mmcache: no feature store: %s", reason)
         return outcome
-    in_force = settings.current()
-    room = Room(runner.get_model(), open_store(in_force), facts_of(instance.vllm_config), layout())
-    start = time.perf_counter()
-    room.fingerprint()
-    logger.info(
-        "mmcache: features are kept in RAM (%s)%s; fingerprint of the vision weights in %.0f ms",
-        in_force.feature_ram_bytes.human_readable(),
-        f" and in {settings.without_secrets(in_force.store)}" if in_force.store else "",
-        1000 * (time.perf_counter() - start),
-    )
     setattr(runner, _ROOM, room)
     _rooms.add(room)
     # Where nobody shuts the worker down: what is saved is written before the process ends.
     weakref.finalize(runner, room.store.close)
     return outcome
+
+
+def _open(vllm_config: Any, runner: Any) -> Room:
+    """The store of the runner's model. Raises: Unfit, saying why there is none."""
+    if reason := why_not(vllm_config, runner):
+        raise Unfit(reason)
+    model = runner.get_model()
+    tower = watched(model)
+    if tower is None:
+        raise Unfit(f"load format {vllm_config.load_config.load_format} makes models in a way of its own")
+    start = time.perf_counter()
+    try:
+        kind = probe(vllm_config, model, tower, runner.device)
+    except Unfit:
+        raise
+    except Exception as error:  # a model's own code, which must not keep it from serving
+        logger.debug("mmcache could not try the vision tower", exc_info=True)
+        raise Unfit(f"{type(model).__name__} could not be tried with two images: {error}") from error
+    if tower.hidden_weights() and not tower.loaded:
+        raise Unfit(f"load format {vllm_config.load_config.load_format} does not show the vision weights")
+    in_force = settings.current()
+    room = Room(tower, kind, open_store(in_force), facts_of(vllm_config), layout())
+    room.fingerprint()
+    logger.info(
+        "mmcache: features are kept in RAM (%s)%s; vision tower tried and its weights known in %.0f ms",
+        in_force.feature_ram_bytes.human_readable(),
+        f" and in {settings.without_secrets(in_force.store)}" if in_force.store else "",
+        1000 * (time.perf_counter() - start),
+    )
+    return room
+
+
+def count_runs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """Wrapper of group_and_batch_mm_kwargs as the model runners see it: each batch of images is a run of the tower.
+
+    With the setting tower_one_by_one each item is a batch, so that features don't depend on what else was there. A
+    batch counts when the runner asks for the next one, so the time between is the tower's (its launch, on a GPU).
+    """
+    items = args[0] if args else kwargs["mm_kwargs"]
+    more = {name: value for name, value in kwargs.items() if name != "mm_kwargs"}
+    parts = [[item] for item in items] if settings.current().tower_one_by_one else [items]
+    for part in parts:
+        for batch in wrapped(part, *args[1:], **more):
+            modality, num_items, _ = batch
+            if modality != "image":
+                yield batch
+                continue
+            for room in _rooms:
+                room.spring_trap(num_items)
+            start = time.perf_counter()
+            yield batch
+            events.TOWER_SECONDS.add(time.perf_counter() - start)
+            events.TOWER_IMAGES.add(num_items)
 
 
 def take_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -89,7 +150,7 @@ def doubt_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     runner = instance if isinstance(instance, GPUModelRunner) else getattr(instance, "model_runner", None)
     room: Room | None = getattr(runner, _ROOM, None)
     if room is not None:
-        room.doubt()
+        room.tower.doubt()
     return wrapped(*args, **kwargs)
 
 

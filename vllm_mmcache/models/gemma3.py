@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3 that refuses images which would run causally, and the same with a counted vision tower. Worker process.
+"""Gemma 3 that refuses images which would run causally. Worker process.
 
 vLLM's own class plus one check; weights, processor and forward pass are vLLM's. That each attention layer can serve
 image spans is checked where the layer is made, for every such model (attention/guard.py).
 """
 
-import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
 
 from vllm_mmcache.attention import guard
 from vllm_mmcache.errors import CausalImages
-from vllm_mmcache.models.tower import CountedTower
 
 
 class ImageSpanGemma3(Gemma3ForConditionalGeneration):
@@ -34,21 +32,3 @@ class ImageSpanGemma3(Gemma3ForConditionalGeneration):
                 "images that are longer than the window causally, so answers would be wrong. Serve a model whose "
                 "images fit its window, or set MMCACHE_ALLOW_CAUSAL_IMAGES=1 to run it all the same"
             )
-
-
-class CountedGemma3(CountedTower, ImageSpanGemma3):
-    """The same with a counted tower. An image is one picture and its pan-and-scan crops, a row of pixels each."""
-
-    tower_parts = ("vision_tower", "multi_modal_projector")
-    sizes_key = "num_patches"
-
-    def rows_of(self, sizes: torch.Tensor) -> list[int]:
-        """Shapes: (num_images,), pictures and crops of each."""
-        rows: list[int] = sizes.tolist()
-        return rows
-
-    def patches_of(self, pixels: torch.Tensor) -> int:
-        """Shapes: (num_crops, 3, height, width) in pixels."""
-        side = self.config.vision_config.patch_size
-        patches: int = len(pixels) * (pixels.shape[-2] // side) * (pixels.shape[-1] // side)
-        return patches

@@ -42,11 +42,4 @@ SEAMS: tuple[Seam, ...] = (
         room="vllm_mmcache.models.seam",
         why="the class refuses attention that would run its images causally",
     ),
-    Seam(
-        name="features.models",
-        group="features",
-        point="vllm.model_executor.models:ModelRegistry.register_model",
-        room="vllm_mmcache.models.tower_seam",
-        why="runs of the vision tower are counted, and its weights known as they are loaded",
-    ),
 )

@@ -6,7 +6,7 @@ image. Runs in the worker: inputs per image (4 ms for a megapixel), weights at s
 throughout: what two tenants can meet on must not rest on a hash that can be steered.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,21 +30,6 @@ def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         _put(digest, name, tensor)
     return digest.hexdigest()
-
-
-def watch_loading(
-    weights: Iterable[tuple[str, torch.Tensor]], parts: Iterable[str], seen: dict[str, str]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass weights on to who loads them, and note the digest of each that belongs to the tower in `seen`.
-
-    parts are the components of a weight's dotted name that mark the tower. Needed beside the tower's own parameters:
-    vLLM's CPU kernels pack a weight away and leave an empty parameter.
-    """
-    marks = frozenset(parts)
-    for name, tensor in weights:
-        if marks & set(name.split(".")):
-            seen[name] = tensors_digest([(name, tensor)])
-        yield name, tensor
 
 
 def _put(digest: Any, name: str, value: Any) -> None:

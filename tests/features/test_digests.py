@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from vllm_mmcache.models.digests import inputs_digest, tensors_digest, watch_loading
+from vllm_mmcache.features.digests import inputs_digest, tensors_digest
 
 PIXELS = torch.arange(12, dtype=torch.float32)
 
@@ -40,19 +40,3 @@ def test_equal_content_is_equal() -> None:
     assert one == inputs_digest({"b": grid.clone(), "a": PIXELS.reshape(3, 4).t().contiguous().t()})
     assert tensors_digest([("a", PIXELS), ("b", grid)]) == tensors_digest([("b", grid), ("a", PIXELS)])
     assert inputs_digest({"a": PIXELS.to(torch.bfloat16)}) == inputs_digest({"a": PIXELS.to(torch.bfloat16)})
-
-
-def test_loading_is_watched_and_not_changed() -> None:
-    weights = [
-        ("model.visual.patch_embed.weight", PIXELS),
-        ("model.language_model.layers.0.weight", PIXELS),
-        ("model.language_model.visually.weight", PIXELS),
-        ("visual.merger.bias", PIXELS),
-    ]
-    seen: dict[str, str] = {}
-    assert list(watch_loading(weights, ["visual"], seen)) == weights
-    assert seen.keys() == {"model.visual.patch_embed.weight", "visual.merger.bias"}
-    before = dict(seen)
-    list(watch_loading([("visual.merger.bias", PIXELS + 1)], ["visual"], seen))
-    changed = {name for name in seen if seen[name] != before[name]}
-    assert changed == {"visual.merger.bias"}

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What belongs to a model's vision tower, how its weights are watched, and what the probe at start refuses."""
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.exactness.engines import EngineConfig, EnginePool
+from vllm_mmcache.features.probe import Kind, Unfit, probe
+from vllm_mmcache.features.tower import Tower, watched
+
+WEIGHT = torch.arange(4.0)
+
+
+class Model(torch.nn.Module):
+    """As vLLM's classes are: marked, with a mapper of checkpoint names where those differ."""
+
+    hf_to_vllm_mapper = SimpleNamespace(map_name=lambda name: name.replace("model.text.", "language_model."))
+
+    def __init__(self, marked: tuple[str, ...] = ("language_model",)) -> None:
+        super().__init__()
+        self.visual, self.ears, self.language_model = (torch.nn.Linear(2, 2) for _ in range(3))
+        self.newline = torch.nn.Parameter(torch.zeros(2))
+        self._language_model_names = marked
+
+    def get_language_model(self) -> torch.nn.Module:
+        raise NotImplementedError("no language model found")
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return {name for name, _ in weights}
+
+
+def test_everything_outside_of_the_language_model_belongs_to_it() -> None:
+    names = {name for name, _ in Tower(Model()).tensors()}
+    assert names == {"visual.weight", "visual.bias", "ears.weight", "ears.bias", "newline"}
+
+
+def test_a_name_that_only_starts_alike_is_another() -> None:
+    model = Model()
+    model.language_model_projector = torch.nn.Linear(2, 2)
+    assert "language_model_projector.weight" in {name for name, _ in Tower(model).tensors()}
+
+
+def test_an_unmarked_model_is_refused() -> None:
+    with pytest.raises(LookupError, match="no language model found"):
+        Tower(Model(marked=()))
+    model = Model(marked=())
+    model.get_language_model = lambda: model  # type: ignore[method-assign]
+    with pytest.raises(LookupError, match="does not tell its language model"):
+        Tower(model)
+    model.get_language_model = lambda: model.language_model  # type: ignore[method-assign]
+    assert Tower(model).language_model_names == ("language_model",)
+
+
+def test_loading_is_watched_and_not_changed() -> None:
+    model = Model()
+    tower = Tower(model)
+    first = tower.fingerprint()
+    tower.watch()
+    assert watched(model) is tower
+    weights = {"model.text.layers.0.weight": WEIGHT, "model.visual.weight": WEIGHT, "visual.bias": WEIGHT}
+    assert model.load_weights(iter(weights.items())) == weights.keys()
+    assert tower.loaded.keys() == {"model.visual.weight", "visual.bias"}
+    assert tower.num_loads == 1
+    second = tower.fingerprint()
+    assert second != first
+    before = dict(tower.loaded)
+    model.load_weights([("visual.bias", WEIGHT + 1)])
+    assert {name for name in before if before[name] != tower.loaded[name]} == {"visual.bias"}
+    third = tower.fingerprint()
+    model.load_weights([("visual.bias", WEIGHT)])
+    assert third != second == tower.fingerprint()
+
+
+def test_a_load_that_fails_counts() -> None:
+    """Half of the weights may be new."""
+    tower = Tower(model := Model())
+    tower.watch()
+
+    def breaks() -> Iterable[tuple[str, torch.Tensor]]:
+        yield "visual.bias", WEIGHT
+        raise OSError("the file ends here")
+
+    with pytest.raises(OSError, match="ends here"):
+        model.load_weights(breaks())
+    assert tower.num_loads == 1
+
+
+def test_weights_that_are_packed_away_are_seen() -> None:
+    model = Model()
+    assert Tower(model).hidden_weights() == []
+    model.visual.weight = torch.nn.Parameter(torch.empty(0))
+    assert Tower(model).hidden_weights() == ["visual.weight"]
+
+
+CONFIG = EngineConfig("qwen3-vl")
+
+
+def mixes(embed: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    def embed_multimodal(**inputs: Any) -> list[torch.Tensor]:
+        found = list(embed(**inputs))
+        return [one + sum(other.mean() for other in found) for one in found]
+
+    return embed_multimodal
+
+
+def reads_the_language_model(embed: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    def embed_multimodal(**inputs: Any) -> Any:
+        model.get_language_model().embed_input_ids(torch.tensor([0]))
+        return embed(**inputs)
+
+    return embed_multimodal
+
+
+def is_blind(embed: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    return lambda **inputs: [torch.zeros_like(one) for one in embed(**inputs)]
+
+
+def drops_rows(embed: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    return lambda **inputs: [one[1:] for one in embed(**inputs)]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (mixes, "depends on the other images of the batch"),
+        (reads_the_language_model, "runs VocabParallelEmbedding of the language model"),
+        (is_blind, "two images have the same features"),
+        (drops_rows, r"an image of 64 tokens has features \(63, 512\)"),
+    ],
+)
+@pytest.mark.parametrize("config", [CONFIG], ids=["qwen3-vl"])
+def test_the_probe(
+    pool: EnginePool, config: EngineConfig, spoil: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = pool.get(config)
+    model, vllm_config = rig.runner.get_model(), rig.llm.llm_engine.vllm_config
+    assert probe(vllm_config, model, Tower(model), rig.runner.device) == Kind(512, torch.float32)
+    monkeypatch.setattr(model, "embed_multimodal", spoil(model.embed_multimodal, model), raising=False)
+    with pytest.raises(Unfit, match=said):
+        probe(vllm_config, model, Tower(model), rig.runner.device)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks a loaded model whether what it makes of an image depends on that image alone, and what it looks like.
+
+So no model class has to be listed: two small images go through the tower, each alone and both in one batch. Features
+that differ between these ways, or a tower that enters the language model, have no place in a store. vLLM's own encoder
+cache rests on the same; this shows it, on the machine and in the dtype that serve. Worker process, at start.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vllm_mmcache.features.tower import Tower
+
+SIDE_PIXELS = 224
+# Part of the distance of two images' features: a batch of another size adds up in another order.
+MIXED = {torch.float32: 1e-3, torch.float64: 1e-3}
+MIXED_IN_LOW_PRECISION = 0.15
+
+
+class Unfit(Exception):
+    """Why this model's features can't be kept, in words."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a model's features look like; a package that looks otherwise is another model's."""
+
+    width: int
+    """Columns: hidden size, times the levels where a model has DeepStack."""
+    dtype: torch.dtype
+
+
+def probe(vllm_config: Any, model: Any, tower: Tower, device: torch.device) -> Kind:
+    """Run the tower four times. Takes as long as four small images, and loading the processor.
+
+    Raises: Unfit, or whatever the model's own code raises.
+    """
+    one, num_rows = _item(vllm_config)
+    other = _altered(one)
+    entered: list[str] = []
+    with ExitStack() as stack, torch.inference_mode():
+        for module in tower.language_modules():
+            hook = module.register_forward_pre_hook(lambda module, args: entered.append(type(module).__name__))
+            stack.callback(hook.remove)
+        (first,), (second,) = _run(model, [one], device), _run(model, [other], device)
+        together = _run(model, [one, other], device)
+    if entered:
+        raise Unfit(f"its vision tower runs {entered[0]} of the language model")
+    if first.ndim != 2 or len(first) != num_rows:
+        raise Unfit(f"an image of {num_rows} tokens has features {tuple(first.shape)}")
+    far = float((first - second).abs().max())
+    if not far > 0:
+        raise Unfit("two images have the same features")
+    mixed = max(float((a - b).abs().max()) for a, b in zip((first, second), together, strict=True)) / far
+    if mixed > MIXED.get(first.dtype, MIXED_IN_LOW_PRECISION):
+        raise Unfit(f"what it makes of an image depends on the other images of the batch, by {mixed:.1%}")
+    return Kind(first.shape[1], first.dtype)
+
+
+def _item(vllm_config: Any) -> tuple[Any, int]:
+    """A small white image as the model's processor makes it, and the tokens that it stands for."""
+    from vllm.config.multimodal import ImageDummyOptions, MultiModalDummyOptions
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.processing.context import TimingContext
+    from vllm.utils.torch_utils import set_default_torch_num_threads
+
+    model_config = vllm_config.model_config
+    small = ImageDummyOptions(count=1, width=SIDE_PIXELS, height=SIDE_PIXELS)
+    with set_default_torch_num_threads():  # as vLLM does it at start, where more threads can hang
+        processor = MULTIMODAL_REGISTRY.create_processor(model_config)
+        if not processor.info.allowed_mm_limits.get("image"):
+            raise Unfit("this deployment takes no images")
+        inputs = processor.get_dummy_inputs(
+            model_config.max_model_len, {"image": 1}, MultiModalDummyOptions({"image": small})
+        )
+        made = processor.apply(inputs, timing_ctx=TimingContext(enabled=False))
+    return made["mm_kwargs"]["image"][0], made["mm_placeholders"]["image"][0].get_num_embeds()
+
+
+def _altered(item: Any) -> Any:
+    """The item with other pixels: its tensors of numbers or bytes drawn anew, grids and sizes as they are."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype == torch.uint8:  # vLLM normalises some on the device
+            return torch.randint(0, 256, value.shape, generator=generator, dtype=torch.uint8)
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return torch.rand(value.shape, generator=generator).to(value.dtype) * 2 - 1
+        if isinstance(value, list | tuple):
+            return type(value)(draw(part) for part in value)
+        return value
+
+    return type(item)({name: replace(element, data=draw(element.data)) for name, element in item.items()})
+
+
+def _run(model: Any, items: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
+    from vllm.multimodal.utils import group_and_batch_mm_kwargs
+
+    found: list[torch.Tensor] = []
+    for _, _, inputs in group_and_batch_mm_kwargs([("image", item) for item in items], device=device):
+        found.extend(model.embed_multimodal(**inputs))
+    return found

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a model that images go through: its weights, their fingerprint, and when they were loaded.
+
+No model class is named. What belongs to the tower is said by what does not: every parameter and buffer outside of the
+language model, which each multimodal class of vLLM marks. That is more than the tower where a model also hears, and
+never less. (`_tower_model_names` won't do: a class that marks vision and audio apart keeps the last.) Worker process.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from vllm_mmcache.features.digests import inputs_digest, tensors_digest
+
+_ATTRIBUTE = "_mmcache_tower"
+
+
+class Tower:
+    """What features of one model depend on beside the image. One thread, the model runner's.
+
+    Raises: LookupError where the model does not tell its language model from the rest.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.language_model_names = _language_model_names(model)
+        self.num_loads = 0
+        """How often weights were loaded since `watch`; features of an earlier count may be outdated."""
+        self.loaded: dict[str, str] = {}
+        """Digest of each weight of the tower that was loaded, by its name in the checkpoint; see `watch`."""
+        self._fingerprint: tuple[int, str] | None = None  # num_loads, digest
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters and buffers outside of the language model, by name. Shapes and dtypes: the model's."""
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            if not self._is_language(name):
+                yield name, tensor.data
+
+    def language_modules(self) -> Iterator[torch.nn.Module]:
+        """All modules of the language model."""
+        for name, module in self._model.named_modules():
+            if name and self._is_language(name):
+                yield module
+
+    def hidden_weights(self) -> list[str]:
+        """Names of the tower's parameters that are empty: vLLM's CPU kernels pack a weight away and leave none."""
+        return [name for name, tensor in self.tensors() if not tensor.numel() and name.endswith("weight")]
+
+    def watch(self) -> None:
+        """From now on, count the calls of the model's load_weights, and note digests of what they load into the tower.
+
+        Where the platform packs weights away, that is the only way to know them; else `tensors` shows them.
+        """
+        load = self._model.load_weights
+        mapper = getattr(self._model, "hf_to_vllm_mapper", None)
+
+        def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+            try:
+                return load(self._noted(weights, mapper), *args, **kwargs)
+            finally:
+                self.num_loads += 1
+
+        self._model.load_weights = load_weights
+        setattr(self._model, _ATTRIBUTE, self)
+
+    def doubt(self) -> None:
+        """Weights may have changed: look at them again before features are used."""
+        self._fingerprint = None
+
+    def fingerprint(self) -> str:
+        """BLAKE3 over the tower's weights as they were loaded and as they are now; taken anew when they may differ."""
+        if self._fingerprint is None or self._fingerprint[0] != self.num_loads:
+            loaded = "".join(f"{name} {digest}\n" for name, digest in sorted(self.loaded.items()))
+            here = tensors_digest(self.tensors())
+            self._fingerprint = self.num_loads, inputs_digest({"loaded": loaded, "here": here})
+        return self._fingerprint[1]
+
+    def _noted(self, weights: Iterable[tuple[str, torch.Tensor]], mapper: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        from vllm.platforms import current_platform
+
+        notes = current_platform.is_cpu()  # the one platform that packs weights away
+        for name, tensor in weights:
+            if notes and not self._is_language(mapper.map_name(name) or name if mapper is not None else name):
+                self.loaded[name] = inputs_digest({name: tensor})
+            yield name, tensor
+
+    def _is_language(self, name: str) -> bool:
+        return any(name == own or name.startswith(own + ".") for own in self.language_model_names)
+
+
+def watched(model: Any) -> Tower | None:
+    """The Tower of a model on which `watch` was called."""
+    found: Tower | None = getattr(model, _ATTRIBUTE, None)
+    return found
+
+
+def _language_model_names(model: Any) -> tuple[str, ...]:
+    marked = tuple(getattr(model, "_language_model_names", ()))
+    if marked:
+        return marked
+    try:
+        language_model = model.get_language_model()
+    except NotImplementedError as error:
+        raise LookupError(str(error)) from None
+    names = tuple(name for name, module in model.named_modules() if module is language_model and name)
+    if not names:
+        raise LookupError(f"{type(model).__name__} does not tell its language model from its vision tower")
+    return names
