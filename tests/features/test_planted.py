@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packages of another model under the right name, on disk and in Valkey, through a real server.
+
+Each is whole and has the identity that is asked for, so only a look at the model tells that it does not fit. The
+server goes on, the answer is that of a cold run, and both copies are set aside. The control: what was saved is used.
+"""
+
+import base64
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from openai import OpenAI
+
+from tests.features.conftest import Server
+from tests.media import files
+from tests.pictures import ellipses
+from vllm_mmcache.demo.server import CPU_ARGS, serve
+from vllm_mmcache.features.package import FEATURES, Package, pack, unpack
+from vllm_mmcache.features.remote import PREFIX
+from vllm_mmcache.zoo import build_cached
+
+pytestmark = pytest.mark.engine
+
+Alter = Callable[[torch.Tensor], torch.Tensor]
+PLANTED: dict[str, Alter] = {
+    "another hidden size": lambda features: features[:, :-64],
+    "one level less": lambda features: features[:, : features.shape[1] // 2],
+    "another dtype": lambda features: features.to(torch.float16),
+    "fewer tokens": lambda features: features[1:],
+    "three dimensions": lambda features: features[None],
+}
+
+
+class Replica:
+    """A server that looks into directory and Valkey for each image: no RAM tier, and caches that tests may empty."""
+
+    def __init__(self, url: str, place: Path, remote: Server) -> None:
+        self.url, self.place, self.remote = url, place, remote
+        self.client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
+
+    def ask(self) -> tuple[str, list[float]]:
+        """The answer about the one picture, text and log-probabilities, from empty caches of vLLM's own."""
+        for cache in ("prefix", "mm", "encoder"):
+            httpx.post(f"{self.url}/reset_{cache}_cache").raise_for_status()
+        content = base64.b64encode(files.saved(ellipses("planted", (160, 120)), "PNG")).decode()
+        parts = [
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}},
+            {"type": "text", "text": "What is this?"},
+        ]
+        answer = self.client.chat.completions.create(
+            model="zoo",
+            messages=[{"role": "user", "content": parts}],  # type: ignore[list-item, misc]
+            max_tokens=6,
+            temperature=0,
+            logprobs=True,
+        ).choices[0]
+        assert answer.logprobs is not None
+        return str(answer.message.content), [one.logprob for one in answer.logprobs.content or ()]
+
+    def count(self, name: str) -> float:
+        """A counter of ours over all tiers, once what the worker counted has travelled with its next step."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as page:
+            text = page.read().decode()
+        return sum(float(value) for value in re.findall(rf"^mmcache:{name}_total(?:{{.*}})? (\S+)$", text, re.M))
+
+    def files(self) -> list[Path]:
+        return sorted((self.place / "features").glob("??/*.safetensors"))
+
+    def wait_until_saved(self) -> None:
+        deadline = time.monotonic() + 20
+        while not (self.files() and self.remote.client.keys("*")):
+            assert time.monotonic() < deadline, "nothing was saved"
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory: pytest.TempPathFactory, running_server: Server) -> Iterator[Replica]:
+    root = tmp_path_factory.mktemp("planted")
+    running_server.client.flushall()
+    env = {
+        "MMCACHE_STORE": f"{root / 'store'} {running_server.url}",
+        "MMCACHE_STORE_REMOTE_TIMEOUT_S": "1",
+        "MMCACHE_FEATURE_RAM_BYTES": "0",
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+    args = (*CPU_ARGS, "--served-model-name", "zoo", "--enable-prefix-caching")
+    model = build_cached("qwen3-vl", root / "zoo")
+    with serve(model, log_path=root / "log", env=env, args=args) as server:
+        yield Replica(server.url, root / "store", running_server)
+
+
+def test_planted_packages(replica: Replica) -> None:
+    cold = replica.ask()
+    replica.wait_until_saved()
+    (file,) = replica.files()
+    (key,) = replica.remote.client.keys("*")
+    assert key.decode() == PREFIX + file.stem
+    identity, package = unpack(file.read_bytes())
+
+    runs = replica.count("tower_images")
+    assert replica.ask() == cold
+    replica.ask()  # one step more, so that all of it is on /metrics
+    assert replica.count("tower_images") == runs, "the control: what was saved is used"
+
+    for name, alter in PLANTED.items():
+        aside, runs = replica.count("features_set_aside"), replica.count("tower_images")
+        tensors = dict(package.tensors) | {FEATURES: alter(package.tensors[FEATURES]).contiguous()}
+        planted = pack(identity, Package.of(tensors))
+        file.write_bytes(planted)
+        replica.remote.client.set(key, planted)
+        assert replica.ask() == cold, name
+        replica.wait_until_saved()
+        assert replica.ask() == cold, name
+        assert replica.count("features_set_aside") == aside + 2, name
+        assert replica.count("tower_images") == runs + 1, name
+        assert unpack(file.read_bytes())[1].tensors[FEATURES].equal(package.tensors[FEATURES]), name
+    assert httpx.get(f"{replica.url}/health").status_code == 200
