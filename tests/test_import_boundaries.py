@@ -20,7 +20,7 @@ MAY_IMPORT_VLLM = {
     "attention/seam.py",  # the public registries
     "models/registration.py",  # the public registry
     "models/gemma3.py",  # derives from vLLM's class
-    "models/qwen.py",
+    "features/probe.py",
     "features/vllm_facts.py",  # asks for platform, version and ranks, beside the room's vllm_side.py
 }
 

@@ -59,7 +59,7 @@ def test_loading_is_watched_and_not_changed() -> None:
     model = Model()
     tower = Tower(model)
     first = tower.fingerprint()
-    tower.watch()
+    tower.watch(notes=True)
     assert watched(model) is tower
     weights = {"model.text.layers.0.weight": WEIGHT, "model.visual.weight": WEIGHT, "visual.bias": WEIGHT}
     assert model.load_weights(iter(weights.items())) == weights.keys()
@@ -78,7 +78,7 @@ def test_loading_is_watched_and_not_changed() -> None:
 def test_a_load_that_fails_counts() -> None:
     """Half of the weights may be new."""
     tower = Tower(model := Model())
-    tower.watch()
+    tower.watch(notes=True)
 
     def breaks() -> Iterable[tuple[str, torch.Tensor]]:
         yield "visual.bias", WEIGHT

@@ -47,8 +47,8 @@ class Tower:
         """Names of the tower's parameters that are empty: vLLM's CPU kernels pack a weight away and leave none."""
         return [name for name, tensor in self.tensors() if not tensor.numel() and name.endswith("weight")]
 
-    def watch(self) -> None:
-        """From now on, count the calls of the model's load_weights, and note digests of what they load into the tower.
+    def watch(self, notes: bool) -> None:
+        """From now on, count the calls of the model's load_weights; and with `notes` keep digests of what they load.
 
         Where the platform packs weights away, that is the only way to know them; else `tensors` shows them.
         """
@@ -57,7 +57,7 @@ class Tower:
 
         def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
             try:
-                return load(self._noted(weights, mapper), *args, **kwargs)
+                return load(self._noted(weights, mapper) if notes else weights, *args, **kwargs)
             finally:
                 self.num_loads += 1
 
@@ -77,11 +77,8 @@ class Tower:
         return self._fingerprint[1]
 
     def _noted(self, weights: Iterable[tuple[str, torch.Tensor]], mapper: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        from vllm.platforms import current_platform
-
-        notes = current_platform.is_cpu()  # the one platform that packs weights away
         for name, tensor in weights:
-            if notes and not self._is_language(mapper.map_name(name) or name if mapper is not None else name):
+            if not self._is_language(mapper.map_name(name) or name if mapper is not None else name):
                 self.loaded[name] = inputs_digest({name: tensor})
             yield name, tensor
 

@@ -34,11 +34,12 @@ _rooms: "weakref.WeakSet[Room]" = weakref.WeakSet()
 def watch_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseModelLoader.create_model: what a multimodal model loads into its tower is noted from the start."""
     from vllm.model_executor.models.interfaces import supports_multimodal
+    from vllm.platforms import current_platform
 
     model = wrapped(*args, **kwargs)
     if supports_multimodal(model) and hasattr(model, "load_weights"):
         try:
-            Tower(model).watch()
+            Tower(model).watch(notes=current_platform.is_cpu())  # the one that packs weights away
         except LookupError as error:
             logger.debug("mmcache: weights are not watched: %s", error)
     return model
