@@ -10,7 +10,7 @@ ARGS ?=
 VLLM_PYTHON ?= $(if $(filter file,$(origin PYTHON)),python3,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint check-upstream upstream-tests gpu-check docker-steps settings-page bench soak bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-load bench-observe bench-warm-turn bench-table clean
+.PHONY: help venv demo test matrix lint families-page check-upstream upstream-tests gpu-check docker-steps settings-page bench soak bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-load bench-observe bench-warm-turn bench-table clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ docker-steps: $(STAMP)  ## do in a clean directory what docker/cpu.Dockerfile sa
 
 settings-page: $(STAMP)  ## write docs/settings.md from the settings model
 	@$(BIN)/python scripts/settings_page.py
+
+families-page: $(STAMP)  ## write docs/families.md by a walk through vLLM's registry (half a minute)
+	@$(BIN)/python scripts/families_page.py
 
 bench: $(STAMP)  ## all benchmarks in a short form: table, plot, JSON in .artifacts/bench (under 15 minutes)
 	@$(BIN)/python -m benchmarks.bench $(ARGS)

@@ -24,6 +24,20 @@ def load(script: str) -> Any:
     return module
 
 
+def test_the_families_page_has_the_whole_registry() -> None:
+    """Every architecture of the installed vLLM stands where the walk puts it, the tested ones with their family."""
+    families_page = load("families_page")
+    rows = list(families_page.walk())
+    assert len(rows) > 300
+    seen = {row.architecture: row.finding.partition(":")[0] for row in rows}
+    written = {name: families_page.section_of(name) for name in seen}
+    known = {name: found for name, found in seen.items() if found != "not looked at"}  # packages may be missing here
+    assert {name: written[name] for name in known} == known, "run `make families-page`"
+    assert all(written.values())
+    for architecture, family in families_page.tested().items():
+        assert f"| `{architecture}` | {family} |" in families_page.PAGE.read_text()
+
+
 def test_the_settings_page_is_the_models() -> None:
     settings_page = load("settings_page")
     assert settings_page.PAGE.read_text() == settings_page.page(), "run `python scripts/settings_page.py`"

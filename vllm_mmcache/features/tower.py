@@ -24,7 +24,9 @@ class Tower:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.language_model_names = _language_model_names(model)
+        self.language_model_names = tuple(getattr(model, "_language_model_names", ()))
+        if not self.language_model_names:
+            raise LookupError(f"{type(model).__name__} does not mark its language model")
         self.num_loads = 0
         """How often weights were loaded since `watch`; features of an earlier count may be outdated."""
         self.loaded: dict[str, str] = {}
@@ -90,17 +92,3 @@ def watched(model: Any) -> Tower | None:
     """The Tower of a model on which `watch` was called."""
     found: Tower | None = getattr(model, _ATTRIBUTE, None)
     return found
-
-
-def _language_model_names(model: Any) -> tuple[str, ...]:
-    marked = tuple(getattr(model, "_language_model_names", ()))
-    if marked:
-        return marked
-    try:
-        language_model = model.get_language_model()
-    except NotImplementedError as error:
-        raise LookupError(str(error)) from None
-    names = tuple(name for name, module in model.named_modules() if module is language_model and name)
-    if not names:
-        raise LookupError(f"{type(model).__name__} does not tell its language model from its vision tower")
-    return names
