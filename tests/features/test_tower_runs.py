@@ -128,12 +128,12 @@ def test_a_package_that_is_evicted_meanwhile(
     answers = [one(rig, ask)]
     store, find = rig.features.store, rig.features.store.find
 
-    def gone_before(identity: object) -> object:
+    def gone_before(*asked: object) -> object:
         store.ram.clear()
-        return find(identity)
+        return find(*asked)
 
-    def gone_after(identity: object) -> object:
-        package = find(identity)
+    def gone_after(*asked: object) -> object:
+        package = find(*asked)
         store.ram.clear()
         return package
 
@@ -153,7 +153,7 @@ def test_a_lookup_that_fails_is_a_miss(
 ) -> None:
     put(tower_trap=False)
     rig, runs = pool.get(config), Runs()
-    monkeypatch.setattr(rig.features.store, "find", lambda identity: 1 // 0)
+    monkeypatch.setattr(rig.features.store, "find", lambda *asked: 1 // 0)
     monkeypatch.setattr(rig.features.store, "save", lambda identity, package: 1 // 0)
     answers = [one(rig, user(filler(40), picture(513), "What is it?"))]
     assert runs.new() == 1
