@@ -105,6 +105,10 @@ class Room:
         """The tower runs for these images next."""
         self._expected = {item.mm_hash: (identity, item) for identity, item in items}
 
+    def expected(self) -> list[str]:
+        """What `take` found nothing for, and `save` was not given yet."""
+        return list(self._expected)
+
     def save(self, mm_hash: str, features: torch.Tensor) -> None:
         """Keep what the tower gave for an image that was expected."""
         identity, item = self._expected.pop(mm_hash, (None, None))

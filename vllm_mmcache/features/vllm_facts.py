@@ -24,7 +24,7 @@ def why_not(vllm_config: Any, runner: Any) -> str:
     mm_config = vllm_config.model_config.multimodal_config
     if settings.current().features is False:
         return "switched off by the setting features"
-    if not isinstance(runner, GPUModelRunner):
+    if not isinstance(runner, GPUModelRunner) and not hasattr(getattr(runner, "model_state", None), "encoder_runner"):
         return f"not written for this model runner, {type(runner).__module__}"
     if not runner.supports_mm_inputs:
         return "this deployment takes no images"

@@ -54,7 +54,9 @@ def open_after_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     except Unfit as reason:
         logger.info("mmcache: no feature store: %s", reason)
         return outcome
-    setattr(runner, _ROOM, room)
+    for owner in (runner, getattr(runner, "model_state", None)):  # V2 encodes in its model state
+        if owner is not None:
+            setattr(owner, _ROOM, room)
     _rooms.add(room)
     # Where nobody shuts the worker down: what is saved is written before the process ends.
     weakref.finalize(runner, room.store.close)
@@ -136,6 +138,33 @@ def take_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return [hashes[i] for i in left], [inputs[i] for i in left], [places[i] for i in left]
 
 
+def encode_unknown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of ModelState.execute_mm_encoder, of runner V2: what is stored is in the encoder cache before it looks.
+
+    It skips images whose outputs are there, so the tower runs for the others alone, and what it gave is saved.
+    """
+    room: Room | None = getattr(instance, _ROOM, None)
+    if room is None or settings.current().features is False:
+        if room is not None:
+            room.expect([])
+        return wrapped(*args, **kwargs)
+    scheduled = args[0] if args else kwargs["scheduled_encoder_inputs"]
+    outputs = instance.encoder_cache.encoder_outputs
+    asked = {}
+    for request_id, indices in scheduled.items():
+        for feature in (instance.encoder_cache.mm_features[request_id][index] for index in indices):
+            if feature.modality == "image" and feature.data is not None and feature.identifier not in outputs:
+                data = dict(feature.data.get_data())
+                asked[feature.identifier] = Item(feature.identifier, data, feature.mm_position.get_num_embeds())
+    for mm_hash, features in zip(asked, room.take(list(asked.values())), strict=True):
+        if features is not None:
+            outputs[mm_hash] = features.to(instance.encoder_runner.device)
+    outcome = wrapped(*args, **kwargs)
+    for mm_hash in room.expected():
+        room.save(mm_hash, outputs[mm_hash])
+    return outcome
+
+
 def save_new(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of GPUModelRunner._cache_encoder_output: saves what the tower gave for an image that was not stored."""
     outcome = wrapped(*args, **kwargs)
@@ -148,8 +177,7 @@ def save_new(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def doubt_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of what vLLM calls when weights may have changed: the fingerprint is taken anew before its next use."""
-    runner = instance if isinstance(instance, GPUModelRunner) else getattr(instance, "model_runner", None)
-    room: Room | None = getattr(runner, _ROOM, None)
+    room: Room | None = getattr(instance, _ROOM, None) or getattr(getattr(instance, "model_runner", None), _ROOM, None)
     if room is not None:
         room.tower.doubt()
     return wrapped(*args, **kwargs)
