@@ -100,11 +100,11 @@ class Rig:
         return int(self.llm.llm_engine.vllm_config.cache_config.block_size)
 
     def render(self, messages: Sequence[Message]) -> tuple[str, tuple[Image.Image, ...]]:
-        """Prompt text and images of a conversation, without the <bos> that the tokenizer adds."""
+        """Prompt text and images of a conversation, without the token that the tokenizer adds."""
         prompt = self.oracle.processor.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]
         images = tuple(part["image"] for part in parts if part["type"] == "image")
-        return str(prompt).removeprefix("<bos>"), images
+        return str(prompt).removeprefix(self.family.bos or ""), images
 
     def ask(self, *conversations: Sequence[Message], max_tokens: int | Sequence[int] = 8) -> list[Answer]:
         """Answers to all conversations, submitted together; greedy, never ended early."""
