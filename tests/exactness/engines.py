@@ -92,7 +92,11 @@ class Rig:
             "seed": 0,
         }
         self.llm = LLM(str(directory), **arguments | dict(config.more))
-        self.image_token_id = int(self.oracle.processor.tokenizer.convert_tokens_to_ids(self.family.image_token))
+        tokenizer = self.oracle.processor.tokenizer
+        self.image_token_id = int(tokenizer.convert_tokens_to_ids(self.family.image_token))
+        inside = [tokenizer.encode(text, add_special_tokens=False) for text in self.family.image_inside]
+        assert all(len(ids) == 1 for ids in inside), "what stands inside an image must be one token each"
+        self.inside_image = {ids[0] for ids in inside}
 
     @property
     def block_tokens(self) -> int:
@@ -178,12 +182,12 @@ class Rig:
         return [layer for layer in self.runner.kv_caches if isinstance(layer, torch.Tensor)]
 
     def image_spans(self, answer: Answer) -> list[tuple[int, int]]:
-        """Start and end (exclusive) of each image's run of placeholder tokens in the prompt."""
+        """Start and end (exclusive) of each image's placeholder tokens in the prompt, with what stands inside."""
         spans: list[tuple[int, int]] = []
         for position, token in enumerate(answer.prompt_ids):
             if token != self.image_token_id:
                 continue
-            if spans and spans[-1][1] == position:
+            if spans and self.inside_image.issuperset(answer.prompt_ids[spans[-1][1] : position]):
                 spans[-1] = (spans[-1][0], position + 1)
             else:
                 spans.append((position, position + 1))

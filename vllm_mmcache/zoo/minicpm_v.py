@@ -77,5 +77,5 @@ MINICPM_V = Family(
     "minicpm-v", (*QWEN2_VL_SPECIALS, *list(_NAMED.values())[2:]), QWEN_TOOLS + QWEN_THINK,
     qwen_tokenizer("Qwen3_5Tokenizer", "MiniCPMV4_6Processor") | {"extra_special_tokens": _NAMED} | _NAMED,
     "minicpm_v.jinja", _config, _processor_files, (), draw=Draw(norm_centre=0.0, qk_norm=0.5), dtype="bfloat16",
-    takes_video=True, keeps_all_kv=False,
+    image_inside=("</image>", "<slice>", "</slice>", "\n"), takes_video=True, keeps_all_kv=False,
 )  # fmt: skip

@@ -97,5 +97,5 @@ MISTRAL3 = Family(
         "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>",
     },
     "mistral3.jinja", _config, _processor_files, (), bos="<s>", eos="</s>", image_token="[IMG]",
-    centre_and_std=_centre_and_std,
+    image_inside=("[IMG_BREAK]",), centre_and_std=_centre_and_std,
 )  # fmt: skip
