@@ -67,6 +67,19 @@ class Answer:
     num_cached_tokens: int
     text: str
 
+    @classmethod
+    def of(cls, prompt: str, images: tuple[Image.Image, ...], output: Any) -> Answer:
+        """What vLLM's RequestOutput says."""
+        return cls(
+            prompt=prompt,
+            images=images,
+            prompt_ids=tuple(output.prompt_token_ids),
+            token_ids=tuple(output.outputs[0].token_ids),
+            logprobs=tuple({i: e.logprob for i, e in step.items()} for step in output.outputs[0].logprobs),
+            num_cached_tokens=output.num_cached_tokens,
+            text=output.outputs[0].text,
+        )
+
 
 class Rig:
     """One engine with its oracle. `ask` puts conversations; the `expect` module judges the answers."""
@@ -135,18 +148,7 @@ class Rig:
             prompt["multi_modal_uuids"] = {"image": list(names)}
         params = [SamplingParams(max_tokens=n, temperature=0, logprobs=NUM_LOGPROBS, ignore_eos=True) for n in lengths]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        return [
-            Answer(
-                prompt=prompt,
-                images=images,
-                prompt_ids=tuple(output.prompt_token_ids),
-                token_ids=tuple(output.outputs[0].token_ids),
-                logprobs=tuple({i: e.logprob for i, e in step.items()} for step in output.outputs[0].logprobs),
-                num_cached_tokens=output.num_cached_tokens,
-                text=output.outputs[0].text,
-            )
-            for (prompt, images), output in zip(rendered, outputs, strict=True)
-        ]
+        return [Answer.of(prompt, images, output) for (prompt, images), output in zip(rendered, outputs, strict=True)]
 
     def make_cold(self) -> None:
         """Forget all KV blocks, encoder outputs and processed images, and the features in RAM."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MiniCPM-V 4.6: pictures in slices, each with a number that counts the pictures of the prompt, on Qwen3.5's text model.
+"""MiniCPM-V 4.6: pictures in slices, numbered within the prompt, on the hybrid text model of Qwen3.5.
 
 Plain data from the standard library, like every family; slices are sized for 168 pixels in place of 448, so that a
 picture of 224x224 pixels is cut in two.
