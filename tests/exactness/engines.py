@@ -104,7 +104,7 @@ class Rig:
             "disable_log_stats": False,  # the preemption counter
             "seed": 0,
         }
-        self.llm = LLM(str(directory), **arguments | dict(config.more))
+        self.llm = LLM(str(directory), **arguments | dict(self.family.engine_arguments) | dict(config.more))
         tokenizer = self.oracle.processor.tokenizer
         self.image_token_id = int(tokenizer.convert_tokens_to_ids(self.family.image_token))
         inside = [tokenizer.encode(text, add_special_tokens=False) for text in self.family.image_inside]

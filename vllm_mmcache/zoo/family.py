@@ -44,4 +44,5 @@ class Family:
     image_inside: tuple[str, ...] = ()  # texts between the embeddings of one image: ends of rows, borders of tiles
     takes_video: bool = False
     keeps_all_kv: bool = True  # full attention in every layer: each complete block stays a hit
+    engine_arguments: tuple[tuple[str, Any], ...] = ()  # what vLLM must be told to be right with this family on the CPU
     centre_and_std: Callable[[str, int], tuple[float, float] | None] | None = None  # asked before zoo/weights.py's own
