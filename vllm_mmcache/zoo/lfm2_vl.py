@@ -109,7 +109,7 @@ _NATIVE_ROPE = (("compilation_config", {"custom_ops": ["all", "-rotary_embedding
 
 def _centre_and_std(name: str, num_dims: int) -> tuple[float, float] | None:
     if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
-        return 1.5, 0.1
+        return 2.0, 0.1
     if name.endswith("conv.conv.weight"):
         return 0.0, 0.5
     return None
@@ -122,6 +122,6 @@ LFM2_VL = Family(
         "pad_token": "<|pad|>", "extra_special_tokens": _NAMED, **_NAMED,
     },
     "lfm2_vl.jinja", _config, _processor_files, _RENAME, image_token="<image>",
-    image_inside=(*_PLACES, "<|img_thumbnail|>"), draw=Draw(embedding=0.2), keeps_all_kv=False,
+    image_inside=(*_PLACES, "<|img_thumbnail|>"), draw=Draw(embedding=0.3), keeps_all_kv=False,
     engine_arguments=_NATIVE_ROPE, centre_and_std=_centre_and_std,
 )  # fmt: skip
