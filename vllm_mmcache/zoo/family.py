@@ -41,6 +41,8 @@ class Family:
     eos: str = "<|im_end|>"
     trained: str | None = None  # folder under zoo/ with the tokenizer and weights; None: both are made from the seed
     image_token: str = "<|image_pad|>"  # what an image's embeddings stand for in the expanded prompt
+    image_inside: tuple[str, ...] = ()  # texts between the embeddings of one image: ends of rows, borders of tiles
     takes_video: bool = False
     keeps_all_kv: bool = True  # full attention in every layer: each complete block stays a hit
+    engine_arguments: tuple[tuple[str, Any], ...] = ()  # what vLLM must be told to be right with this family on the CPU
     centre_and_std: Callable[[str, int], tuple[float, float] | None] | None = None  # asked before zoo/weights.py's own
