@@ -70,6 +70,18 @@ def test_an_image_that_no_step_holds_is_an_error_400(client: OpenAI, stream: boo
 
 
 @pytest.mark.skipif("gemma4" not in BY_NAME, reason="needs a model whose images differ in length")
+def test_an_image_that_came_with_one_too_long_is_answered_alone(client: OpenAI) -> None:
+    """vLLM sends an image once to the engine; of a refused request none was sent."""
+    new = (225, 225)
+    with pytest.raises(openai.BadRequestError):
+        ask(client, image(new), image(TOO_LONG))
+    for _ in range(2):
+        assert ask(client, image(new)).choices[0].finish_reason
+        with pytest.raises(openai.BadRequestError):
+            ask(client, image(new), image(TOO_LONG))
+
+
+@pytest.mark.skipif("gemma4" not in BY_NAME, reason="needs a model whose images differ in length")
 def test_the_others_are_answered(client: OpenAI) -> None:
     """Many at once, most of them refused; images that fit and text are answered, also while long answers run."""
     begun = time.monotonic()

@@ -157,7 +157,19 @@ def _refuse(input_processor: Any, prompt: Any) -> None:
     spans = image_spans(as_scheduled(features, prompt["prompt_token_ids"]))
     limits = limits_of(input_processor.vllm_config, input_processor.mm_encoder_cache_size)
     if reason := why_never(spans, items_of(features), limits):
+        _forget(input_processor.renderer.mm_processor_cache, prompt)
         raise UnschedulableRequest(f"{reason}. Send a smaller image, or raise the setting on the server.")
+
+
+def _forget(cache: Any, prompt: Any) -> None:
+    """What this process has processed for a refused prompt never reaches the engine's half of the processor cache.
+
+    If it stayed in this half, the next request with one of these images would be sent without it, and fail with a 500.
+    """
+    for modality, names in prompt["mm_hashes"].items() if cache is not None else ():
+        for name, item in zip(names, prompt["mm_kwargs"][modality], strict=True):
+            if item is not None:  # else the engine has it already
+                cache.invalidate(name)
 
 
 def _concerns(vllm_config: Any) -> bool:
