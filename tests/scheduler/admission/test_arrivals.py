@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+from transformers import Gemma3Config, Gemma4Config, PaliGemmaConfig
 
 from tests.exactness.engines import EngineConfig, EnginePool, Rig
 from tests.exactness.expect import TOLERANCE, assert_exact
@@ -99,6 +100,17 @@ def test_what_came_past_the_check_is_ended(
     assert [one.state for one in ones] == ["ended", "ended", "answered"]
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=PREFIX_LM)
+def test_offline_it_is_a_value_error_and_the_engine_goes_on(pool: EnginePool, config: EngineConfig) -> None:
+    rig = pool.get(config)
+    span = longest_span(rig)
+    with limited(rig, max_num_scheduled_tokens=span - 1) as engine:
+        with pytest.raises(ValueError, match="max_num_scheduled_tokens"):
+            rig.ask([TEXT], [IMAGE])
+        assert not engine.engine.has_unfinished_requests()
+        assert assert_exact(rig, rig.ask([TEXT])) <= TOLERANCE
+
+
 def stream(rig: Rig, num_steps: int) -> tuple[int, list[Any]]:
     """An image with a span as long as a step, behind long answers that never stop coming. Returns: steps, answers."""
     span = longest_span(rig)
@@ -137,6 +149,13 @@ def test_without_turns_it_waits_for_all_to_end(
     waited, _ = stream(pool.get(config), 300)
     print(f"{config.family}: first token after {waited} steps")
     assert waited > 80
+
+
+def test_models_whose_images_all_have_one_length() -> None:
+    vision = {"image_size": 224, "patch_size": 14}
+    assert vllm_side.fixed_span(PaliGemmaConfig(vision_config=vision)) == 256
+    assert vllm_side.fixed_span(Gemma3Config(mm_tokens_per_image=49)) == 49
+    assert vllm_side.fixed_span(Gemma4Config()) == 0
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
