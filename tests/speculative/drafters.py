@@ -5,8 +5,8 @@
 - `mtp`: the model's own head, as Qwen3.5 publishes it; its layer is a copy of the full attention layer.
 - `eagle`, `eagle3`: one random Llama layer in a directory of its own.
 
-A random model can't be foreseen, so its answers are drawn from `LETTERS` alone, and every drafter but ngram says the last
-token again, with a little of its own layer added: some drafts are accepted and some are not, and both are tested.
+A random model can't be foreseen, so its answers are drawn from `LETTERS` alone, and every drafter but ngram says the
+last token again, with a little of its own layer added: some drafts are accepted and some are not, and both are tested.
 """
 
 from __future__ import annotations
