@@ -23,7 +23,8 @@ class Shape:
 
 
 SHAPES = {
-    # 560 tokens, 5,040 patches at most. The window holds an image, as published: 1,024 tokens in the larger models.
+    # At most 560 tokens, 5,040 patches: 20 pictures are more than vLLM's own encoder cache, which has room for the
+    # tokens of a step, so stock runs the tower each time. The window holds an image, as in the published larger models.
     "gemma4": Shape(ZooOptions(sliding_window=1024), (("mm_processor_kwargs", {"max_soft_tokens": 560}),)),
 }
 

@@ -44,7 +44,8 @@ def run(family: str, drafter: str, prefix_caching: bool, model: Path, scratch: P
         rig = Rig(EngineConfig(family, max_tokens=1024, more=more), directory)
         stage = "answers"
         answers = questions(rig)
-        return {"stage": "end", "error": None, "says": "", "answers": answers, **counters(rig)}
+        found = {"answers": answers, "plugin": "vllm_mmcache.upstream.start" in sys.modules, **counters(rig)}
+        return {"stage": "end", "error": None, "says": "", **found}
     except Exception as error:  # whatever vLLM raises; the test compares both sides
         return {"stage": stage, "error": type(error).__name__, "says": str(error)[-400:]}
     finally:
