@@ -10,8 +10,9 @@ from vllm_mmcache.zoo.internvl import INTERNVL
 from vllm_mmcache.zoo.lfm2_vl import LFM2_VL
 from vllm_mmcache.zoo.minicpm_v import MINICPM_V
 from vllm_mmcache.zoo.mistral3 import MISTRAL3
+from vllm_mmcache.zoo.qwen_moe import QWEN_MOE
 
-_MORE: tuple[Family, ...] = (INTERNVL, GLM4V, MISTRAL3, MINICPM_V, LFM2_VL)
+_MORE: tuple[Family, ...] = (*QWEN_MOE, INTERNVL, GLM4V, MISTRAL3, MINICPM_V, LFM2_VL)
 
 BY_NAME: dict[str, Family] = {family.name: family for family in (*families.FIRST, *_MORE, *families.TRAINED)}
 # Random weights: one for each architecture. CI runs the whole matrix on the first ones, `make matrix` on all.

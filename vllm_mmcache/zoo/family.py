@@ -35,6 +35,7 @@ class Family:
     config: Callable[[dict[str, int], int, ZooOptions], dict[str, Any]]
     processor_files: Callable[[ZooOptions], dict[str, dict[str, Any]]]
     rename: tuple[tuple[str, str], ...]  # prefixes: Transformers module -> key in published checkpoints
+    transposed: tuple[str, ...] = ()  # endings: published with the last two dimensions the other way round
     draw: Draw = field(default_factory=Draw)
     dtype: str = "float32"
     bos: str | None = None

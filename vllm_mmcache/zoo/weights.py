@@ -80,6 +80,8 @@ def write_weights(family: Family, directory: Path, seed: int, mute: list[int]) -
         elif tied and "embed_tokens" in name:
             # A row must stay usable as input: the norms bring it back to size, only its logit shrinks.
             values[mute] *= 0.2
+        if name.endswith(family.transposed):  # never for an empty tuple
+            values = values.swapaxes(-1, -2)
         key = name
         for prefix, published in family.rename:
             if key.startswith(prefix):
