@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from vllm_mmcache.zoo import families
 from vllm_mmcache.zoo.family import Family
+from vllm_mmcache.zoo.gemma4 import GEMMA4, GEMMA4_CAUSAL
 
-_MORE: tuple[Family, ...] = ()
+_MORE: tuple[Family, ...] = (GEMMA4, GEMMA4_CAUSAL)
 
 BY_NAME: dict[str, Family] = {family.name: family for family in (*families.FIRST, *_MORE, *families.TRAINED)}
 # Random weights: one for each architecture. CI runs the whole matrix on the first ones, `make matrix` on all.
