@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models with a counted vision tower, in vLLM's ModelRegistry; installed after, and undone before, `seam`."""
+"""The models with a counted vision tower, in vLLM's ModelRegistry."""
 
 from vllm_mmcache.models.registration import Registration
 
