@@ -8,7 +8,7 @@ from vllm_mmcache.models.tower import CountedTower
 
 
 class CountedGemma3(CountedTower, Gemma3ForConditionalGeneration):
-    """Gemma3ForConditionalGeneration with a counted tower. An image is one picture and its pan-and-scan crops, a row of pixels each."""
+    """The same with a counted tower. An image is one picture and its pan-and-scan crops, a row of pixels each."""
 
     tower_parts = ("vision_tower", "multi_modal_projector")
     sizes_key = "num_patches"

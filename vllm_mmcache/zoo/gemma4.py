@@ -139,19 +139,22 @@ def centre_and_std(name: str, num_dims: int) -> tuple[float, float] | None:
     return None
 
 
-# Its template writes <bos>, so the tokenizer must not, and vLLM asks it not to.
+# vLLM lets Gemma 4's template write <bos> and asks the tokenizer not to add one.
 _TOKENIZER = {
     "tokenizer_class": "PreTrainedTokenizerFast", "processor_class": "Gemma4Processor", "bos_token": "<bos>",
     "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>",
     "extra_special_tokens": _MARKS, **_MARKS,
 }  # fmt: skip
-_DRAW = Draw(embedding=0.06, qk_norm=0.5, post_norm=9.0, final_norm=3.0)
+# <pad> must be token 0: what vLLM takes for the tokens of an image where each layer has an input of its own.
+_DRAW = Draw(embedding=0.06, qk_norm=0.4, post_norm=9.0, final_norm=2.0)
 
 GEMMA4 = Family(
-    "gemma4", SPECIALS, (), _TOKENIZER, "gemma4.jinja", gemma4, processor_files, (), draw=_DRAW, eos="<turn|>",
-    image_token="<|image|>", takes_video=True, keeps_all_kv=False, centre_and_std=centre_and_std,
+    "gemma4", SPECIALS, (), _TOKENIZER, "gemma4.jinja", gemma4, processor_files, (), draw=_DRAW, bos="<bos>",
+    adds_bos=False, eos="<turn|>", image_token="<|image|>", takes_video=True, keeps_all_kv=False,
+    centre_and_std=centre_and_std,
 )  # fmt: skip
 GEMMA4_CAUSAL = Family(
     "gemma4-causal", SPECIALS, (), _TOKENIZER, "gemma4.jinja", gemma4_causal, processor_files, (), draw=_DRAW,
-    eos="<turn|>", image_token="<|image|>", takes_video=True, keeps_all_kv=False, centre_and_std=centre_and_std,
+    bos="<bos>", adds_bos=False, eos="<turn|>", image_token="<|image|>", takes_video=True, keeps_all_kv=False,
+    centre_and_std=centre_and_std,
 )  # fmt: skip
