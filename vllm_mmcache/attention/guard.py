@@ -52,7 +52,7 @@ def check_model(model_config: Any) -> None:
     if reason := rules.why_not(config.model_type):
         raise CausalImages(
             f"images of a {config.model_type} model attend both ways, and on the CPU answers would be wrong: {reason}. "
-            f"Serve it on another platform, {_ALLOW}"
+            f"Serve another model, {_ALLOW}"
         )
     window = getattr(model_config.hf_text_config, "sliding_window", None)
     tokens = getattr(config, "mm_tokens_per_image", 0)  # Gemma 3; it is the only one whose spans the runner drops

@@ -28,7 +28,7 @@ SERVED: dict[str, Images] = {
 """By model_type, each proven against Transformers by the exactness tests."""
 
 _WHY_NOT = {
-    "paligemma": "the whole prompt attends both ways, also its text, but vLLM marks the image alone",
+    "paligemma": "the whole prompt attends both ways, also its text, and vLLM marks the image alone, on any platform",
 }
 
 
@@ -41,8 +41,8 @@ def both_ways(model_type: str, is_sliding: bool) -> bool:
 
 
 def why_not(model_type: str) -> str | None:
-    """Why a model whose images attend both ways can't be served exactly; None where it can."""
+    """Why a model whose images attend both ways can't be served exactly on the CPU; None where it can."""
     if model_type in SERVED:
         return None
-    unknown = f"it is not known in which layers; known are {', '.join(SERVED)}"
+    unknown = f"mmcache does not know in which layers (it does for {' and '.join(SERVED)}); a GPU's attention may"
     return _WHY_NOT.get(model_type, unknown)
