@@ -39,6 +39,7 @@ class Family:
     draw: Draw = field(default_factory=Draw)
     dtype: str = "float32"
     bos: str | None = None
+    adds_bos: bool = True  # the tokenizer adds it; False where the template alone writes it
     eos: str = "<|im_end|>"
     trained: str | None = None  # folder under zoo/ with the tokenizer and weights; None: both are made from the seed
     image_token: str = "<|image_pad|>"  # what an image's embeddings stand for in the expanded prompt
