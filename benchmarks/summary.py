@@ -26,8 +26,11 @@ FAMILIES = {
     "qwen2-vl": "Qwen2-VL",
     "qwen2.5-vl": "Qwen2.5-VL",
     "qwen3-vl": "Qwen3-VL",
+    "qwen3-vl-moe": "Qwen3-VL MoE",
     "qwen3.5": "Qwen3.5",
+    "qwen3.5-moe": "Qwen3.5 MoE",
     "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4",
 }
 
 

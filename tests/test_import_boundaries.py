@@ -18,8 +18,6 @@ MAY_IMPORT_VLLM = {
     "cli/warm.py",  # starts an engine
     "cli/vllm_main.py",  # is its command line
     "attention/seam.py",  # the public registries
-    "models/registration.py",  # the public registry
-    "models/gemma3.py",  # derives from vLLM's class
     "features/probe.py",
     "features/vllm_facts.py",  # asks for platform, version and ranks, beside the room's vllm_side.py
 }

@@ -6,6 +6,7 @@
     +-- EnvironmentProblem   this Python environment can't do what was asked (missing package, port in use)
     +-- CausalImages         the attention backend would run a model's images causally, silently wrong
     +-- UnschedulableImage   an image of the model is longer than a step may be
+    |   +-- UnschedulableRequest an image of one request is; to that client an error 400
     +-- TowerTrapped         the vision tower ran for an image whose features are stored (tests only)
     +-- LintError            a chat template or conversations that can't be read
     +-- RecordsError         no records of requests: an unknown id, a wrong key, no server, a malformed file
@@ -41,6 +42,10 @@ class CausalImages(MMCacheError):
 
 class UnschedulableImage(MMCacheError):
     """An image that must be computed in one step is longer than a step may be."""
+
+
+class UnschedulableRequest(UnschedulableImage, ValueError):
+    """An image of this request is longer than a step may be. vLLM answers a ValueError with the status 400."""
 
 
 class TowerTrapped(MMCacheError):

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many images in rotation: time of a question in rounds 2 and 3, runs of the vision tower, and what saving costs.
 
-python -m benchmarks.gallery.run [--families qwen3-vl qwen3.5] [--images 20] [--size 1024] [--repeats 2] [--save]
+python -m benchmarks.gallery.run [--families qwen3-vl gemma4] [--images 20] [--size 1024] [--repeats 2] [--save]
 """
 
 import argparse
 from typing import Any
 
+from benchmarks.gallery.shapes import MEASURED
 from benchmarks.machine import result_options, save_result
 from benchmarks.sides import SIDES, compare, run_worker
+from vllm_mmcache.zoo import FAMILIES
 
 WORKER = "benchmarks.gallery.worker"
-FAMILIES = ("qwen3-vl", "qwen3.5")
 
 
 def arguments() -> argparse.ArgumentParser:
     """The benchmark's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gallery.run", description=__doc__)
-    parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
+    parser.add_argument("--families", nargs="+", default=MEASURED, choices=FAMILIES)
     parser.add_argument("--images", type=int, default=20)
     parser.add_argument("--size", type=int, default=1024, help="pixels of an image's side")
     parser.add_argument("--repeats", type=int, default=2)

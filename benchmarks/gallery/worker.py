@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.exactness.engines import EngineConfig, EnginePool, Rig
+from benchmarks.gallery.shapes import shape_of
+from tests.exactness.engines import EngineConfig, Rig
 from tests.exactness.scenarios import picture, user
+from vllm_mmcache.zoo import build_cached
 
 
 class TowerRuns:
@@ -61,7 +63,7 @@ def timed(rig: Rig, number: int, size: int, question: str) -> float:
 
 def config(family: str, settings: dict[str, Any]) -> EngineConfig:
     """vLLM's own block size and token budget; the settings of mmcache are nothing to stock."""
-    more = (("additional_config", {"mmcache": settings}),)
+    more = (("additional_config", {"mmcache": settings}), *shape_of(family).engine)
     return EngineConfig(family, block_tokens=None, batched_tokens=None, max_tokens=4096, more=more)
 
 
@@ -69,14 +71,15 @@ def main() -> None:
     """Read a task from stdin, print its result as the last line."""
     task = json.load(sys.stdin)
     kinds = {"rotation": rotation, "all_new": all_new}
+    family = task.pop("family")
     with tempfile.TemporaryDirectory() as scratch:
         # A process that is to find what another one saved needs its model: vLLM's name of an image holds the path.
-        pool = EnginePool(Path(task.pop("zoo", scratch)))
+        model = build_cached(family, Path(task.pop("zoo", scratch)), options=shape_of(family).zoo)
         settings = {"store": str(Path(scratch) / "store")} if task.pop("with_disk", False) else task.pop("settings", {})
-        rig = pool.get(config(task.pop("family"), settings))
+        rig = Rig(config(family, settings), model)
         result = kinds[task.pop("kind")](rig, TowerRuns(rig), **task)
         print(json.dumps(result), flush=True)
-        pool.close()
+        rig.close()
 
 
 if __name__ == "__main__":

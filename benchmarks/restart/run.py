@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first question per known image after a restart, and on a second replica, with features on disk or in Valkey.
 
-python -m benchmarks.restart.run [--families qwen3-vl qwen3.5] [--images 20] [--size 1024] [--repeats 2] [--save]
+python -m benchmarks.restart.run [--families qwen3-vl gemma4] [--images 20] [--size 1024] [--repeats 2] [--save]
 """
 
 import argparse
 import tempfile
 from typing import Any
 
-from benchmarks.gallery.run import FAMILIES
 from benchmarks.gallery.run import WORKER as GALLERY
+from benchmarks.gallery.shapes import MEASURED
 from benchmarks.machine import result_options, save_result
 from benchmarks.sides import SIDES, compare, run_worker
 from tests.features.conftest import Server, server_binary
+from vllm_mmcache.zoo import FAMILIES
 
 TIERS = ("disk", "valkey")
 
@@ -20,7 +21,7 @@ TIERS = ("disk", "valkey")
 def arguments() -> argparse.ArgumentParser:
     """The benchmark's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.restart.run", description=__doc__)
-    parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
+    parser.add_argument("--families", nargs="+", default=MEASURED, choices=FAMILIES)
     parser.add_argument("--tiers", nargs="+", default=TIERS, choices=TIERS)
     parser.add_argument("--images", type=int, default=20)
     parser.add_argument("--size", type=int, default=1024, help="pixels of an image's side")

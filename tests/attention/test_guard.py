@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3 on attention that can't, an image longer than the window or the step: an error at start that says the cure.
+"""Attention that can't, a model that is not known, an image longer than the window or the step: an error at start.
 
 Each case starts a real engine in a process of its own and must not get past the start.
 """
@@ -60,6 +60,19 @@ def test_image_longer_than_the_window_is_refused(tmp_path: Path) -> None:
     code, said = start(model)
     assert code != 0
     assert "CausalImages: an image has 64 tokens" in said
+
+
+def test_paligemma_is_refused(tmp_path: Path) -> None:
+    """Its whole prompt attends both ways, which vLLM runs nowhere."""
+    model = build_cached("paligemma", tmp_path)
+    code, said = start(model)
+    assert code != 0
+    assert "CausalImages: images of a paligemma model attend both ways" in said
+    assert "the whole prompt attends both ways" in said
+    code, said = start(model, MMCACHE_ALLOW_CAUSAL_IMAGES="1")
+    assert code == 0, said[-2000:]
+    code, said = start(model, more='limit_mm_per_prompt={"image": 0}')
+    assert code == 0, said[-2000:]  # text alone, which vLLM does not mark
 
 
 @pytest.mark.parametrize("more", ["max_num_batched_tokens=48, max_num_seqs=4", "long_prefill_token_threshold=40"])

@@ -67,6 +67,19 @@ class Answer:
     num_cached_tokens: int
     text: str
 
+    @classmethod
+    def of(cls, prompt: str, images: tuple[Image.Image, ...], output: Any) -> Answer:
+        """What vLLM's RequestOutput says."""
+        return cls(
+            prompt=prompt,
+            images=images,
+            prompt_ids=tuple(output.prompt_token_ids),
+            token_ids=tuple(output.outputs[0].token_ids),
+            logprobs=tuple({i: e.logprob for i, e in step.items()} for step in output.outputs[0].logprobs),
+            num_cached_tokens=output.num_cached_tokens,
+            text=output.outputs[0].text,
+        )
+
 
 class Rig:
     """One engine with its oracle. `ask` puts conversations; the `expect` module judges the answers."""
@@ -91,8 +104,12 @@ class Rig:
             "disable_log_stats": False,  # the preemption counter
             "seed": 0,
         }
-        self.llm = LLM(str(directory), **arguments | dict(config.more))
-        self.image_token_id = int(self.oracle.processor.tokenizer.convert_tokens_to_ids(self.family.image_token))
+        self.llm = LLM(str(directory), **arguments | dict(self.family.engine_arguments) | dict(config.more))
+        tokenizer = self.oracle.processor.tokenizer
+        self.image_token_id = int(tokenizer.convert_tokens_to_ids(self.family.image_token))
+        inside = [tokenizer.encode(text, add_special_tokens=False) for text in self.family.image_inside]
+        assert all(len(ids) == 1 for ids in inside), "what stands inside an image must be one token each"
+        self.inside_image = {ids[0] for ids in inside}
 
     @property
     def block_tokens(self) -> int:
@@ -100,11 +117,11 @@ class Rig:
         return int(self.llm.llm_engine.vllm_config.cache_config.block_size)
 
     def render(self, messages: Sequence[Message]) -> tuple[str, tuple[Image.Image, ...]]:
-        """Prompt text and images of a conversation, without the <bos> that the tokenizer adds."""
+        """Prompt text and images of a conversation, without the token that the tokenizer adds."""
         prompt = self.oracle.processor.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]
         images = tuple(part["image"] for part in parts if part["type"] == "image")
-        return str(prompt).removeprefix("<bos>"), images
+        return str(prompt).removeprefix(self.family.bos or ""), images
 
     def ask(self, *conversations: Sequence[Message], max_tokens: int | Sequence[int] = 8) -> list[Answer]:
         """Answers to all conversations, submitted together; greedy, never ended early."""
@@ -131,18 +148,7 @@ class Rig:
             prompt["multi_modal_uuids"] = {"image": list(names)}
         params = [SamplingParams(max_tokens=n, temperature=0, logprobs=NUM_LOGPROBS, ignore_eos=True) for n in lengths]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        return [
-            Answer(
-                prompt=prompt,
-                images=images,
-                prompt_ids=tuple(output.prompt_token_ids),
-                token_ids=tuple(output.outputs[0].token_ids),
-                logprobs=tuple({i: e.logprob for i, e in step.items()} for step in output.outputs[0].logprobs),
-                num_cached_tokens=output.num_cached_tokens,
-                text=output.outputs[0].text,
-            )
-            for (prompt, images), output in zip(rendered, outputs, strict=True)
-        ]
+        return [Answer.of(prompt, images, output) for (prompt, images), output in zip(rendered, outputs, strict=True)]
 
     def make_cold(self) -> None:
         """Forget all KV blocks, encoder outputs and processed images, and the features in RAM."""
@@ -178,12 +184,12 @@ class Rig:
         return [layer for layer in self.runner.kv_caches if isinstance(layer, torch.Tensor)]
 
     def image_spans(self, answer: Answer) -> list[tuple[int, int]]:
-        """Start and end (exclusive) of each image's run of placeholder tokens in the prompt."""
+        """Start and end (exclusive) of each image's placeholder tokens in the prompt, with what stands inside."""
         spans: list[tuple[int, int]] = []
         for position, token in enumerate(answer.prompt_ids):
             if token != self.image_token_id:
                 continue
-            if spans and spans[-1][1] == position:
+            if spans and self.inside_image.issuperset(answer.prompt_ids[spans[-1][1] : position]):
                 spans[-1] = (spans[-1][0], position + 1)
             else:
                 spans.append((position, position + 1))

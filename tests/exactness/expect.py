@@ -2,9 +2,9 @@
 """What an answer must satisfy, with every tolerance that the exactness tests use.
 
 float32: log-probabilities within 1e-3 of Transformers on the cold prompt, and equal greedy tokens but for ties (TIE).
-bfloat16 (qwen3.5 only, whose GDN kernel wants it on the CPU): the reference is vLLM's own cold run, since two correct
-bfloat16 programs differ by far more than 1e-3; Transformers gives a coarse second bound. What a wrong picture
-does is measured by `assert_detects`: it must exceed these bounds many times.
+bfloat16 (qwen3.5 and qwen3.5-moe, whose GDN kernel wants it on the CPU): the reference is vLLM's own cold run, since
+two correct bfloat16 programs differ by far more than 1e-3; Transformers gives a coarse second bound. What a wrong
+picture does is measured by `assert_detects`: it must exceed these bounds many times.
 """
 
 from __future__ import annotations

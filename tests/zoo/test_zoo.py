@@ -57,8 +57,10 @@ def continue_greedily(directory: Path, images: Sequence[Image.Image], max_tokens
     content = [{"type": "image"} for _ in images] + [{"type": "text", "text": "What is in this picture?"}]
     messages = [{"role": "user", "content": content}]
     prompt = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    # The tokenizer adds <bos> itself where the family has one.
-    inputs = processor(text=prompt.removeprefix("<bos>"), images=list(images), return_tensors="pt")
+    # The tokenizer adds its first token itself where the family has one.
+    inputs = processor(
+        text=prompt.removeprefix(processor.tokenizer.bos_token or ""), images=list(images), return_tensors="pt"
+    )
     model.generation_config.eos_token_id = None
     with torch.no_grad():
         result = model.generate(
@@ -114,6 +116,33 @@ def test_continuation_has_no_special_tokens(family: str, zoo_root: Path) -> None
     text = processor.tokenizer.decode(tokens, skip_special_tokens=False)
     assert text.isascii()
     assert not set(tokens) & set(processor.tokenizer.all_special_ids)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.endswith("-moe")])
+def test_experts_move_the_output(family: str, zoo_root: Path) -> None:
+    """Each expert is asked, none is the only one, and the choice matters: a router turned round changes the output."""
+    directory = build_cached(family, zoo_root)
+    _, model, _ = load(directory)
+    routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    used: list[int] = []
+    hooks = [
+        router.register_forward_hook(lambda *call: used.extend(call[-1][2].flatten().tolist())) for router in routers
+    ]
+    right = continue_greedily(directory, [picture(4)])
+    for hook in hooks:
+        hook.remove()
+    shares = [used.count(expert) / len(used) for expert in range(routers[0].num_experts)]
+    assert len(shares) == 8
+    assert min(shares) > 0.02
+    assert max(shares) < 0.5
+    for router in routers:
+        router.weight.data.neg_()
+    try:
+        wrong = continue_greedily(directory, [picture(4)])
+    finally:
+        for router in routers:  # the model is another test's, too
+            router.weight.data.neg_()
+    assert difference(wrong, right) > 20 * MOVED
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses an attention backend that would run a model's images causally, silently wrong. Worker process, at start."""
+"""Refuses attention that would run a model's images causally, silently wrong. Worker process, at start."""
 
 from typing import Any
 
 from vllm_mmcache import settings
+from vllm_mmcache.attention import rules
 from vllm_mmcache.errors import CausalImages
+
+_ALLOW = "or set MMCACHE_ALLOW_CAUSAL_IMAGES=1 to run it all the same"
 
 
 def demand_image_spans(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -33,5 +36,29 @@ def check(layer: Any) -> None:
             f"attention backend {backend.get_name()} would let the tokens of an image see earlier tokens only, but "
             f"this model's images attend both ways, so answers would be wrong. Choose a backend that can "
             "(--attention-backend TRITON_ATTN or FLEX_ATTENTION on a GPU; on a CPU leave the room image_spans on), "
-            "or set MMCACHE_ALLOW_CAUSAL_IMAGES=1 to run it all the same"
+            f"{_ALLOW}"
+        )
+
+
+def check_model(model_config: Any) -> None:
+    """Check the model that the CPU backend is to serve.
+
+    While layers are made, vLLM's configuration is that of the language model alone, which does not say what an image
+    is; so this is asked when the backend is set up. Raises: CausalImages.
+    """
+    if not model_config.is_mm_prefix_lm or not is_wanted():
+        return  # vLLM clears the mark in a text-only deployment
+    config = model_config.hf_config
+    if reason := rules.why_not(config.model_type):
+        raise CausalImages(
+            f"images of a {config.model_type} model attend both ways, and on the CPU answers would be wrong: {reason}. "
+            f"Serve another model, {_ALLOW}"
+        )
+    window = getattr(model_config.hf_text_config, "sliding_window", None)
+    tokens = getattr(config, "mm_tokens_per_image", 0)  # Gemma 3; it is the only one whose spans the runner drops
+    if window and tokens > window:
+        raise CausalImages(
+            f"an image has {tokens} tokens (mm_tokens_per_image) and the sliding window {window}; vLLM's runner leaves "
+            "images that are longer than the window out of the spans, so answers would be wrong. Serve a model whose "
+            f"images fit its window, {_ALLOW}"
         )

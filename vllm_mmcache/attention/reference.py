@@ -27,18 +27,18 @@ def gather_pages(
 def allowed(
     start: int, end: int, spans: list[tuple[int, int]], sliding_window: int, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Which keys each row may see: (causal and in the window) or of the same image span.
+    """Which keys each row may see: (causal or of the same image span) and in the window.
 
     Rows are positions start to end (exclusive), keys positions 0 to end. sliding_window is in tokens, 0 or less is
-    none. Returns: bool (end - start, end).
+    none; it bounds what lies before a row, as in Transformers. Returns: bool (end - start, end).
     """
     row = torch.arange(start, end, device=device)[:, None]
     key = torch.arange(end, device=device)[None, :]
     mask = key <= row
-    if sliding_window > 0:
-        mask &= key > row - sliding_window
     for first, last in spans:
         mask |= (row >= first) & (row <= last) & (key >= first) & (key <= last)
+    if sliding_window > 0:
+        mask &= key > row - sliding_window
     return mask
 
 

@@ -5,6 +5,9 @@ A request's rows of one step are consecutive positions of its sequence. Rows out
 sequence that ends with them. The rows of one image span see everything up to the end of the span: a non-causal
 sequence that ends with the span. Each pseudo-sequence keeps the request's block table, so keys and values are read
 from the pages, whatever step wrote them.
+
+In a sliding layer the kernel shows a row of a non-causal sequence `window - 1` keys to each side. The image's end may
+be further away than that if the image is longer than the window; such rows are computed again with a wider window.
 """
 
 from collections.abc import Iterable, Sequence
@@ -60,3 +63,28 @@ def cut_step(starts: Sequence[int], ends: Sequence[int], spans: dict[int, list[t
         else:
             pieces.append(Piece(request, 0, end, True))  # a padded request keeps its place
     return pieces if any(not piece.causal for piece in pieces) else None
+
+
+def wider(pieces: Iterable[Piece], window: int) -> dict[int, list[tuple[int, Piece]]]:
+    """What to compute again in a layer with a sliding window, since a row's image ends outside its window.
+
+    A non-causal piece of n rows that ends with the image takes the last n positions before that end. If its rows are
+    really d positions earlier, a window of `window + d` bounds them on the left where they must be bounded, and, as
+    long as it is no less than n, not at all on the right. Windows are multiples of the real one by powers of two, so
+    that all images of a step share a few kernel calls.
+
+    Returns: by window, each piece with the step's row that it begins at. Rows that come up in no piece are right.
+    """
+    found: dict[int, list[tuple[int, Piece]]] = {}
+    start = 0
+    for piece in pieces:
+        row, left = start, piece.num_rows
+        start += piece.num_rows
+        while not piece.causal and left > window:
+            wide = 2 * window
+            while left + window > 2 * wide:
+                wide *= 2
+            num_rows = left + window - wide
+            found.setdefault(wide, []).append((row, Piece(piece.request, num_rows, piece.seq_len, False)))
+            row, left = row + num_rows, left - num_rows
+    return found

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU attention backend that honours image spans. Worker process; overrides CPU_ATTN through `register_backend`.
 
-Fast form: once per step and KV cache group, the builder hands vLLM's own builder the step cut into pseudo-sequences
+Fast form: once per step and group of layers, the builder hands vLLM's own builder the step cut into pseudo-sequences
 (spans.py); the optimised kernel does the rest. Reference form (setting attention_reference): gathers everything and
-computes with a mask (reference.py). A step without image rows is left exactly as it is.
+computes with a mask (reference.py). A step without image rows, and a layer in which the model's images do not attend
+both ways (rules.py), are left exactly as they are.
 """
 
-from dataclasses import replace
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -19,34 +23,98 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_mmcache import settings
-from vllm_mmcache.attention import reference
-from vllm_mmcache.attention.spans import Piece, cut_step
+from vllm_mmcache.attention import guard, reference, rules
+from vllm_mmcache.attention.spans import Piece, cut_step, wider
+from vllm_mmcache.errors import CausalImages
+
+
+@dataclass
+class Wider:
+    """Rows of a step that a layer with a sliding window computes again. Shapes: rows (num_rows,) int64."""
+
+    window: int
+    rows: torch.Tensor
+    metadata: CPUAttentionMetadata
+
+
+@dataclass
+class Rows:
+    """A step for the reference form: what it computes of each request, and its spans."""
+
+    query_start_loc: list[int]
+    starts: list[int]
+    ends: list[int]
+    spans: dict[int, list[tuple[int, int]]]
+    block_table: torch.Tensor  # (requests, max_blocks) int32
+
+
+@dataclass
+class ImageSpanMetadata(CPUAttentionMetadata):
+    """A step that is cut at its images."""
+
+    wider: list[Wider] = field(default_factory=list)
+    reference: Rows | None = None  # None: the fast form
+    causal_layers: frozenset[str] = frozenset()  # of the same group, where the model's images are causal
+    uncut: CPUAttentionMetadata | None = None  # for these
 
 
 class ImageSpanMetadataBuilder(CPUAttentionMetadataBuilder):
     """Builds CPU attention metadata from pseudo-sequences where the step has image rows."""
 
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        guard.check_model(vllm_config.model_config)
+        model_type = vllm_config.model_config.hf_config.model_type
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        images = {n: x for n, x in layers.items() if rules.both_ways(model_type, x.sliding_window is not None)}
+        windows = {layer.sliding_window for layer in images.values()} - {None}
+        if len(windows) > 1:
+            raise CausalImages(
+                f"sliding windows of {sorted(windows)} tokens share one group of the KV cache, and images of this "
+                "model attend both ways; mmcache serves one window per group"
+            )
+        self.has_images = bool(images)
+        self.causal_layers = frozenset(layers) - frozenset(images)
+        self.image_window = windows.pop() if windows else None
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CPUAttentionMetadata:
         """See CPUAttentionMetadataBuilder.build; `mm_req_doc_ranges` are the step's image spans."""
-        spans = common_attn_metadata.mm_req_doc_ranges
+        step = common_attn_metadata
+        spans = step.mm_req_doc_ranges
         off = settings.current().image_spans is False
-        if off or not spans or self.is_encoder_only_attention or self.is_cross_attention:
-            return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        ends = common_attn_metadata.seq_lens.tolist()
-        rows = common_attn_metadata.query_start_loc.tolist()
+        if off or not spans or not self.has_images or self.is_encoder_only_attention or self.is_cross_attention:
+            return super().build(common_prefix_len, step, fast_build)
+        ends = step.seq_lens.tolist()
+        rows = step.query_start_loc.tolist()
         starts = [end - (rows[i + 1] - rows[i]) for i, end in enumerate(ends)]
-        if settings.current().attention_reference:
-            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-            metadata.mmcache_rows = (rows, starts, ends, spans)
-            return metadata
         pieces = cut_step(starts, ends, spans)
         if pieces is None:
-            return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return super().build(common_prefix_len, rewrite(common_attn_metadata, pieces), fast_build)
+            return super().build(common_prefix_len, step, fast_build)
+        cut = super().build(common_prefix_len, rewrite(step, pieces), fast_build)
+        metadata = ImageSpanMetadata(**vars(cut))
+        if self.image_window is not None:
+            for window, again in wider(pieces, self.image_window).items():
+                metadata.wider.append(self._wider(step, window, again))
+        if settings.current().attention_reference:
+            metadata.reference = Rows(rows, starts, ends, spans, step.block_table_tensor)
+        if self.causal_layers:
+            metadata.causal_layers = self.causal_layers
+            metadata.uncut = super().build(common_prefix_len, step, fast_build)
+        return metadata
+
+    def _wider(self, step: CommonAttentionMetadata, window: int, again: list[tuple[int, Piece]]) -> Wider:
+        builder = copy(self)
+        builder.window_size = window
+        rows = torch.cat([torch.arange(row, row + piece.num_rows) for row, piece in again])
+        part = replace(rewrite(step, [piece for _, piece in again]), num_actual_tokens=len(rows))
+        return Wider(window, rows, CPUAttentionMetadataBuilder.build(builder, 0, part))
 
 
 def rewrite(step: CommonAttentionMetadata, pieces: list[Piece]) -> CommonAttentionMetadata:
@@ -85,28 +153,46 @@ class ImageSpanImpl(CPUAttentionBackendImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Shapes: query (tokens, heads, head_size), kv_cache (blocks, kv_heads, block_size, 2 * head_size)."""
-        todo = getattr(attn_metadata, "mmcache_rows", None)
-        if attn_metadata is None or todo is None or self.logits_soft_cap or self.alibi_slopes is not None or self.sinks:
+        if not isinstance(attn_metadata, ImageSpanMetadata):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
+        if layer.layer_name in attn_metadata.causal_layers:
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata.uncut, output)
+        special = self.logits_soft_cap or self.alibi_slopes is not None or self.sinks is not None
+        if attn_metadata.reference is not None and not special and not self.is_fp8_kv_cache:
+            self._forward_reference(layer, query, kv_cache, attn_metadata.reference, output)
+            return output
+        super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+        for again in attn_metadata.wider if self.sliding_window > 0 else ():
+            kernel = copy(self)
+            kernel.sliding_window = again.window
+            rows = output[again.rows]
+            CPUAttentionBackendImpl.forward(
+                kernel, layer, query[again.rows], key, value, kv_cache, again.metadata, rows
+            )
+            output[again.rows] = rows
+        return output
+
+    def _forward_reference(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Rows, output: torch.Tensor
+    ) -> None:
         blocks, kv_heads, block_size, _ = kv_cache.shape
         keys, values = kv_cache.view(blocks, kv_heads, block_size * 2, -1).chunk(2, dim=2)
-        rows, starts, ends, spans = todo
         key_order, value_order = page_orders(layer.isa, keys.dtype, block_size, keys.shape[3])
-        for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        for i, (start, end) in enumerate(zip(step.starts, step.ends, strict=True)):
             if end <= start:
                 continue
-            table = attn_metadata.block_table[i]
-            mask = reference.allowed(start, end, spans.get(i, []), self.sliding_window, query.device)
-            output[rows[i] : rows[i + 1]] = reference.attend(
-                query[rows[i] : rows[i + 1]],
+            table = step.block_table[i]
+            mask = reference.allowed(start, end, step.spans.get(i, []), self.sliding_window, query.device)
+            rows = slice(step.query_start_loc[i], step.query_start_loc[i + 1])
+            output[rows] = reference.attend(
+                query[rows],
                 reference.gather_pages(keys, table, end, key_order),
                 reference.gather_pages(values, table, end, value_order),
                 mask,
                 self.scale,
-            ).view_as(output[rows[i] : rows[i + 1]])
-        return output
+            ).view_as(output[rows])
 
 
 @cache

@@ -13,10 +13,10 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_mmcache import settings
-from vllm_mmcache.errors import UnschedulableImage
 from vllm_mmcache.scheduler.spans import Span, whole_spans
 
 _SPANS = "_mmcache_spans"
+BLOCKED = "_mmcache_blocked"  # on the scheduler: the first request that this step had no room for
 _TRY = inspect.signature(Scheduler._try_schedule_encoder_inputs)
 
 
@@ -30,6 +30,9 @@ def make_atomic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     given.pop("self")
     spans = image_spans(given["request"])
     start = given["num_computed_tokens"]
+    fits = whole_spans(start, given["num_new_tokens"], spans)
+    if fits == 0 < given["num_new_tokens"] and getattr(instance, BLOCKED, None) is None:
+        setattr(instance, BLOCKED, given["request"].request_id)
     while True:
         given["num_new_tokens"] = whole_spans(start, given["num_new_tokens"], spans)
         answer = wrapped(**given)
@@ -65,25 +68,6 @@ def skip_computed_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
     while lo < hi and last_embedding(mm_features[lo]) < start:
         lo += 1
     return lo, hi
-
-
-def refuse_endless(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of Scheduler.__init__: a span that no step can hold is an error at start, not a hang.
-
-    Raises: UnschedulableImage naming the two settings of vLLM that are at odds.
-    """
-    outcome = wrapped(*args, **kwargs)
-    if _bidirectional(instance):
-        config = instance.scheduler_config
-        step = min(config.long_prefill_token_threshold or config.max_num_batched_tokens, config.max_num_batched_tokens)
-        span = getattr(instance.vllm_config.model_config.hf_config, "mm_tokens_per_image", 0)
-        if span > step:
-            raise UnschedulableImage(
-                f"an image of this model has {span} tokens that must be computed in one step, but a step holds "
-                f"{step} tokens of a request (max_num_batched_tokens={config.max_num_batched_tokens}, "
-                f"long_prefill_token_threshold={config.long_prefill_token_threshold}); raise these to {span} or more"
-            )
-    return outcome
 
 
 def image_spans(request: Any) -> list[Span]:

@@ -17,6 +17,9 @@ _SETTINGS_WHY = (
 _SETTINGS_UPSTREAM = "none: no public hook hands VllmConfig to a general plugin"
 _SETTINGS_REMOVE = "general plugins are handed the VllmConfig"
 
+_ENDLESS_UPSTREAM = "none yet; encoder_budget compares the longest item of the model with max_num_batched_tokens alone"
+_ENDLESS_REMOVE = "vLLM refuses what a step can't hold, by each of its limits"
+
 _RESUMED_WHY = "a preempted request that comes back with a shorter prefix hit finds no image inputs; the engine dies"
 _RESUMED_UPSTREAM = "none yet; reproduced on 0.32 under random load with a small KV cache"
 _RESUMED_REMOVE = "vLLM sends the inputs again to a resumed request"
@@ -118,13 +121,47 @@ LEDGER: tuple[Swap, ...] = (
     _swap(
         name="image_spans.endless",
         group="image_spans",
-        target="vllm.v1.core.sched.scheduler:Scheduler.__init__",
-        make="vllm_mmcache.scheduler.vllm_side:refuse_endless",
-        process="engine",
+        target="vllm.v1.engine.input_processor:InputProcessor.__init__",
+        make="vllm_mmcache.scheduler.admission.vllm_side:refuse_endless",
+        process="api",
         args_used=(),
-        why="a span longer than a step would never be scheduled",
+        why="where every image is longer than a step, no image would ever be computed",
+        upstream=_ENDLESS_UPSTREAM,
+        remove_when=_ENDLESS_REMOVE,
+    ),
+    _swap(
+        name="image_spans.refuse",
+        group="image_spans",
+        target="vllm.v1.engine.input_processor:InputProcessor._validate_model_inputs",
+        reads=("vllm.multimodal.utils:argsort_mm_positions",),
+        make="vllm_mmcache.scheduler.admission.vllm_side:refuse_request",
+        process="api",
+        args_used=("decoder_input",),
+        why="a span longer than a step waits for ever, in 0.32 with everyone behind it",
+        upstream=_ENDLESS_UPSTREAM,
+        remove_when=_ENDLESS_REMOVE,
+    ),
+    _swap(
+        name="image_spans.refuse_stream",
+        group="image_spans",
+        target="vllm.v1.engine.async_llm:AsyncLLM.generate",
+        make="vllm_mmcache.scheduler.admission.vllm_side:refuse_before_stream",
+        process="api",
+        args_used=("prompt",),
+        why="what is raised there reaches a client that streams after the status 200",
         upstream="none yet",
-        remove_when="vLLM checks it on every platform",
+        remove_when="vLLM makes the engine's request before it begins to stream",
+    ),
+    _swap(
+        name="image_spans.turns",
+        group="image_spans",
+        target="vllm.v1.core.sched.scheduler:Scheduler.schedule",
+        make="vllm_mmcache.scheduler.admission.vllm_side:take_turns",
+        process="engine",
+        args_used=("throttle_prefills",),
+        why="running requests leave a long span no room; 0.32 holds up all behind it, 0.33 lets newer ones pass it",
+        upstream="none yet",
+        remove_when="vLLM reserves room for an input that must not be split",
     ),
     _swap(
         name="image_spans.guard",

@@ -33,13 +33,6 @@ SEAMS: tuple[Seam, ...] = (
         group="image_spans",
         point="vllm.v1.attention.backends.registry:register_backend",
         room="vllm_mmcache.attention.seam",
-        why="vLLM's CPU backend runs the images of Gemma 3 causally",
-    ),
-    Seam(
-        name="image_spans.gemma3",
-        group="image_spans",
-        point="vllm.model_executor.models:ModelRegistry.register_model",
-        room="vllm_mmcache.models.seam",
-        why="the class refuses attention that would run its images causally",
+        why="vLLM's CPU backend runs images causally that attend both ways",
     ),
 )

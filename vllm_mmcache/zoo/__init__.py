@@ -9,7 +9,7 @@ Importing this package loads neither torch nor Transformers; building a model do
 """
 
 from vllm_mmcache.zoo.build import FORMAT_VERSION, build, build_cached
-from vllm_mmcache.zoo.catalogue import BY_NAME, FAMILIES, FIRST_FAMILIES, MORE_FAMILIES, TRAINED
+from vllm_mmcache.zoo.catalogue import BY_NAME, FAMILIES, FIRST_FAMILIES, MORE_FAMILIES, REFUSED, TRAINED
 from vllm_mmcache.zoo.configs import ZooOptions
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "FIRST_FAMILIES",
     "FORMAT_VERSION",
     "MORE_FAMILIES",
+    "REFUSED",
     "TRAINED",
     "ZooOptions",
     "build",

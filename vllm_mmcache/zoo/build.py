@@ -103,7 +103,7 @@ def write_all_but_weights(
     # The vocabulary has as many rows as the tokenizer has tokens: every id that is drawn can be decoded.
     config = spec.config(ids, len(ids), options) | {"dtype": spec.dtype}
     _write_json(directory / "config.json", config)
-    eos = [ids[spec.eos], ids[str(spec.tokenizer["pad_token"] if not spec.bos else "<eos>")]]
+    eos = [ids[spec.eos], ids[str(spec.tokenizer["eos_token" if spec.bos else "pad_token"])]]
     generation: dict[str, Any] = {
         "do_sample": False,
         "eos_token_id": eos,

@@ -35,12 +35,16 @@ class Family:
     config: Callable[[dict[str, int], int, ZooOptions], dict[str, Any]]
     processor_files: Callable[[ZooOptions], dict[str, dict[str, Any]]]
     rename: tuple[tuple[str, str], ...]  # prefixes: Transformers module -> key in published checkpoints
+    transposed: tuple[str, ...] = ()  # endings: published with the last two dimensions the other way round
     draw: Draw = field(default_factory=Draw)
     dtype: str = "float32"
     bos: str | None = None
+    adds_bos: bool = True  # the tokenizer adds it; False where the template alone writes it
     eos: str = "<|im_end|>"
     trained: str | None = None  # folder under zoo/ with the tokenizer and weights; None: both are made from the seed
     image_token: str = "<|image_pad|>"  # what an image's embeddings stand for in the expanded prompt
+    image_inside: tuple[str, ...] = ()  # texts between the embeddings of one image: ends of rows, borders of tiles
     takes_video: bool = False
     keeps_all_kv: bool = True  # full attention in every layer: each complete block stays a hit
+    engine_arguments: tuple[tuple[str, Any], ...] = ()  # what vLLM must be told to be right with this family on the CPU
     centre_and_std: Callable[[str, int], tuple[float, float] | None] | None = None  # asked before zoo/weights.py's own

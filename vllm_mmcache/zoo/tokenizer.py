@@ -90,7 +90,7 @@ def tokenizer_json(
     tokenizer.train_from_iterator(training_text() if text is None else text, trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in family.specials])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in family.plain_added])
-    if family.bos:
+    if family.bos and family.adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{family.bos} $A",
             pair=f"{family.bos} $A {family.bos} $B",

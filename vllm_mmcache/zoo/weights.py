@@ -64,7 +64,10 @@ def write_weights(family: Family, directory: Path, seed: int, mute: list[int]) -
         model = AutoModelForImageTextToText.from_config(config)
     tied = bool(config.tie_word_embeddings)
     tensors: dict[str, Any] = {}
-    for name, parameter in model.named_parameters():  # leaves out the tied lm_head
+    parameters = dict(model.named_parameters())  # leaves out the tied lm_head
+    kept = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}  # Gemma 4: a scale per layer
+    for name, parameter in (parameters | buffers).items():
         generator = _generator(seed, f"{family.name}:{name}")
         if name.endswith("A_log"):
             # Decay per token is exp(-exp(A_log) * softplus(..)): rates from 0.001 to 0.05 keep a picture in the
@@ -80,6 +83,8 @@ def write_weights(family: Family, directory: Path, seed: int, mute: list[int]) -
         elif tied and "embed_tokens" in name:
             # A row must stay usable as input: the norms bring it back to size, only its logit shrinks.
             values[mute] *= 0.2
+        if name.endswith(family.transposed):  # never for an empty tuple
+            values = values.swapaxes(-1, -2)
         key = name
         for prefix, published in family.rename:
             if key.startswith(prefix):

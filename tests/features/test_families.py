@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The feature store with the later families, none of which its code names: one run of the tower per image.
+
+Every answer is that of a cold run; features that are spoiled spoil the answer (the control).
+"""
+
+import pytest
+import torch
+
+from tests.exactness.engines import EngineConfig, EnginePool
+from tests.exactness.expect import Inexact, assert_exact
+from tests.exactness.scenarios import assistant, filler, one, picture, user
+from tests.features.conftest import Put
+from tests.features.towers import Runs, features_by_image
+from vllm_mmcache.zoo import MORE_FAMILIES
+
+pytestmark = pytest.mark.engine
+
+CONFIGS = [pytest.param(EngineConfig(family), id=family) for family in MORE_FAMILIES]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_one_run_of_the_tower_per_image(pool: EnginePool, config: EngineConfig, put: Put) -> None:
+    put(tower_trap=True)
+    rig, runs = pool.get(config), Runs()
+    talk = [user(filler(60), picture(530), "and", picture(531, (300, 160)), "Compare.")]
+    answers = [one(rig, *talk)]
+    assert runs.new() == 2
+    rig.forget_all_but_features()
+    talk += [assistant(answers[0].text), user("And this one?", picture(532), "Well?")]
+    answers.append(one(rig, *talk))
+    assert runs.new() == 1
+    rig.forget_all_but_features()
+    answers += rig.ask(*([user(picture(n), f"Number {n}." + filler(n - 500))] for n in (530, 532, 530)))
+    assert runs.new() == 0
+    assert_exact(rig, answers)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_spoiled_features_are_noticed(pool: EnginePool, config: EngineConfig) -> None:
+    rig = pool.get(config)
+    ask = user(filler(40), picture(533), "What is it?")
+    one(rig, ask)
+    with torch.inference_mode():
+        for features in features_by_image(rig).values():
+            features.mul_(-1)
+    rig.forget_all_but_features()
+    with pytest.raises(Inexact):
+        assert_exact(rig, [one(rig, ask)])

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""vLLM model classes with what mmcache adds. Worker process."""
