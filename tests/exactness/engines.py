@@ -112,6 +112,11 @@ class Rig:
         self.inside_image = {ids[0] for ids in inside}
 
     @property
+    def added_bos(self) -> str:
+        """What the tokenizer puts before every text, which a rendered prompt must not have as well."""
+        return self.family.bos or "" if self.family.adds_bos else ""
+
+    @property
     def block_tokens(self) -> int:
         """The block size that vLLM really uses; hybrid models widen it (160 for the zoo's qwen3.5)."""
         return int(self.llm.llm_engine.vllm_config.cache_config.block_size)
@@ -121,7 +126,7 @@ class Rig:
         prompt = self.oracle.processor.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]
         images = tuple(part["image"] for part in parts if part["type"] == "image")
-        return str(prompt).removeprefix(self.family.bos or ""), images
+        return str(prompt).removeprefix(self.added_bos), images
 
     def ask(self, *conversations: Sequence[Message], max_tokens: int | Sequence[int] = 8) -> list[Answer]:
         """Answers to all conversations, submitted together; greedy, never ended early."""

@@ -57,10 +57,7 @@ def continue_greedily(directory: Path, images: Sequence[Image.Image], max_tokens
     content = [{"type": "image"} for _ in images] + [{"type": "text", "text": "What is in this picture?"}]
     messages = [{"role": "user", "content": content}]
     prompt = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    # The tokenizer adds its first token itself where the family has one.
-    inputs = processor(
-        text=prompt.removeprefix(processor.tokenizer.bos_token or ""), images=list(images), return_tensors="pt"
-    )
+    inputs = processor(text=prompt, images=list(images), return_tensors="pt", add_special_tokens=False)
     model.generation_config.eos_token_id = None
     with torch.no_grad():
         result = model.generate(
