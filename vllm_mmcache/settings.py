@@ -43,8 +43,8 @@ class Settings(BaseSettings):
     image_spans: bool | None = Field(
         default=None,
         description=(
-            "For models whose images attend both ways (Gemma 3): attention that does so on the CPU, and a scheduler "
-            "that never splits an image. Fixed at start. Unset: on where this room is proven (CPU)."
+            "For models whose images attend both ways (Gemma 3, Gemma 4): attention that does so on the CPU, and a "
+            "scheduler that never splits an image. Fixed at start. Unset: on where this room is proven (CPU)."
         ),
     )
     resumed_images: bool | None = Field(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over images that reads the full KV from the paged cache. Worker process; see docs/gemma3_attention.md."""
+"""Attention over images that reads the full KV from the paged cache. Worker process; see docs/image_attention.md."""

@@ -49,9 +49,10 @@ def check_model(model_config: Any) -> None:
     if not model_config.is_mm_prefix_lm or not is_wanted():
         return  # vLLM clears the mark in a text-only deployment
     config = model_config.hf_config
-    if reason := rules.why_not(config.model_type):
+    model_type = getattr(config, "model_type", "")
+    if reason := rules.why_not(model_type):
         raise CausalImages(
-            f"images of a {config.model_type} model attend both ways, and on the CPU answers would be wrong: {reason}. "
+            f"images of a {model_type} model attend both ways, and on the CPU answers would be wrong: {reason}. "
             f"Serve another model, {_ALLOW}"
         )
     window = getattr(model_config.hf_text_config, "sliding_window", None)

@@ -69,7 +69,7 @@ class ImageSpanMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         guard.check_model(vllm_config.model_config)
-        model_type = vllm_config.model_config.hf_config.model_type
+        model_type = getattr(vllm_config.model_config.hf_config, "model_type", "")
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         images = {n: x for n, x in layers.items() if rules.both_ways(model_type, x.sliding_window is not None)}
         windows = {layer.sliding_window for layer in images.values()} - {None}

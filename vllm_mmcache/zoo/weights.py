@@ -64,10 +64,12 @@ def write_weights(family: Family, directory: Path, seed: int, mute: list[int]) -
         model = AutoModelForImageTextToText.from_config(config)
     tied = bool(config.tie_word_embeddings)
     tensors: dict[str, Any] = {}
-    parameters = dict(model.named_parameters())  # leaves out the tied lm_head
-    kept = model.state_dict()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}  # Gemma 4: a scale per layer
-    for name, parameter in (parameters | buffers).items():
+    parameters: dict[str, Any] = dict(model.named_parameters())  # leaves out the tied lm_head
+    kept = model.state_dict()  # leaves out what a checkpoint does not hold
+    for name, buffer in model.named_buffers():
+        if name in kept and buffer.is_floating_point():  # Gemma 4: a scale per layer
+            parameters[name] = buffer
+    for name, parameter in parameters.items():
         generator = _generator(seed, f"{family.name}:{name}")
         if name.endswith("A_log"):
             # Decay per token is exp(-exp(A_log) * softplus(..)): rates from 0.001 to 0.05 keep a picture in the
