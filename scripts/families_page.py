@@ -33,7 +33,8 @@ knows the weights and the outputs, and names no class. Whether it serves is trie
 images go through the tower, alone and together; if their features depend on each other, or the tower runs parts of the
 language model, the log says so and there is no store. The other rooms (block keys, identity, lazy images) don't depend
 on the class. **Tested** are the families of the zoo, on real engines, cold against warm and against Transformers
-([exactness](exactness.md)).
+([exactness](exactness.md)). Models whose images attend both ways are another matter: on the CPU those of
+[this table](image_attention.md) are served and the others refused, PaliGemma among them.
 
 """
 

@@ -55,11 +55,3 @@ def check_model(model_config: Any) -> None:
             f"images of a {model_type} model attend both ways, and on the CPU answers would be wrong: {reason}. "
             f"Serve another model, {_ALLOW}"
         )
-    window = getattr(model_config.hf_text_config, "sliding_window", None)
-    tokens = getattr(config, "mm_tokens_per_image", 0)  # Gemma 3; it is the only one whose spans the runner drops
-    if window and tokens > window:
-        raise CausalImages(
-            f"an image has {tokens} tokens (mm_tokens_per_image) and the sliding window {window}; vLLM's runner leaves "
-            "images that are longer than the window out of the spans, so answers would be wrong. Serve a model whose "
-            f"images fit its window, {_ALLOW}"
-        )
