@@ -3,6 +3,7 @@
 
 from functools import partial
 
+from vllm_mmcache.upstream.ledger_features import FEATURES
 from vllm_mmcache.upstream.ledger_identity import IDENTITY
 from vllm_mmcache.upstream.ledger_observe import METRICS, OBSERVE
 from vllm_mmcache.upstream.swap import TESTED_VLLM, Swap
@@ -23,12 +24,6 @@ _ENDLESS_REMOVE = "vLLM refuses what a step can't hold, by each of its limits"
 _RESUMED_WHY = "a preempted request that comes back with a shorter prefix hit finds no image inputs; the engine dies"
 _RESUMED_UPSTREAM = "none yet; reproduced on 0.32 under random load with a small KV cache"
 _RESUMED_REMOVE = "vLLM sends the inputs again to a resumed request"
-
-_FEATURES_UPSTREAM = (
-    "vLLM's encoder-cache connector makes the scheduler promise what only the worker can load; a promise that fails "
-    "ends the engine with `Encoder cache miss`"
-)
-_FEATURES_REMOVE = "a connector may decline an item in the worker, and is handed the item with its inputs"
 
 LEDGER: tuple[Swap, ...] = (
     _swap(
@@ -230,128 +225,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="56818",
         remove_when="vLLM keeps the states at image boundaries",
     ),
-    _swap(
-        name="features.watch",
-        group="features",
-        target="vllm.model_executor.model_loader.base_loader:BaseModelLoader.create_model",
-        make="vllm_mmcache.features.vllm_side:watch_weights",
-        process="worker",
-        args_used=(),
-        why="vLLM's CPU kernels pack weights away, so those of the tower are known only while they are loaded",
-        upstream=_FEATURES_UPSTREAM,
-        remove_when=_FEATURES_REMOVE,
-    ),
-    _swap(
-        name="features.runs",
-        group="features",
-        target="vllm.v1.worker.gpu_model_runner:group_and_batch_mm_kwargs",
-        also=("vllm.v1.worker.gpu.mm.encoder_runner:group_and_batch_mm_kwargs",),
-        make="vllm_mmcache.features.vllm_side:count_runs",
-        process="worker",
-        args_used=("mm_kwargs",),
-        why="runs of the tower are counted, and image by image where asked, for every model class alike",
-        upstream="none: enable_mm_processor_stats times requests, and waits for the device to do so",
-        remove_when="vLLM counts the images that its encoder ran for",
-    ),
-    _swap(
-        name="features.open",
-        group="features",
-        target="vllm.v1.worker.gpu_worker:Worker.load_model",
-        make="vllm_mmcache.features.vllm_side:open_after_load",
-        process="worker",
-        args_used=(),
-        why="the store belongs to one model, and its identity holds a digest of the vision weights as loaded",
-        upstream=_FEATURES_UPSTREAM,
-        remove_when=_FEATURES_REMOVE,
-    ),
-    _swap(
-        name="features.take",
-        group="features",
-        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._batch_mm_inputs_from_scheduler",
-        make="vllm_mmcache.features.vllm_side:take_known",
-        process="worker",
-        args_used=("scheduler_output",),
-        why="an image whose features are stored needs no run of the vision tower",
-        upstream=_FEATURES_UPSTREAM,
-        remove_when=_FEATURES_REMOVE,
-    ),
-    _swap(
-        name="features.encode",
-        group="features",
-        target="vllm.v1.worker.gpu.model_states.interface:ModelState.execute_mm_encoder",
-        make="vllm_mmcache.features.vllm_side:encode_unknown",
-        process="worker",
-        args_used=("scheduled_encoder_inputs",),
-        why="on runner V2: an image whose features are stored needs no run of the vision tower, the others are saved",
-        upstream=_FEATURES_UPSTREAM,
-        remove_when=_FEATURES_REMOVE,
-    ),
-    _swap(
-        name="features.save",
-        group="features",
-        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._cache_encoder_output",
-        make="vllm_mmcache.features.vllm_side:save_new",
-        process="worker",
-        args_used=("mm_hash", "output"),
-        why="what the tower gave is to be found by later requests",
-        upstream=_FEATURES_UPSTREAM,
-        remove_when=_FEATURES_REMOVE,
-    ),
-    _swap(
-        name="features.reset",
-        group="features",
-        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.reset_encoder_cache",
-        make="vllm_mmcache.features.vllm_side:doubt_weights",
-        process="worker",
-        args_used=(),
-        why="vLLM calls it when weights were replaced in place: features of the old weights must not be used",
-        upstream=_FEATURES_UPSTREAM,
-        remove_when=_FEATURES_REMOVE,
-    ),
-    _swap(
-        name="features.reset_v2",
-        group="features",
-        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.reset_encoder_cache",
-        make="vllm_mmcache.features.vllm_side:doubt_weights",
-        process="worker",
-        args_used=(),
-        why="the same on runner V2",
-        upstream=_FEATURES_UPSTREAM,
-        remove_when=_FEATURES_REMOVE,
-    ),
-    _swap(
-        name="features.update",
-        group="features",
-        target="vllm.v1.worker.gpu_worker:Worker.update_weights",
-        make="vllm_mmcache.features.vllm_side:doubt_weights",
-        process="worker",
-        args_used=(),
-        why="weight transfer can write into parameters without the model's load_weights",
-        upstream=_FEATURES_UPSTREAM,
-        remove_when=_FEATURES_REMOVE,
-    ),
-    _swap(
-        name="features.updated",
-        group="features",
-        target="vllm.v1.worker.gpu_worker:Worker.finish_weight_update",
-        make="vllm_mmcache.features.vllm_side:doubt_weights",
-        process="worker",
-        args_used=(),
-        why="the end of a weight transfer processes what was received",
-        upstream=_FEATURES_UPSTREAM,
-        remove_when=_FEATURES_REMOVE,
-    ),
-    _swap(
-        name="features.close",
-        group="features",
-        target="vllm.v1.worker.gpu_worker:Worker.shutdown",
-        make="vllm_mmcache.features.vllm_side:close_at_shutdown",
-        process="worker",
-        args_used=(),
-        why="features that wait for the disk are written before the worker ends",
-        upstream=_FEATURES_UPSTREAM,
-        remove_when=_FEATURES_REMOVE,
-    ),
+    *FEATURES,
     *METRICS,
     _swap(
         name="lazy_media.text",
