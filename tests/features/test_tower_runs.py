@@ -16,11 +16,12 @@ from tests.exactness.oracle import Oracle
 from tests.exactness.scenarios import assistant, filler, one, picture, user
 from tests.features.conftest import Put
 from tests.features.towers import Runs, ask_named, features_by_image
-from vllm_mmcache.zoo import FIRST_FAMILIES, build_cached
+from vllm_mmcache.zoo import FAMILIES, FIRST_FAMILIES, build_cached
 
 pytestmark = pytest.mark.engine
 
 CONFIGS = [pytest.param(EngineConfig(family), id=family) for family in FIRST_FAMILIES]
+ALL = [pytest.param(EngineConfig(family), id=family) for family in FAMILIES]
 QWEN = [pytest.param(EngineConfig("qwen3-vl"), id="qwen3-vl")]
 
 
@@ -84,7 +85,7 @@ def test_known_and_new_images_in_one_batch(pool: EnginePool, config: EngineConfi
     assert_exact(rig, answers)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", ALL)
 def test_spoiled_features_are_noticed(pool: EnginePool, config: EngineConfig) -> None:
     """Negative control: features that are not those of the image give another answer."""
     rig = pool.get(config)
