@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from tests.attention.test_spans import Span, layouts
+from vllm_mmcache import image_rules as rules
 from vllm_mmcache import settings
-from vllm_mmcache.attention import rules
 from vllm_mmcache.attention.guard import check_model
 from vllm_mmcache.attention.reference import allowed
 from vllm_mmcache.errors import CausalImages

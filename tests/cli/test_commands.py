@@ -4,6 +4,7 @@
 Every mistake must end with status 2 and one line on stderr, `error: ...`, before anything heavy starts.
 """
 
+import importlib.metadata
 import json
 import os
 import resource
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from vllm_mmcache.cli import serve
+from vllm_mmcache.errors import UnschedulableImage
+from vllm_mmcache.upstream import vllm_version
 
 COMMAND = [sys.executable, "-m", "vllm_mmcache.cli"]
 
@@ -174,16 +177,43 @@ def test_serve_keeps_features_in_the_users_cache(
     assert capsys.readouterr().err == ""
 
 
-def test_serve_works_with_both_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent, present = "vllm_mmcache.cli.vllm_main", "vllm.entrypoints.cli.main"
-    monkeypatch.setattr(serve.importlib.metadata, "version", lambda name: "0.33.0")
-    assert present in serve.command("some/model", [])
+def test_serve_works_with_both_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's main function is left as it is where its distribution has the name that it asks for."""
+    from vllm.entrypoints.cli import main as vllm_cli
+
+    from vllm_mmcache.cli import vllm_main
+
+    assert "vllm_mmcache.cli.vllm_main" in serve.command("some/model", [])
+    asked: list[object] = []
+    monkeypatch.setattr(sys, "argv", ["mmcache"])
+    monkeypatch.setattr(vllm_cli, "importlib", before := vllm_cli.importlib)
+    monkeypatch.setattr(vllm_cli, "main", lambda: asked.append(vllm_cli.importlib))
 
     def missing(name: str) -> str:
-        raise serve.importlib.metadata.PackageNotFoundError(name)
+        raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(serve.importlib.metadata, "version", missing)
-    assert absent in serve.command("some/model", [])
+    for version in (lambda name: "0.33.0", missing):
+        monkeypatch.setattr(vllm_main.importlib.metadata, "version", version)
+        vllm_main.main()
+    assert asked[0] is before
+    assert asked[1].metadata.version("vllm") == vllm_version()  # type: ignore[attr-defined]
+
+
+def test_what_mmcache_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm.entrypoints.cli import main as vllm_cli
+
+    from vllm_mmcache.cli import vllm_main
+
+    def refuse() -> None:
+        raise UnschedulableImage("every image is too long")
+
+    monkeypatch.setattr(sys, "argv", ["mmcache"])
+    monkeypatch.setattr(vllm_cli, "importlib", vllm_cli.importlib)
+    monkeypatch.setattr(vllm_cli, "main", refuse)
+    with pytest.raises(SystemExit) as ended:
+        vllm_main.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: every image is too long\n"
 
 
 def test_arguments_after_the_model_reach_vllm() -> None:

@@ -3,11 +3,8 @@
 
 from typing import Any
 
-from vllm_mmcache import settings
-from vllm_mmcache.attention import rules
+from vllm_mmcache import image_rules, settings
 from vllm_mmcache.errors import CausalImages
-
-_ALLOW = "or set MMCACHE_ALLOW_CAUSAL_IMAGES=1 to run it all the same"
 
 
 def demand_image_spans(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -36,7 +33,7 @@ def check(layer: Any) -> None:
             f"attention backend {backend.get_name()} would let the tokens of an image see earlier tokens only, but "
             f"this model's images attend both ways, so answers would be wrong. Choose a backend that can "
             "(--attention-backend TRITON_ATTN or FLEX_ATTENTION on a GPU; on a CPU leave the room image_spans on), "
-            f"{_ALLOW}"
+            "or set MMCACHE_ALLOW_CAUSAL_IMAGES=1 to run it all the same"
         )
 
 
@@ -44,14 +41,7 @@ def check_model(model_config: Any) -> None:
     """Check the model that the CPU backend is to serve.
 
     While layers are made, vLLM's configuration is that of the language model alone, which does not say what an image
-    is; so this is asked when the backend is set up. Raises: CausalImages.
+    is; so this is asked when the backend is set up. A server asks before it starts its engine. Raises: CausalImages.
     """
-    if not model_config.is_mm_prefix_lm or not is_wanted():
-        return  # vLLM clears the mark in a text-only deployment
-    config = model_config.hf_config
-    model_type = getattr(config, "model_type", "")
-    if reason := rules.why_not(model_type):
-        raise CausalImages(
-            f"images of a {model_type} model attend both ways, and on the CPU answers would be wrong: {reason}. "
-            f"Serve another model, {_ALLOW}"
-        )
+    if is_wanted() and (reason := image_rules.refusal(model_config, on_cpu=True)):
+        raise CausalImages(reason)

@@ -4,7 +4,7 @@
 Fast form: once per step and group of layers, the builder hands vLLM's own builder the step cut into pseudo-sequences
 (spans.py); the optimised kernel does the rest. Reference form (setting attention_reference): gathers everything and
 computes with a mask (reference.py). A step without image rows, and a layer in which the model's images do not attend
-both ways (rules.py), are left exactly as they are.
+both ways (image_rules.py), are left exactly as they are.
 """
 
 from copy import copy
@@ -25,8 +25,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_mmcache import settings
-from vllm_mmcache.attention import guard, reference, rules
+from vllm_mmcache import image_rules, settings
+from vllm_mmcache.attention import guard, reference
 from vllm_mmcache.attention.spans import Piece, cut_step, wider
 from vllm_mmcache.errors import CausalImages
 
@@ -71,7 +71,7 @@ class ImageSpanMetadataBuilder(CPUAttentionMetadataBuilder):
         guard.check_model(vllm_config.model_config)
         model_type = getattr(vllm_config.model_config.hf_config, "model_type", "")
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        images = {n: x for n, x in layers.items() if rules.both_ways(model_type, x.sliding_window is not None)}
+        images = {n: x for n, x in layers.items() if image_rules.both_ways(model_type, x.sliding_window is not None)}
         windows = {layer.sliding_window for layer in images.values()} - {None}
         if len(windows) > 1:
             raise CausalImages(

@@ -180,14 +180,9 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def command(model: str, arguments: Sequence[str]) -> list[str]:
-    """The command that serves: vLLM's own `serve`, by way of ours where the distribution is not called `vllm`."""
+    """The command that serves: vLLM's own `serve`, by way of ours."""
     model = str(Path(model).expanduser()) if model.startswith("~") else model
-    try:
-        importlib.metadata.version("vllm")
-        module = "vllm.entrypoints.cli.main"
-    except importlib.metadata.PackageNotFoundError:
-        module = "vllm_mmcache.cli.vllm_main"
-    return [sys.executable, "-m", module, "serve", model, *with_defaults(arguments)]
+    return [sys.executable, "-m", "vllm_mmcache.cli.vllm_main", "serve", model, *with_defaults(arguments)]
 
 
 def become(command_line: list[str]) -> NoReturn:

@@ -104,13 +104,27 @@ def test_a_model_whose_every_image_is_too_long_does_not_start(tmp_path: Path) ->
     model = build_cached("gemma3", tmp_path / "zoo")
     log_path = tmp_path / "log"
     with (
-        pytest.raises(EnvironmentProblem, match="the server ended with status"),
+        pytest.raises(EnvironmentProblem, match="the server ended with status 2 "),
         serve(model, log_path=log_path, args=(*CPU_ARGS, "--max-num-seqs", "4", "--max-num-scheduled-tokens", "63")),
     ):
         pass
     log = log_path.read_text()
     assert log.rstrip().endswith(
-        "UnschedulableImage: every image of this model has 64 tokens that must be computed in one step: "
+        "error: every image of this model has 64 tokens that must be computed in one step: "
         "max_num_scheduled_tokens is 63, needed are 64"
     )
+    assert "EngineCore" not in log
+
+
+def test_a_model_that_no_table_knows_does_not_start(tmp_path: Path) -> None:
+    log_path = tmp_path / "log"
+    with (
+        pytest.raises(EnvironmentProblem, match="the server ended with status 2 "),
+        serve(build_cached("paligemma", tmp_path / "zoo"), log_path=log_path),
+    ):
+        pass
+    log = log_path.read_text()
+    last = log.rstrip().splitlines()[-1]
+    assert last.startswith("error: images of a paligemma model attend both ways, and on the CPU answers would be wrong")
+    assert last.endswith("or set MMCACHE_ALLOW_CAUSAL_IMAGES=1 to run it all the same")
     assert "EngineCore" not in log

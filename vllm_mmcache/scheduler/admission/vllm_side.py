@@ -14,8 +14,9 @@ from typing import Any
 from packaging.version import Version
 from vllm.logger import init_logger
 from vllm.multimodal.utils import argsort_mm_positions
+from vllm.platforms import current_platform
 
-from vllm_mmcache import settings
+from vllm_mmcache import image_rules, settings
 from vllm_mmcache.errors import CausalImages, UnschedulableImage, UnschedulableRequest
 from vllm_mmcache.scheduler.admission.limits import Item, Limit, Limits, too_long, why_never
 from vllm_mmcache.scheduler.admission.waiting import Waiting
@@ -47,21 +48,16 @@ def refuse_before_stream(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 def refuse_endless(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of InputProcessor.__init__: where every image is too long, an error before the engine is started.
 
-    Raises: UnschedulableImage naming the settings of vLLM that are too small; CausalImages for images of Gemma 3 that
-    are longer than its window, on every platform.
+    Raises: UnschedulableImage naming the settings of vLLM that are too small; CausalImages where images would run
+    causally, silently wrong.
     """
     outcome = wrapped(*args, **kwargs)
     if _concerns(instance.vllm_config):
         model_config = instance.vllm_config.model_config
+        causal = image_rules.refusal(model_config, current_platform.is_cpu())
+        if causal and not settings.current().allow_causal_images:
+            raise CausalImages(causal)
         span = fixed_span(model_config.hf_config)
-        window = getattr(model_config.hf_text_config, "sliding_window", None)
-        # Gemma 3 alone: vLLM's runner leaves its images out of the spans then. Gemma 4's are clamped to the window.
-        if model_config.hf_config.model_type == "gemma3" and window and span > window and _refuses_causal():
-            raise CausalImages(
-                f"an image has {span} tokens (mm_tokens_per_image) and the sliding window {window}; vLLM's runner "
-                "leaves images that are longer than the window out of the spans, so answers would be wrong. Serve a "
-                "model whose images fit its window, or set MMCACHE_ALLOW_CAUSAL_IMAGES=1 to run it all the same"
-            )
         if reason := too_long(span, step_limits(instance.vllm_config)):
             raise UnschedulableImage(
                 f"every image of this model has {span} tokens that must be computed in one step: {reason}"
@@ -184,10 +180,6 @@ def _forget(cache: Any, prompt: Any) -> None:
 
 def _concerns(vllm_config: Any) -> bool:
     return settings.current().image_spans is not False and bool(vllm_config.model_config.is_mm_prefix_lm)
-
-
-def _refuses_causal() -> bool:
-    return not settings.current().allow_causal_images
 
 
 def _can_rest(scheduler: Any) -> bool:
