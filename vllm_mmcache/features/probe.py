@@ -35,7 +35,7 @@ class Kind:
 
 
 def probe(vllm_config: Any, model: Any, tower: Tower, device: torch.device) -> Kind:
-    """Run the tower on one image, on another, and on both..
+    """Run the tower on one image, on another, and on both.
 
     Raises: Unfit, or whatever the model's own code raises.
     """
