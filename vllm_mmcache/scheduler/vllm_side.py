@@ -22,7 +22,7 @@ _TRY = inspect.signature(Scheduler._try_schedule_encoder_inputs)
 
 def make_atomic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._try_schedule_encoder_inputs: the same answer for a chunk that splits no span."""
-    if not _bidirectional(instance):
+    if not keeps_images_whole(instance.vllm_config):
         return wrapped(*args, **kwargs)
     call = _TRY.bind(instance, *args, **kwargs)
     call.apply_defaults()
@@ -46,7 +46,7 @@ def free_after_last_embedding(wrapped: Any, instance: Any, args: Any, kwargs: An
     """Wrapper of Scheduler._free_encoder_inputs: also frees outputs whose embeddings are all computed."""
     outcome = wrapped(*args, **kwargs)
     request = args[0] if args else kwargs["request"]
-    if not _bidirectional(instance):
+    if not keeps_images_whole(instance.vllm_config):
         return outcome
     computed = request.num_computed_tokens - request.num_output_placeholders - instance.num_prefill_lookahead
     for input_id in list(instance.encoder_cache_manager.get_cached_input_ids(request)):
@@ -86,9 +86,9 @@ def image_spans(request: Any) -> list[Span]:
     return found
 
 
-def _bidirectional(scheduler: Any) -> bool:
-    model_config = scheduler.vllm_config.model_config
-    return settings.current().image_spans is not False and bool(model_config.is_mm_prefix_lm)
+def keeps_images_whole(vllm_config: Any) -> bool:
+    """Whether images of this deployment attend both ways, so that a step must hold each as a whole."""
+    return settings.current().image_spans is not False and bool(vllm_config.model_config.is_mm_prefix_lm)
 
 
 def last_embedding(feature: Any) -> int:

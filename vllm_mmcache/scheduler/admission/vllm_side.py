@@ -20,7 +20,7 @@ from vllm_mmcache import image_rules, settings
 from vllm_mmcache.errors import CausalImages, UnschedulableImage, UnschedulableRequest
 from vllm_mmcache.scheduler.admission.limits import Item, Limit, Limits, too_long, why_never
 from vllm_mmcache.scheduler.admission.waiting import Waiting
-from vllm_mmcache.scheduler.vllm_side import BLOCKED, image_spans
+from vllm_mmcache.scheduler.vllm_side import BLOCKED, image_spans, keeps_images_whole
 from vllm_mmcache.upstream import vllm_version
 
 logger = init_logger("vllm.mmcache.admission")
@@ -52,7 +52,7 @@ def refuse_endless(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     causally, silently wrong.
     """
     outcome = wrapped(*args, **kwargs)
-    if _concerns(instance.vllm_config):
+    if keeps_images_whole(instance.vllm_config):
         model_config = instance.vllm_config.model_config
         causal = image_rules.refusal(model_config, current_platform.is_cpu())
         if causal and not settings.current().allow_causal_images:
@@ -70,7 +70,7 @@ def take_turns(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     The others rest for that one step, as vLLM lets them itself with pipeline parallelism. Bounded: see Waiting.
     """
-    if not _concerns(instance.vllm_config):
+    if not keeps_images_whole(instance.vllm_config):
         return wrapped(*args, **kwargs)
     waiting: Waiting | None = vars(instance).get(_WAITING)
     if waiting is None:
@@ -153,7 +153,11 @@ def as_scheduled(features: Sequence[Any], prompt_token_ids: Sequence[int] | None
 
 def _refuse(input_processor: Any, prompt: Any) -> None:
     """`prompt` is what vLLM's renderer made of it; one of another form passes, and comes again when it is rendered."""
-    if not isinstance(prompt, dict) or prompt.get("type") != "multimodal" or not _concerns(input_processor.vllm_config):
+    if (
+        not isinstance(prompt, dict)
+        or prompt.get("type") != "multimodal"
+        or not keeps_images_whole(input_processor.vllm_config)
+    ):
         return
     positions, names = prompt["mm_placeholders"], prompt["mm_hashes"]
     features = [
@@ -176,10 +180,6 @@ def _forget(cache: Any, prompt: Any) -> None:
         for name, item in zip(names, prompt["mm_kwargs"][modality], strict=True):
             if item is not None:  # else the engine has it already
                 cache.invalidate(name)
-
-
-def _concerns(vllm_config: Any) -> bool:
-    return settings.current().image_spans is not False and bool(vllm_config.model_config.is_mm_prefix_lm)
 
 
 def _can_rest(scheduler: Any) -> bool:
