@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine pool of the exactness tests, the size of property tests, and an order that starts each engine once."""
+"""The engine pool of the exactness tests, the size of property tests, and an order that starts each engine once.
+
+A run is about one engine configuration (engine_configuration.py). On V1, vLLM's own choice here, it is all tests; on
+another it is those marked `any_engine`, and with TEST_MATRIX=1 all that start an engine.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
+from tests.engine_configuration import CHOSEN
 from tests.sizes import scaled
 
 if TYPE_CHECKING:
     from tests.exactness.engines import EnginePool
+
+CHOSEN.apply()
 
 # Of the property tests that don't name their own number.
 settings.register_profile("scaled", max_examples=scaled(100))
@@ -29,8 +37,24 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
     engines.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_report_header() -> str:
+    return f"engines: {CHOSEN}"
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Nothing to run on a second engine is no failure: `make test ARGS="-k page"` runs on both."""
+    if CHOSEN.runner != 1 and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that share engines come last, grouped by configuration; the sort is stable, all else keeps its place."""
+    if CHOSEN.runner != 1:
+        marker = "engine" if os.environ.get("TEST_MATRIX") == "1" else "any_engine"
+        left_out = [item for item in items if item.get_closest_marker(marker) is None]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker(marker) is not None]
 
     def place(item: Any) -> tuple[bool, str]:
         shares = "pool" in getattr(item, "fixturenames", ())

@@ -23,7 +23,9 @@ import torch
 from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from tests.engine_configuration import CHOSEN
 from tests.exactness.oracle import Oracle
 from vllm_mmcache.zoo import BY_NAME, build_cached
 
@@ -105,11 +107,22 @@ class Rig:
             "seed": 0,
         }
         self.llm = LLM(str(directory), **arguments | dict(self.family.engine_arguments) | dict(config.more))
+        self._assert_configuration()
         tokenizer = self.oracle.processor.tokenizer
         self.image_token_id = int(tokenizer.convert_tokens_to_ids(self.family.image_token))
         inside = [tokenizer.encode(text, add_special_tokens=False) for text in self.family.image_inside]
         assert all(len(ids) == 1 for ids in inside), "what stands inside an image must be one token each"
         self.inside_image = {ids[0] for ids in inside}
+
+    def _assert_configuration(self) -> None:
+        """That this engine is what the run of the tests says it is; elsewhere than on the CPU it is what vLLM takes."""
+        if not current_platform.is_cpu():
+            return
+        vllm_config = self.llm.llm_engine.vllm_config
+        assert vllm_config.use_v2_model_runner == (CHOSEN.runner == 2)
+        assert issubclass(vllm_config.scheduler_config.get_scheduler_cls(), AsyncScheduler) == CHOSEN.is_async
+        if self.runner is not None:
+            assert type(self.runner).__module__.startswith("vllm.v1.worker.cpu.") == (CHOSEN.runner == 2)
 
     @property
     def added_bos(self) -> str:

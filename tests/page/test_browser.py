@@ -166,8 +166,9 @@ def test_key(page: "Page") -> None:
     page.keyboard.press("Enter")
     expect(page.locator("#list li")).to_have_count(len(EXAMPLES))
     expect(page.locator("#key-form")).to_be_hidden()
-    serving.stop()
     page.problems.clear()  # type: ignore[attr-defined]
+    page.close()
+    serving.stop()
 
 
 def test_a_thousand_requests(page: "Page") -> None:
@@ -188,6 +189,7 @@ def test_a_thousand_requests(page: "Page") -> None:
     add(serving.store, EXAMPLES[0].model_copy(update={"id": "chatcmpl-new"}))
     expect(page.locator("#list li").first).to_contain_text("chatcmpl-new")
     assert page.locator("#list li").count() == 1000  # the oldest goes
+    page.close()  # first: a page that is open asks a server that is gone, and says so
     serving.stop()
 
 

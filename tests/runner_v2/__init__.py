@@ -11,7 +11,12 @@ from pathlib import Path
 FOLDER = Path(__file__).with_name("on_path")
 
 
-def environment() -> dict[str, str]:
+def environment(is_async: bool = False) -> dict[str, str]:
     """Variables for a new process whose engines run on V2. PYTHONPATH keeps what it has."""
     path = os.pathsep.join(part for part in (str(FOLDER), os.environ.get("PYTHONPATH", "")) if part)
-    return {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    return {
+        "PYTHONPATH": path,
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "TEST_ASYNC_SCHEDULING": str(int(is_async)),
+    }

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton looks for in a backend, and, since it is imported with Triton, the interpreter's bfloat16."""
+"""What Triton looks for in a backend. It is imported with Triton, so it also arranges for what is cured elsewhere."""
 
 from typing import Any
 
 import wrapt
 from triton.backends.compiler import BaseBackend, GPUTarget
 
-from interpreted_cpu import bfloat16
+from interpreted_cpu import async_scheduling, bfloat16
 
 wrapt.when_imported("triton.runtime.interpreter")(bfloat16.calculate_in_float32)
+wrapt.when_imported("vllm.platforms.cpu")(async_scheduling.keep)
 
 
 class InterpretedBackend(BaseBackend):
