@@ -10,26 +10,14 @@ from vllm_mmcache import settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.upstream import start, swap
 from vllm_mmcache.upstream.ledger import NEEDS, OVERTAKEN_BY, groups
-from vllm_mmcache.upstream.proven import PROVEN_ON
+from vllm_mmcache.upstream.proven import ENGINE_ROOMS
 from vllm_mmcache.upstream.seams import SEAMS
-
-
-@pytest.mark.parametrize("group", PROVEN_ON)
-def test_a_room_is_off_where_it_is_not_proven(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_current", settings.Settings())
-    assert start.why_off(group) == ""  # this machine's platform is one that the tests run on
-    monkeypatch.setitem(PROVEN_ON, group, frozenset())
-    assert f"switch on with MMCACHE_{group.upper()}=1" in start.why_off(group)
-    monkeypatch.setattr(settings, "_current", settings.Settings(**{group: True}))
-    assert start.why_off(group) == ""
-    monkeypatch.setattr(settings, "_current", settings.Settings(**{group: False}))
-    assert start.why_off(group) == f"switched off by the setting {group}"
 
 
 def test_every_group_and_seam_belongs_together() -> None:
     assert {seam.group for seam in SEAMS} <= set(groups())
-    assert set(PROVEN_ON) <= set(groups())
-    assert set(PROVEN_ON) <= set(settings.Settings.model_fields)
+    assert set(ENGINE_ROOMS) <= set(groups())
+    assert set(ENGINE_ROOMS) <= set(settings.Settings.model_fields)
     assert set(OVERTAKEN_BY) | set(NEEDS) | set(NEEDS.values()) <= set(groups())
     order = list(groups())
     assert all(order.index(needed) < order.index(group) for group, needed in NEEDS.items())

@@ -1,30 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each room that touches the engine was exercised; elsewhere it is off unless its setting says on.
+"""Which engine each room was exercised on; elsewhere it is off unless its setting says on.
 
-proven.json has a row for each platform and version of vLLM. `make gpu-check` adds one (`--record`) for the rooms that
-passed, and names its result as the evidence; a test compares the two. Groups that are no engine room work everywhere.
+proven.json has a row for each kind of engine: vLLM's minor version, model runner, scheduling and platform, the rooms
+that passed there, and the evidence, a command or a file of this repository. What was not checked proves nothing.
+Groups that are no engine room work everywhere.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ENGINE_ROOMS = ("block_keys", "image_spans", "resumed_images", "image_checkpoints", "metrics", "features")
+TOUCHES_TENSORS = frozenset({"features"})
+"""Rooms that read or write tensors on the device: proven for each platform on its own. The others are the same Python
+in the scheduler and around the runner, wherever the tensors live."""
 
 FILE = Path(__file__).with_name("proven.json")
 
 
-def rows() -> list[dict[str, Any]]:
-    """Each row: platform, vllm, rooms, and evidence, a command or a file of this repository."""
-    found: list[dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+@dataclass(frozen=True)
+class Engine:
+    """A kind of engine; None is what is not known before there is a VllmConfig."""
+
+    vllm: str
+    """The minor version, such as 0.33."""
+    platform: str | None
+    """vLLM's name: cpu, cuda, rocm, xpu. (ROCm's device_type is cuda; it is another platform.)"""
+    runner: int | None = None
+    """vLLM's model runner, 1 or 2."""
+    scheduling: Literal["sync", "async"] | None = None
+
+    def __str__(self) -> str:
+        runner = f"model runner V{self.runner} with {self.scheduling} scheduling" if self.runner else "any model runner"
+        return f"vLLM {self.vllm}, {runner}, {self.platform}"
+
+    def includes(self, other: "Engine") -> bool:
+        """Whether `other` is this kind of engine; what is None here can be anything."""
+        return all(mine in (None, its) for mine, its in zip(astuple(self), astuple(other), strict=True))
 
 
-def platforms(table: Iterable[Mapping[str, Any]]) -> dict[str, frozenset[str]]:
-    """Of each engine room, the platforms that it was proven on with some version of vLLM."""
-    seen = [(str(row["platform"]), row["rooms"]) for row in table]
-    return {room: frozenset(platform for platform, rooms in seen if room in rooms) for room in ENGINE_ROOMS}
+@dataclass(frozen=True)
+class Row:
+    """The rooms that passed on an engine."""
+
+    engine: Engine
+    rooms: tuple[str, ...]
+    evidence: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self.engine), "rooms": list(self.rooms), "evidence": self.evidence}
 
 
-PROVEN_ON = platforms(rows())
+def rows() -> list[Row]:
+    """The table. Raises: TypeError where a row lacks a value or has another."""
+    return [
+        Row(rooms=tuple(row.pop("rooms")), evidence=row.pop("evidence"), engine=Engine(**row))
+        for row in json.loads(FILE.read_text(encoding="utf-8"))
+    ]
+
+
+def written(table: Iterable[Row]) -> str:
+    """The table as the text of proven.json: a value a line, lists in one."""
+    texts = []
+    for row in table:
+        lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in row.as_json().items())
+        texts.append(f"  {{\n{lines}\n  }}")
+    return "[\n" + ",\n".join(texts) + "\n]\n"
+
+
+TABLE = rows()
+
+
+def why_unproven(room: str, engine: Engine) -> str:
+    """Why a room is off on this engine unless it is switched on; empty where it was exercised, and for other groups."""
+    if room not in ENGINE_ROOMS:
+        return ""
+    kind = engine if room in TOUCHES_TENSORS else replace(engine, platform=None)
+    if any(room in row.rooms and kind.includes(row.engine) for row in TABLE):
+        return ""
+    return f"not yet proven on {engine}: switch on with MMCACHE_{room.upper()}=1"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts the `mmcache` part of --additional-config in force, in each process, as soon as the VllmConfig is seen there.
 
+It is also when a process learns of the model runner, so rooms that were not exercised on it are switched off then.
+
 API process: after VllmConfig is made, so that a wrong value stops the start. Engine and worker processes: before the
 executor or the worker is built from the configuration that was handed to them.
 """
@@ -8,7 +10,7 @@ executor or the worker is built from the configuration that was handed to them.
 from typing import Any
 
 from vllm_mmcache import settings
-from vllm_mmcache.upstream.start import refuse_without_identity, say_pending
+from vllm_mmcache.upstream.start import refuse_without_identity, say_pending, settle
 
 
 def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -31,3 +33,4 @@ def _read(vllm_config: Any) -> None:
     if part:
         settings.use(settings.load_settings(part))
         refuse_without_identity()
+    settle(vllm_config)

@@ -4,12 +4,14 @@
 import logging
 import multiprocessing
 from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
 
 from vllm_mmcache import __version__, settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.upstream import swap, vllm_version
 from vllm_mmcache.upstream.ledger import NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, groups
-from vllm_mmcache.upstream.proven import PROVEN_ON
+from vllm_mmcache.upstream.proven import ENGINE_ROOMS, Engine, why_unproven
 from vllm_mmcache.upstream.seams import SEAMS
 
 logger = logging.getLogger("vllm.mmcache")
@@ -64,6 +66,33 @@ def refuse_without_identity() -> None:
         )
 
 
+def settle(vllm_config: Any) -> dict[str, str]:
+    """Switch off the rooms that were not exercised on this engine, now that its runner and scheduling are known.
+
+    Room -> why. A room that its setting switches on stays on.
+    """
+    wanted, engine = settings.current(), engine_here(vllm_config)
+    rooms = [room for room in ENGINE_ROOMS if getattr(wanted, room) is None and room not in _off]
+    off = {room: reason for room in rooms if (reason := why_unproven(room, engine))}
+    if off:
+        settings.use(wanted.model_copy(update=dict.fromkeys(off, False)))
+        _off.update(off)
+        logger.warning("mmcache [%s]: off for this engine: %s", process_name(), "; ".join(map(": ".join, off.items())))
+    return off
+
+
+def engine_here(vllm_config: Any = None) -> Engine:
+    """The engine of this process; without a VllmConfig its runner and scheduling are not known."""
+    from vllm.platforms import current_platform
+
+    minor = ".".join(vllm_version().split(".")[:2])
+    here = Engine(minor, str(current_platform.device_name))
+    if vllm_config is None:
+        return here
+    runner = 2 if vllm_config.use_v2_model_runner else 1
+    return replace(here, runner=runner, scheduling="async" if vllm_config.scheduler_config.async_scheduling else "sync")
+
+
 def stop() -> None:
     """Undo every seam and every swap."""
     for seam in reversed(SEAMS):
@@ -78,12 +107,8 @@ def why_off(group: str) -> str:
     wanted = getattr(settings.current(), group, True)
     if wanted is False:
         return f"switched off by the setting {group}"
-    if wanted is None and group in PROVEN_ON:
-        from vllm.platforms import current_platform
-
-        platform = current_platform.device_type
-        if platform not in PROVEN_ON[group]:
-            return f"not yet proven on {platform}: switch on with MMCACHE_{group.upper()}=1"
+    if wanted is None and (reason := why_unproven(group, engine_here())):
+        return reason
     if group in OVERTAKEN_BY and all(swap.is_there(symbol) for symbol in OVERTAKEN_BY[group]):
         return f"vLLM has its own: {', '.join(OVERTAKEN_BY[group])}"
     if group in OVERTAKEN_WHERE and swap.reads_name(*OVERTAKEN_WHERE[group]):
