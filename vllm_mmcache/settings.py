@@ -37,28 +37,28 @@ class Settings(BaseSettings):
         default=None,
         description=(
             "Compute KV block keys with the cumulative image state. Fixed at start: switching it midway would mix "
-            "two key spaces. Unset: on where this room is proven (CPU). False leaves vLLM's own keys."
+            "two key spaces. Unset: on where it is proven. False leaves vLLM's own keys."
         ),
     )
     image_spans: bool | None = Field(
         default=None,
         description=(
             "For models whose images attend both ways (Gemma 3, Gemma 4): attention that does so on the CPU, and a "
-            "scheduler that never splits an image. Fixed at start. Unset: on where this room is proven (CPU)."
+            "scheduler that never splits an image. Fixed at start. Unset: on where it is proven."
         ),
     )
     resumed_images: bool | None = Field(
         default=None,
         description=(
             "Send the worker the image inputs again with a preempted request, so that one whose prefix hit is shorter "
-            "when it comes back does not kill the engine. Unset: on where this room is proven (CPU)."
+            "when it comes back does not kill the engine. Unset: on where it is proven."
         ),
     )
     image_checkpoints: bool | None = Field(
         default=None,
         description=(
             "For models that keep KV states sparsely (sliding windows, Mamba/GDN): keep the states at image "
-            "boundaries, so that the second question about an image is a hit. Unset: on where proven (CPU)."
+            "boundaries, so that the second question about an image is a hit. Unset: on where it is proven."
         ),
     )
     checkpoints_per_request: int = Field(
@@ -110,7 +110,7 @@ class Settings(BaseSettings):
     )
     metrics: bool | None = Field(
         default=None,
-        description="Show what the engine counts on /metrics, as mmcache:*. Unset: on where this room is proven (CPU).",
+        description="Show what the engine counts on /metrics, as mmcache:*. Unset: on where it is proven.",
     )
     observe: bool = Field(
         default=False,
@@ -146,7 +146,7 @@ class Settings(BaseSettings):
     features: bool | None = Field(
         default=None,
         description=(
-            "Keep the outputs of the vision tower, so that it runs once per image. Unset: on where this room is proven."
+            "Keep the outputs of the vision tower, so that it runs once per image. Unset: on where it is proven."
         ),
     )
     feature_ram_bytes: ByteSize = Field(
