@@ -23,7 +23,7 @@ LIMIT_S = 300.0  # of each request
 FAMILIES = ("gemma3", "qwen3.5")  # whose KV cache keeps states sparsely
 # The image and the question behind it don't fit a step, so a prefill takes several.
 IN_CHUNKS = [
-    EngineConfig("gemma3", batched_tokens=80),
+    EngineConfig("gemma3", batched_tokens=96),
     EngineConfig("qwen3-vl", batched_tokens=48),
     EngineConfig("qwen3.5", batched_tokens=224),
 ]

@@ -2,7 +2,7 @@
 """The second question about an image is a hit, and its answer is that of a cold run, on real engines.
 
 The workloads are the benchmark's, smaller. Negative controls: without checkpoints the second question misses, and
-behind a swapped image nothing is reused.
+behind a swapped image nothing is reused. With async scheduling: ../test_async.py, and all of this in `make matrix`.
 """
 
 import os
@@ -58,7 +58,6 @@ def configs(*names: str) -> Any:
         ],
         "chunks": [EngineConfig("gemma3", batched_tokens=80), EngineConfig("qwen3.5", batched_tokens=224)],
         "match_unit": [EngineConfig("qwen3.5", more=(("prefix_match_unit", 32),))],
-        "async": [EngineConfig(f, more=(("async_scheduling", True),)) for f in SHAPES],
     }
     return [pytest.param(config, id=f"{config.family}-{name}") for name in names for config in found[name]]
 
@@ -73,7 +72,7 @@ def test_workloads_hit_and_are_exact(pool: EnginePool, config: EngineConfig, wor
     assert_exact(rig, [answer for _, answer in answers])
 
 
-@pytest.mark.parametrize("config", configs("dense", "interval", "chunks", "match_unit", "async"))
+@pytest.mark.parametrize("config", configs("dense", "interval", "chunks", "match_unit"))
 def test_other_configurations(pool: EnginePool, config: EngineConfig) -> None:
     rig = pool.get(config)
     answers = run(rig, questions(SHAPES[config.family], 2, 2))
@@ -82,6 +81,7 @@ def test_other_configurations(pool: EnginePool, config: EngineConfig) -> None:
     assert_exact(rig, [answer for _, answer in answers])
 
 
+@pytest.mark.any_engine
 @pytest.mark.parametrize("config", configs("main"))
 def test_without_checkpoints_the_second_question_misses(
     pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
