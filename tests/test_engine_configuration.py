@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make test` runs on model runner V2 with async scheduling is there, and a run's engine reaches other processes."""
+"""What `make test` runs on model runner V2 with async scheduling is there, and reaches other processes."""
 
 import os
 import subprocess

@@ -27,6 +27,7 @@ from benchmarks.image_questions.workloads import (
     shifted,
     unique,
 )
+from tests.engine_configuration import CHOSEN
 from tests.exactness.engines import EngineConfig, EnginePool
 from tests.exactness.expect import assert_exact
 from tests.exactness.mixed import ask_mixed, assert_all_cold
@@ -131,16 +132,19 @@ def test_bounds_of_the_policy(pool: EnginePool, config: EngineConfig, monkeypatc
         pytest.param(EngineConfig("qwen3.5", num_blocks=48, num_seqs=6, max_tokens=1280), id="qwen3.5-random"),
     ],
 )
-def test_300_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
-    """Images, lengths, salts and prefixes in many orders, a cache that evicts and preempts: each as its cold run."""
+def test_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
+    """Images, lengths, salts and prefixes in many orders, a cache that evicts and preempts: each as its cold run.
+
+    300 requests; 60 on model runner V2, whose interpreter is slow.
+    """
     rig = pool.get(config)
     before, preempted = events.totals(), rig.num_preemptions()
-    answers = ask_mixed(rig, scaled(50), SHAPES[config.family].size)
+    answers = ask_mixed(rig, scaled(50 if CHOSEN.runner == 1 else 10), SHAPES[config.family].size)
     counts = counted(before)
     print(counts, rig.num_preemptions() - preempted, "preemptions")
-    assert len(answers) == scaled(300)
-    assert counts["checkpoints_made"] > 20
-    assert counts["checkpoints_used"] > 20
+    assert len(answers) == scaled(300 if CHOSEN.runner == 1 else 60)
+    assert counts["checkpoints_made"] > len(answers) // 15
+    assert counts["checkpoints_used"] > len(answers) // 15
     assert counts["checkpoints_evicted_unused"] > 0
     assert rig.num_preemptions() > preempted
     assert_all_cold(rig, answers)
