@@ -30,7 +30,7 @@ from benchmarks.image_questions.workloads import (
 from tests.engine_configuration import CHOSEN
 from tests.exactness.engines import EngineConfig, EnginePool
 from tests.exactness.expect import assert_exact
-from tests.exactness.mixed import ask_mixed, assert_all_cold
+from tests.exactness.mixed import BATCH, ask_mixed, assert_all_cold
 from tests.exactness.scenarios import filler, one, picture, user
 from tests.sizes import scaled
 from vllm_mmcache import events, settings
@@ -135,14 +135,15 @@ def test_bounds_of_the_policy(pool: EnginePool, config: EngineConfig, monkeypatc
 def test_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
     """Images, lengths, salts and prefixes in many orders, a cache that evicts and preempts: each as its cold run.
 
-    300 requests; 60 on model runner V2, whose interpreter is slow.
+    300 requests; of Qwen3.5 60 on model runner V2, whose interpreter takes minutes for them.
     """
+    num_batches = scaled(10 if CHOSEN.runner == 2 and config.family == "qwen3.5" else 50)
     rig = pool.get(config)
     before, preempted = events.totals(), rig.num_preemptions()
-    answers = ask_mixed(rig, scaled(50 if CHOSEN.runner == 1 else 10), SHAPES[config.family].size)
+    answers = ask_mixed(rig, num_batches, SHAPES[config.family].size)
     counts = counted(before)
     print(counts, rig.num_preemptions() - preempted, "preemptions")
-    assert len(answers) == scaled(300 if CHOSEN.runner == 1 else 60)
+    assert len(answers) == num_batches * BATCH
     assert counts["checkpoints_made"] > len(answers) // 15
     assert counts["checkpoints_used"] > len(answers) // 15
     assert counts["checkpoints_evicted_unused"] > 0
@@ -173,6 +174,7 @@ print("done")
 """
 
 
+@pytest.mark.skipif(CHOSEN.is_async, reason="vLLM schedules ngram's drafts synchronously")
 def test_speculative_decoding_leaves_it_off(tmp_path: Path) -> None:
     """One line says so, and nothing is kept. In a process of its own: once numba is imported, which ngram needs, vLLM
     0.32 can't start another engine on the CPU in the same process."""
