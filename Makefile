@@ -24,9 +24,11 @@ venv: $(STAMP)  ## make .venv with vLLM for CPU and the development tools (about
 demo: $(STAMP)  ## the same conversation with and without the plugin, side by side (about 3 minutes)
 	@$(BIN)/mmcache demo $(ARGS)
 
-test: $(STAMP)  ## all tests that this machine can run; ARGS="-k block_keys" for a part
+test: $(STAMP)  ## all tests that this machine can run, then a part on model runner V2; ARGS="-k block_keys" for some
 	@scripts/find_chromium
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(ARGS); v1=$$?; \
+	TEST_ENGINE=v2-async $(BIN)/python -m pytest $(ARGS); v2=$$?; \
+	test $$v1 = 0 && test $$v2 = 0
 
 matrix: $(STAMP)  ## exactness of every family with all scenarios; CI runs a short form of the later ones
 	@TEST_MATRIX=1 $(BIN)/python -m pytest -rP tests/exactness $(ARGS)

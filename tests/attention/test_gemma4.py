@@ -11,18 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
+from tests.engine_configuration import CHOSEN
 from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
 from tests.exactness.expect import TOLERANCE, Inexact, assert_exact
 from tests.exactness.measure import judge
 from tests.exactness.scenarios import filler, picture, user
 from vllm_mmcache import settings
+from vllm_mmcache.upstream import vllm_version
 from vllm_mmcache.zoo import BY_NAME, ZooOptions, build_cached
 
 pytestmark = pytest.mark.engine
 
 SHORT, LONG = 16, 128  # windows in tokens, and an image of 64
 WRONG = 100 * TOLERANCE
+# vLLM 0.32's second model runner forgets that this model clamps images to the window, and leaves longer ones out.
+LEFT_OUT = CHOSEN.runner == 2 and Version(vllm_version()) < Version("0.33")
+in_spans = pytest.mark.skipif(LEFT_OUT, reason="such images are refused: vLLM 0.32 leaves them out of the spans on V2")
 
 
 @pytest.fixture
@@ -57,7 +63,12 @@ def builders(rig: Rig) -> list[Any]:
     return [group.get_metadata_builder() for groups in rig.runner.attn_groups for group in groups]
 
 
-@pytest.mark.parametrize("window", [SHORT, 32, LONG])
+def windows(*tokens: int) -> Any:
+    """Windows shorter than an image need an engine that keeps such images in the spans."""
+    return pytest.mark.parametrize("window", [pytest.param(w, marks=in_spans if w < 64 else ()) for w in tokens])
+
+
+@windows(SHORT, 32, LONG)
 def test_windows(start: Any, window: int) -> None:
     """Both forms are Transformers'; in the fast form images longer than the window are computed again."""
     rig = start(window)
@@ -71,7 +82,7 @@ def test_windows(start: Any, window: int) -> None:
         settings.use(before)
 
 
-@pytest.mark.parametrize("window", [SHORT, LONG])
+@windows(SHORT, LONG)
 def test_small_steps(start: Any, window: int) -> None:
     """A step holds one image and a little text."""
     rig = start(window, batched_tokens=80)
@@ -90,6 +101,21 @@ def test_rule_ignored_in_full_layers(start: Any) -> None:
     assert max(delta for delta, _ in judge(rig, answers)) > WRONG
 
 
+@pytest.mark.skipif(not LEFT_OUT, reason="they are exact here")
+def test_images_longer_than_the_window_are_refused(start: Any) -> None:
+    """And why: run all the same, answers are wrong."""
+    rig = start(SHORT)
+    with pytest.raises(ValueError, match=r"has 64 tokens .* sliding_window, .*, is 16, needed are 64"):
+        ask(rig)
+    before = settings.current()
+    settings.use(before.model_copy(update={"allow_causal_images": True}))
+    try:
+        assert max(delta for delta, _ in judge(rig, ask(rig))) > WRONG
+    finally:
+        settings.use(before)
+
+
+@in_spans
 def test_right_side_of_a_short_window_ignored(start: Any) -> None:
     """Negative control: with one pass of the kernel, which bounds a row on both sides, answers are wrong."""
     rig = start(SHORT)
@@ -98,6 +124,7 @@ def test_right_side_of_a_short_window_ignored(start: Any) -> None:
     assert max(delta for delta, _ in judge(rig, ask(rig))) > WRONG
 
 
+@in_spans
 def test_window_ignored_within_an_image(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with (causal and in the window) or of the same image, answers are wrong."""
     from vllm_mmcache.attention import reference
@@ -120,6 +147,7 @@ def test_window_ignored_within_an_image(start: Any, monkeypatch: pytest.MonkeyPa
         settings.use(before)
 
 
+@in_spans
 def test_one_group_with_both_kinds_of_layers(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of one size and no hybrid KV cache: sliding and full layers share metadata, and each has its own rule."""
     family = BY_NAME["gemma4"]

@@ -215,6 +215,21 @@ def preempted(rig: Rig) -> list[Answer]:
     return first + second
 
 
+def preempted_soon(rig: Rig) -> list[Answer]:
+    """Prompts that end just before a block does: their answers want a block each at once, and there are too few."""
+
+    def ask(number: int, num_words: int) -> list[Message]:
+        return [user(picture(number % 3), "Go on." + filler(num_words, number))]
+
+    prompt, images = rig.render(ask(0, 1))
+    num_words = 1 + (-4 - len(rig.oracle.encode(prompt, images)["input_ids"][0])) % rig.block_tokens
+    before = rig.num_preemptions()
+    answers = rig.ask(*(ask(number, num_words) for number in range(5)), max_tokens=8)
+    assert {len(answer.prompt_ids) % rig.block_tokens for answer in answers} == {rig.block_tokens - 4}
+    assert rig.num_preemptions() > before, "nothing was preempted: the KV cache is too large for this test"
+    return answers
+
+
 def resume_without_blocks(rig: Rig) -> list[Answer]:
     """A request that starts on a hit over its picture loses its KV blocks and the encoder output, and comes back."""
     engine = rig.llm.llm_engine

@@ -12,7 +12,7 @@ from tests.exactness.engines import EngineConfig, EnginePool
 from tests.exactness.mixed import ask_mixed, assert_all_cold
 from tests.sizes import SCALE, scaled
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 
 FAMILIES = ("qwen3-vl",) if SCALE == 1 else ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")
 TINY = [EngineConfig(family, num_blocks=34, num_seqs=8, max_tokens=1024) for family in FAMILIES]

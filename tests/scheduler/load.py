@@ -33,12 +33,16 @@ def conversations(count: int, seed: int) -> list[Any]:
 
 @contextmanager
 def counted(rig: Rig) -> Iterator[dict[str, int]]:
-    """Counts the steps and the spans that a step's end splits, from what the scheduler really put into each step."""
+    """Counts the steps, the spans that a step's end splits, and the steps that were scheduled ahead.
+
+    That is what the scheduler really put into each step. A step is ahead if the tokens of one before are not yet known.
+    """
     scheduler = rig.llm.llm_engine.engine_core.engine_core.scheduler
-    counts = {"steps": 0, "tokens": 0, "split": 0}
+    counts = {"steps": 0, "tokens": 0, "split": 0, "ahead": 0}
     original = scheduler.schedule
 
     def schedule(*args: Any, **kwargs: Any) -> Any:
+        counts["ahead"] += any(request.num_output_placeholders for request in scheduler.running)
         output = original(*args, **kwargs)
         counts["steps"] += 1
         counts["tokens"] += output.total_num_scheduled_tokens

@@ -23,7 +23,9 @@ _ENDLESS_REMOVE = "vLLM refuses what a step can't hold, by each of its limits"
 
 _RESUMED_WHY = "a preempted request that comes back with a shorter prefix hit finds no image inputs; the engine dies"
 _RESUMED_UPSTREAM = "none yet; reproduced on 0.32 under random load with a small KV cache"
-_RESUMED_REMOVE = "vLLM sends the inputs again to a resumed request"
+_RESUMED_REMOVE = (
+    "vLLM's model runner V1 is gone: V2 (0.32, 0.33) is sent a resumed request as a new one, images included"
+)
 
 LEDGER: tuple[Swap, ...] = (
     _swap(

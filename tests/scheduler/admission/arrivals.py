@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 @dataclass
 class Arrival:
-    """One request and what became of it: answered, refused when it arrived, ended by the engine, or still waiting."""
+    """One request; its state: answered, refused when it arrived, ended by the engine, aborted, or still waiting."""
 
     request_id: str
     prompt: str
@@ -41,6 +41,8 @@ class Arrival:
             return "refused"
         if self.finish_reason == "error":
             return "ended"
+        if self.finish_reason == "abort":
+            return "aborted"
         return "answered" if self.answer is not None else "waiting"
 
 
@@ -98,10 +100,17 @@ class Engine:
         while any(one.state == "waiting" for one in ones) and time.monotonic() < ends:
             self.step()
 
+    def abort(self, *ones: Arrival) -> None:
+        """As when clients go away."""
+        self.engine.abort_request([i for i, one in self.arrivals.items() if one in ones], internal=True)
+        for one in ones:
+            one.finish_reason = "abort"
+
     def clear(self) -> None:
-        """Abort whatever is left."""
-        self.engine.abort_request([i for i, one in self.arrivals.items() if one.state == "waiting"], internal=True)
-        while self.engine.has_unfinished_requests():
+        """Abort whatever is left, and let the steps end that were scheduled ahead."""
+        self.abort(*(one for one in self.arrivals.values() if one.state == "waiting"))
+        core = self.engine.engine_core.engine_core
+        while self.engine.has_unfinished_requests() or core.batch_queue:
             self.engine.step()
 
     def span_tokens(self, *messages: Message) -> int:

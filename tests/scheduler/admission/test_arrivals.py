@@ -29,6 +29,7 @@ PREFIX_LM = [
     if name.startswith(("gemma3", "gemma4", "paligemma", "molmo2")) and not name.endswith("-causal")
 ]
 CONFIGS = [EngineConfig(family) for family in PREFIX_LM]
+ONE_ON_ANY = [pytest.param(CONFIGS[0], marks=pytest.mark.any_engine), *CONFIGS[1:]]
 SETTINGS = ("max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold")
 LIMIT_S = 60.0  # of each request
 HANG_S = 8.0  # after which a request that could be answered in half a second is taken to wait for ever
@@ -100,7 +101,7 @@ def test_what_came_past_the_check_is_ended(
     assert [one.state for one in ones] == ["ended", "ended", "answered"]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=PREFIX_LM)
+@pytest.mark.parametrize("config", ONE_ON_ANY, ids=PREFIX_LM)
 def test_offline_it_is_a_value_error_and_the_engine_goes_on(pool: EnginePool, config: EngineConfig) -> None:
     rig = pool.get(config)
     span = longest_span(rig)
@@ -130,7 +131,7 @@ def stream(rig: Rig, num_steps: int) -> tuple[int, list[Any]]:
     return waited, [one.answer for one in (*running, image)]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=PREFIX_LM)
+@pytest.mark.parametrize("config", ONE_ON_ANY, ids=PREFIX_LM)
 def test_an_image_as_long_as_a_step_gets_its_turn(pool: EnginePool, config: EngineConfig) -> None:
     """In a few steps; who had to rest for it answers the same."""
     rig = pool.get(config)
@@ -140,6 +141,7 @@ def test_an_image_as_long_as_a_step_gets_its_turn(pool: EnginePool, config: Engi
     assert assert_exact(rig, answers) <= TOLERANCE
 
 
+@pytest.mark.any_engine
 @pytest.mark.parametrize("config", CONFIGS[:1], ids=PREFIX_LM[:1])
 def test_without_turns_it_waits_for_all_to_end(
     pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,7 @@
 """The second question about an image is a hit, and its answer is that of a cold run, on real engines.
 
 The workloads are the benchmark's, smaller. Negative controls: without checkpoints the second question misses, and
-behind a swapped image nothing is reused.
+behind a swapped image nothing is reused. With async scheduling: ../test_async.py, and all of this in `make matrix`.
 """
 
 import os
@@ -27,9 +27,10 @@ from benchmarks.image_questions.workloads import (
     shifted,
     unique,
 )
+from tests.engine_configuration import CHOSEN
 from tests.exactness.engines import EngineConfig, EnginePool
 from tests.exactness.expect import assert_exact
-from tests.exactness.mixed import ask_mixed, assert_all_cold
+from tests.exactness.mixed import BATCH, ask_mixed, assert_all_cold
 from tests.exactness.scenarios import filler, one, picture, user
 from tests.sizes import scaled
 from vllm_mmcache import events, settings
@@ -58,7 +59,6 @@ def configs(*names: str) -> Any:
         ],
         "chunks": [EngineConfig("gemma3", batched_tokens=80), EngineConfig("qwen3.5", batched_tokens=224)],
         "match_unit": [EngineConfig("qwen3.5", more=(("prefix_match_unit", 32),))],
-        "async": [EngineConfig(f, more=(("async_scheduling", True),)) for f in SHAPES],
     }
     return [pytest.param(config, id=f"{config.family}-{name}") for name in names for config in found[name]]
 
@@ -73,7 +73,7 @@ def test_workloads_hit_and_are_exact(pool: EnginePool, config: EngineConfig, wor
     assert_exact(rig, [answer for _, answer in answers])
 
 
-@pytest.mark.parametrize("config", configs("dense", "interval", "chunks", "match_unit", "async"))
+@pytest.mark.parametrize("config", configs("dense", "interval", "chunks", "match_unit"))
 def test_other_configurations(pool: EnginePool, config: EngineConfig) -> None:
     rig = pool.get(config)
     answers = run(rig, questions(SHAPES[config.family], 2, 2))
@@ -82,6 +82,7 @@ def test_other_configurations(pool: EnginePool, config: EngineConfig) -> None:
     assert_exact(rig, [answer for _, answer in answers])
 
 
+@pytest.mark.any_engine
 @pytest.mark.parametrize("config", configs("main"))
 def test_without_checkpoints_the_second_question_misses(
     pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
@@ -131,16 +132,20 @@ def test_bounds_of_the_policy(pool: EnginePool, config: EngineConfig, monkeypatc
         pytest.param(EngineConfig("qwen3.5", num_blocks=48, num_seqs=6, max_tokens=1280), id="qwen3.5-random"),
     ],
 )
-def test_300_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
-    """Images, lengths, salts and prefixes in many orders, a cache that evicts and preempts: each as its cold run."""
+def test_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
+    """Images, lengths, salts and prefixes in many orders, a cache that evicts and preempts: each as its cold run.
+
+    300 requests; of Qwen3.5 60 on model runner V2, whose interpreter takes minutes for them.
+    """
+    num_batches = scaled(10 if CHOSEN.runner == 2 and config.family == "qwen3.5" else 50)
     rig = pool.get(config)
     before, preempted = events.totals(), rig.num_preemptions()
-    answers = ask_mixed(rig, scaled(50), SHAPES[config.family].size)
+    answers = ask_mixed(rig, num_batches, SHAPES[config.family].size)
     counts = counted(before)
     print(counts, rig.num_preemptions() - preempted, "preemptions")
-    assert len(answers) == scaled(300)
-    assert counts["checkpoints_made"] > 20
-    assert counts["checkpoints_used"] > 20
+    assert len(answers) == num_batches * BATCH
+    assert counts["checkpoints_made"] > len(answers) // 15
+    assert counts["checkpoints_used"] > len(answers) // 15
     assert counts["checkpoints_evicted_unused"] > 0
     assert rig.num_preemptions() > preempted
     assert_all_cold(rig, answers)
@@ -169,6 +174,7 @@ print("done")
 """
 
 
+@pytest.mark.skipif(CHOSEN.is_async, reason="vLLM schedules ngram's drafts synchronously")
 def test_speculative_decoding_leaves_it_off(tmp_path: Path) -> None:
     """One line says so, and nothing is kept. In a process of its own: once numba is imported, which ngram needs, vLLM
     0.32 can't start another engine on the CPU in the same process."""
