@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine_configuration import CHOSEN
 from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine
@@ -31,7 +32,7 @@ def start(tmp_path: Path, model: Path, more: str = "", **environment: str) -> tu
     program = tmp_path / "program.py"
     program.write_text(START.format(model=str(model), more=more))
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("MMCACHE_", "VLLM_"))}
-    environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"} | CHOSEN.environment()
     done = subprocess.run(
         [sys.executable, str(program)], env=environ | environment, capture_output=True, text=True, timeout=300
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import wrapt
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -23,17 +24,14 @@ _PREFIX = "mmcache:"
 _NEWS = "mmcache_news"  # attribute of a step's ModelRunnerOutput
 
 
-class _Telling(AsyncModelRunnerOutput):
-    """An output that is still being copied from the device; the news are added when it is there.
+class _Telling(wrapt.ObjectProxy):
+    """An AsyncModelRunnerOutput, which is still being copied from the device; the news are added when it is there.
 
     With async scheduling another thread waits for it, while this one is in its next step.
     """
 
-    def __init__(self, output: Any) -> None:
-        self._output = output
-
     def get_output(self) -> Any:
-        return _with_news(self._output.get_output())
+        return _with_news(self.__wrapped__.get_output())
 
 
 def tell(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
