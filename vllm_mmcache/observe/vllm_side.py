@@ -24,7 +24,7 @@ _PREFIX = "mmcache:"
 _NEWS = "mmcache_news"  # attribute of a step's ModelRunnerOutput
 
 
-class _Telling(wrapt.ObjectProxy):
+class _Telling(wrapt.ObjectProxy[Any]):
     """An AsyncModelRunnerOutput, which is still being copied from the device; the news are added when it is there.
 
     With async scheduling another thread waits for it, while this one is in its next step.
