@@ -16,6 +16,7 @@ from tests.exactness.engines import EngineConfig, EnginePool
 from tests.exactness.scenarios import filler, picture
 from tests.exactness.scenarios import user as turn
 from tests.observe.observing import Observed, assert_whole, observing
+from tests.observe.test_scenarios import kv_cache_manager
 from vllm_mmcache import events
 from vllm_mmcache.observe.recorder import RECORDER
 from vllm_mmcache.observe.schema import Reason
@@ -56,8 +57,7 @@ def test_a_request_that_is_aborted_in_flight(ask: Observed, caplog: pytest.LogCa
     assert record is not None
     assert_whole(record)
     assert [segment.image.features for segment in record.segments if segment.image] == ["tower"]
-    manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
-    observer = vars(manager)["_mmcache_observer"]
+    observer = vars(kv_cache_manager(ask))["_mmcache_observer"]
     assert (observer.waiting, observer.ended) == ({}, [])
 
 
@@ -72,6 +72,8 @@ def test_an_answer_that_ends_before_it_was_foreseen(ask: Observed) -> None:
     else:
         pytest.fail("no answer has a token of its own where a block ends")
     ask.rig.make_cold()
+    for owner in (kv_cache_manager(ask), kv_cache_manager(ask).block_pool):  # what it remembers of that answer
+        vars(owner).pop("_mmcache_observer", None)
     stop = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, stop_token_ids=[answer[-1]])
     (ended,) = ask.rig.llm.generate([{"prompt_token_ids": tokens}], stop, use_tqdm=False)
     assert list(ended.outputs[0].token_ids) == answer
