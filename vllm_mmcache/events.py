@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 logger = logging.getLogger("vllm.mmcache")
@@ -262,8 +262,8 @@ def take_worker_news() -> tuple[dict[str, float], dict[str, str]] | None:
     return news
 
 
-def receive_worker_news(news: tuple[dict[str, float], dict[str, str]]) -> None:
-    """The engine knows what its worker knows; the two may be one process."""
+def receive_worker_news(news: Sequence[dict[str, Any]]) -> None:
+    """The engine, or the next pipeline stage, knows what a worker knows; the two may be one process."""
     counts, sources = news
     for name, amount in counts.items():
         _travel(name, amount)

@@ -21,8 +21,16 @@ from vllm_mmcache.zoo import FAMILIES, FIRST_FAMILIES, build_cached
 pytestmark = pytest.mark.engine
 
 CONFIGS = [pytest.param(EngineConfig(family), id=family) for family in FIRST_FAMILIES]
-ALL = [pytest.param(EngineConfig(family), id=family) for family in FAMILIES]
+ALL = [
+    pytest.param(EngineConfig(family), id=family, marks=[pytest.mark.any_engine] * (family == "qwen3-vl"))
+    for family in FAMILIES
+]
 QWEN = [pytest.param(EngineConfig("qwen3-vl"), id="qwen3-vl")]
+# With levels (DeepStack) and without; CI asks these on every engine.
+TWO_TOO = [
+    pytest.param(EngineConfig(family), id=family, marks=[pytest.mark.any_engine] * (family in ("qwen3-vl", "gemma3")))
+    for family in FIRST_FAMILIES
+]
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +39,7 @@ def trapped(put: Put) -> None:
     put(tower_trap=True)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", TWO_TOO)
 def test_the_tower_runs_once_per_image(pool: EnginePool, config: EngineConfig) -> None:
     """DeepStack levels included: for Qwen3-VL and Qwen3.5 they are part of the features."""
     rig, runs, image = pool.get(config), Runs(), picture(500)
@@ -73,7 +81,7 @@ def test_only_the_new_image_of_a_later_turn(pool: EnginePool, config: EngineConf
     assert_exact(rig, answers)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", TWO_TOO)
 def test_known_and_new_images_in_one_batch(pool: EnginePool, config: EngineConfig) -> None:
     rig, runs = pool.get(config), Runs()
     one(rig, user(picture(505), picture(506), "Both."))
@@ -107,6 +115,7 @@ def test_a_swapped_image_runs_the_tower(pool: EnginePool, config: EngineConfig) 
     assert_exact(rig, answers)
 
 
+@pytest.mark.any_engine
 @pytest.mark.parametrize("config", QWEN)
 def test_switched_off_it_is_stock(pool: EnginePool, config: EngineConfig, put: Put) -> None:
     put(features=False)
@@ -117,6 +126,29 @@ def test_switched_off_it_is_stock(pool: EnginePool, config: EngineConfig, put: P
     one(rig, ask)
     assert runs.new() == 2
     assert not rig.features.store.ram._packages
+
+
+@pytest.mark.any_engine
+@pytest.mark.parametrize("config", QWEN)
+def test_weights_that_change_where_nobody_sees_it(pool: EnginePool, config: EngineConfig) -> None:
+    """vLLM resets the encoder cache after weights were changed in place: features of the old ones are not used."""
+    rig, runs = pool.get(config), Runs()
+    ask = user(filler(40), picture(505), "What is it?")
+    one(rig, ask)
+    weight = next(tensor for _, tensor in rig.features.tower.tensors() if tensor.numel())
+    before = weight.clone()
+    try:
+        for altered, expected in ((before * 2, 1), (before, 0)):
+            with torch.inference_mode():
+                weight.copy_(altered)
+            rig.forget_all_but_features()
+            runs.new()
+            one(rig, ask)
+            assert runs.new() == expected
+    finally:
+        with torch.inference_mode():
+            weight.copy_(before)
+        rig.forget_all_but_features()
 
 
 @pytest.mark.parametrize("config", QWEN)

@@ -43,6 +43,7 @@ def salted(rig: Rig, number: int, uuid: str, salt: str) -> Any:
     return answer
 
 
+@pytest.mark.any_engine
 @pytest.mark.parametrize("config", QWEN)
 def test_a_uuid_is_an_alias(pool: EnginePool, config: EngineConfig) -> None:
     rig = pool.get(config)
@@ -55,6 +56,7 @@ def test_a_uuid_is_an_alias(pool: EnginePool, config: EngineConfig) -> None:
     assert_exact(rig, [first, second])
 
 
+@pytest.mark.any_engine
 @pytest.mark.parametrize("config", QWEN)
 def test_another_tenant_costs_the_whole_image(pool: EnginePool, config: EngineConfig) -> None:
     """Nothing cached, and a run of the tower: as for an image that was never sent. Without salts both are saved."""
@@ -68,6 +70,7 @@ def test_another_tenant_costs_the_whole_image(pool: EnginePool, config: EngineCo
     assert_exact(rig, answers)
 
 
+@pytest.mark.any_engine
 @pytest.mark.parametrize("config", QWEN)
 def test_refusals(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = pool.get(config)

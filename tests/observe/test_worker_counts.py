@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker with a process of its own counts is on /metrics, and its records say which tier gave the features."""
+"""What a worker with a process of its own counts is on /metrics, and its records say which tier gave the features.
+
+Of two pipeline stages the first one runs the tower, and the last one's outputs reach the engine.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,20 @@ from typing import Any
 
 import pytest
 
+from tests.engine_configuration import CHOSEN
+from tests.observe.observing import assert_whole
 from tests.observe.test_server import ARGS, picture, post
 from vllm_mmcache.demo.server import Server, serve
 from vllm_mmcache.observe.file import read_records
+from vllm_mmcache.observe.schema import Reason
 from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine
+
+
+NEEDS_V2 = pytest.mark.skipif(
+    CHOSEN.runner == 1, reason="vLLM's runner V1 does not run pipeline stages on the CPU: its second stage asserts"
+)
 
 
 def shown(server: Server) -> dict[str, float]:
@@ -34,7 +45,9 @@ def ask(server: Server, *parts: dict[str, Any] | str) -> None:
     assert post(server.url, body)["choices"]
 
 
-def test_worker_counts(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.any_engine
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=NEEDS_V2)])
+def test_worker_counts(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, stages: int) -> None:
     model = build_cached("qwen3-vl", tmp_path_factory.mktemp("zoo"))
     path = tmp_path / "records.jsonl"
     env = {
@@ -44,8 +57,9 @@ def test_worker_counts(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory)
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # for the reset
         "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind each worker to a NUMA node of its own
     }
-    args = (*ARGS, "--distributed-executor-backend", "mp")
+    args = (*ARGS, "--distributed-executor-backend", "mp", "--pipeline-parallel-size", str(stages))
     with serve(model, log_path=tmp_path / "log", env=env, args=args) as server:
         ask(server, picture("a"), "What is this?")
         first = shown(server)
@@ -59,7 +73,8 @@ def test_worker_counts(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory)
         while time.monotonic() < deadline and len(list(read_records(path))) < 3:
             time.sleep(0.1)
         log = (tmp_path / "log").read_text()
-    assert "[worker]" in log, "this test is about a worker with a process of its own"
+    assert len(set(re.findall(r"pid=(\d+)\).* \[worker\]", log))) == stages, "workers have processes of their own"
+    assert ("Using V2 Model Runner" in log) == (CHOSEN.runner == 2)
     grown = {name: last[name] - again.get(name, 0) for name in last}
     assert first["tower_images"] >= 1
     assert first["features_misses{ram}"] == first["features_misses{disk}"] == 1
@@ -75,3 +90,9 @@ def test_worker_counts(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory)
     sources = [[s.image.features for s in record.segments if s.image] for record in records]
     # The second prefix hit ends inside the picture.
     assert sources == [["tower"], ["encoder_cache"], ["ram", "tower"]], json.dumps(sources)
+    for record in records:
+        assert_whole(record)
+    assert [record.misses[-1].reason for record in records[::2]] == [Reason.NEW_CONTENT, Reason.TEXT_DIFFERS]
+    assert records[1].reused_tokens > 0
+    assert (first["images_decoded"], again["images_decoded"], last["images_decoded"]) == (1, 1, 2), "lazy media"
+    assert again["images_avoided"] == 1

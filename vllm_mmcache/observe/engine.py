@@ -82,12 +82,12 @@ def send_outcome(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if not settings.current().observe:
         return wrapped(*args, **kwargs)
     observer = _observer_of(instance.kv_cache_manager)
+    scheduled = args[0] if args else kwargs["scheduler_output"]
+    if scheduled.scheduled_encoder_inputs:
+        with events.guarded("observe"):
+            observer.note_images(instance, scheduled.scheduled_encoder_inputs)
     if not observer.waiting:  # a step that only goes on with answers
         return wrapped(*args, **kwargs)
-    with events.guarded("observe"):
-        scheduled = args[0] if args else kwargs["scheduler_output"]
-        if scheduled.scheduled_encoder_inputs:
-            observer.note_images(instance, scheduled.scheduled_encoder_inputs)
     by_client = wrapped(*args, **kwargs)
     with events.guarded("observe"):
         for outputs in by_client.values():
@@ -125,7 +125,9 @@ class Observer:
 
     def finish(self, request: Any, seen: Seen) -> None:
         """A request has ended, before or after its first output."""
-        self.history.finish(seen.entry, request.output_token_ids, request.block_hashes, request.num_computed_tokens)
+        # An answer's last token never has KV; async scheduling may have counted its step already.
+        num_computed = min(request.num_computed_tokens, request.num_tokens - bool(request.num_output_tokens))
+        self.history.finish(seen.entry, request.output_token_ids, request.block_hashes, num_computed)
         if request.request_id in self.waiting:  # its first output may be on its way
             self.ended.append(request.request_id)
 
@@ -144,14 +146,15 @@ class Observer:
                 del self._evicted[next(iter(self._evicted))]
 
     def note_images(self, scheduler: Any, encoder_inputs: dict[str, list[int]]) -> None:
-        """These images were encoded in the step that has ended."""
+        """These images were encoded in the step that has ended; what the worker said of their sources is used up."""
         for request_id, indices in encoder_inputs.items():
-            seen = self.waiting.get(request_id)
-            if seen is None:
+            request, seen = scheduler.requests.get(request_id), self.waiting.get(request_id)
+            if request is None:  # aborted during the step, which async scheduling had under way
                 continue
             for index in indices:
-                source = events.take_feature_source(scheduler.requests[request_id].mm_features[index].identifier)
-                seen.features[index] = source or "tower"
+                source = events.take_feature_source(request.mm_features[index].identifier)
+                if seen is not None:
+                    seen.features[index] = source or "tower"
 
     def send(self, scheduler: Any, output: Any) -> None:
         """Lay the outcome of a request beside its first output."""

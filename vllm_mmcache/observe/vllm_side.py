@@ -4,13 +4,18 @@
 A worker adds what it has counted since its last step to the step's output, the scheduler what it has counted since its
 last statistics to the statistics; whoever receives takes it out again before vLLM's own code sees it. So counters of
 engines on other machines arrive, too, and no file or port is needed. Of several tensor-parallel ranks the one whose
-output vLLM uses is heard; the ranks run the same images.
+output vLLM uses is heard; the ranks run the same images. With pipeline stages the images are the first one's and the
+last one's output is used, so each stage hands on what it has counted with the tensors that it sends to the next.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+import torch
+import wrapt
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_mmcache import events
 from vllm_mmcache.observe.engine import send_outcome
@@ -19,16 +24,55 @@ _PREFIX = "mmcache:"
 _NEWS = "mmcache_news"  # attribute of a step's ModelRunnerOutput
 
 
+class _Telling(wrapt.ObjectProxy[Any]):
+    """An AsyncModelRunnerOutput, which is still being copied from the device; the news are added when it is there.
+
+    With async scheduling another thread waits for it, while this one is in its next step.
+    """
+
+    def get_output(self) -> Any:
+        return _with_news(self.__wrapped__.get_output())
+
+
 def tell(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Worker.execute_model and Worker.sample_tokens; worker process."""
     output = wrapped(*args, **kwargs)
-    # An output that is still being copied from the device holds the one that will be sent.
-    sent = getattr(output, "_model_runner_output", output)
-    if isinstance(sent, ModelRunnerOutput) and sent is not EMPTY_MODEL_RUNNER_OUTPUT:
+    if not get_pp_group().is_last_rank:
+        return output  # nobody reads it
+    if isinstance(output, AsyncModelRunnerOutput):
+        return _Telling(output)
+    return _with_news(output)
+
+
+def _with_news(output: Any) -> Any:
+    if isinstance(output, ModelRunnerOutput) and output is not EMPTY_MODEL_RUNNER_OUTPUT:
         news = events.take_worker_news()
         if news is not None:
-            setattr(sent, _NEWS, news)
+            setattr(output, _NEWS, news)
     return output
+
+
+def hand_on(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of GroupCoordinator.isend_tensor_dict(tensor_dict); worker process.
+
+    The news are the name of an empty tensor: some groups send tensors alone, but all send their names.
+    """
+    tensors = args[0] if args else kwargs["tensor_dict"]
+    news = events.take_worker_news() if instance is get_pp_group() and not instance.is_last_rank else None
+    if news is None:
+        return wrapped(*args, **kwargs)
+    more = {name: value for name, value in kwargs.items() if name != "tensor_dict"}
+    return wrapped({**tensors, _PREFIX + json.dumps(news): torch.empty(0)}, *args[1:], **more)
+
+
+def take_over(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of GroupCoordinator.irecv_tensor_dict; worker process. vLLM sees only what it has sent."""
+    outcome = wrapped(*args, **kwargs)
+    tensors = outcome[0]
+    for name in [name for name in tensors or () if name.startswith(_PREFIX)]:
+        del tensors[name]
+        events.receive_worker_news(json.loads(name.removeprefix(_PREFIX)))
+    return outcome
 
 
 def hear(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

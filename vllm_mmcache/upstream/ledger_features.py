@@ -17,6 +17,9 @@ _feature = partial(
     ),
     remove_when="a connector may decline an item in the worker, and is handed the item with its inputs",
 )
+# Runner V2 has `features.encode` in place of take and save. vLLM calls V1 deprecated, and neither 0.32 nor 0.33 says
+# when it goes.
+_of_v1 = partial(_feature, remove_when="vLLM drops model runner V1")
 
 FEATURES: tuple[Swap, ...] = (
     _feature(
@@ -43,7 +46,7 @@ FEATURES: tuple[Swap, ...] = (
         args_used=(),
         why="the store belongs to one model, and its identity holds a digest of the vision weights as loaded",
     ),
-    _feature(
+    _of_v1(
         name="features.take",
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._batch_mm_inputs_from_scheduler",
         make="vllm_mmcache.features.vllm_side:take_known",
@@ -57,14 +60,14 @@ FEATURES: tuple[Swap, ...] = (
         args_used=("scheduled_encoder_inputs",),
         why="on runner V2: an image whose features are stored needs no run of the vision tower, the others are saved",
     ),
-    _feature(
+    _of_v1(
         name="features.save",
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._cache_encoder_output",
         make="vllm_mmcache.features.vllm_side:save_new",
         args_used=("mm_hash", "output"),
         why="what the tower gave is to be found by later requests",
     ),
-    _feature(
+    _of_v1(
         name="features.reset",
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.reset_encoder_cache",
         make="vllm_mmcache.features.vllm_side:doubt_weights",

@@ -20,6 +20,11 @@ _tell = partial(
     args_used=(),
     why="what is counted in the worker is to reach the engine; ModelRunnerOutput has no field for plugins",
 )
+_stage = partial(
+    _metric,
+    process="worker",
+    why="of pipeline stages the first runs the vision tower, and the last one's output alone reaches the engine",
+)
 
 METRICS: tuple[Swap, ...] = (
     _metric(
@@ -48,6 +53,18 @@ METRICS: tuple[Swap, ...] = (
     ),
     _tell(name="metrics.tell_step", target="vllm.v1.worker.gpu_worker:Worker.execute_model"),
     _tell(name="metrics.tell_sample", target="vllm.v1.worker.gpu_worker:Worker.sample_tokens"),
+    _stage(
+        name="metrics.hand_on",
+        target="vllm.distributed.parallel_state:GroupCoordinator.isend_tensor_dict",
+        make="vllm_mmcache.observe.vllm_side:hand_on",
+        args_used=("tensor_dict",),
+    ),
+    _stage(
+        name="metrics.take_over",
+        target="vllm.distributed.parallel_state:GroupCoordinator.irecv_tensor_dict",
+        make="vllm_mmcache.observe.vllm_side:take_over",
+        args_used=(),
+    ),
 )
 
 _swap = partial(
