@@ -14,7 +14,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import vllm.v1.worker.cpu.shm  # noqa: F401  Triton's interpreter knows no barrier; vLLM makes it nothing on the CPU
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -27,6 +26,10 @@ ARGUMENTS = (("attention_backend", "TRITON_ATTN"), ("disable_chunked_mm_input", 
 @contextmanager
 def granted() -> Iterator[None]:
     """Engines that start meanwhile with ARGUMENTS take vLLM's Triton attention; they are asked meanwhile, too."""
+    # Not above: it changes torch, and a run of the tests on V1 imports this module, too. Triton's interpreter knows no
+    # barrier; vLLM makes it nothing on the CPU.
+    import vllm.v1.worker.cpu.shm  # noqa: F401
+
     refuse = CpuPlatform.get_attn_backend_cls
 
     def get_attn_backend_cls(cls: Any, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
