@@ -47,9 +47,9 @@ def engine(pool: EnginePool) -> Iterator[Any]:
 
 
 def three_at_once(rig: Rig) -> list[Answer]:
-    """Adjacent images, and images after text of two lengths; together more than the KV cache holds."""
+    """Adjacent images, and one of them after text of two lengths; together more than the KV cache holds."""
     adjacent = [user(picture(60), picture(61), "Compare.")]
-    later = ([user(filler(n), picture(62), "What is it?" + filler(12))] for n in (3, 24))
+    later = ([user(filler(n), picture(61), "What is it?" + filler(12))] for n in (3, 24))
     return rig.ask(adjacent, *later, max_tokens=2)
 
 
