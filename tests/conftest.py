@@ -2,7 +2,8 @@
 """The engine pool of the exactness tests, the size of property tests, and an order that starts each engine once.
 
 A run is about one engine configuration (engine_configuration.py). On V1, vLLM's own choice here, it is all tests; on
-another it is those marked `any_engine`, and with TEST_MATRIX=1 all that start an engine.
+another it is those marked `any_engine`, and with TEST_MATRIX=1 all that start an engine. Tests marked `interpreter`
+run Triton's kernels: on V2 all of them, on V1 none, where nothing interprets Triton.
 """
 
 from __future__ import annotations
@@ -50,11 +51,15 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that share engines come last, grouped by configuration; the sort is stable, all else keeps its place."""
-    if CHOSEN.runner != 1:
-        marker = "engine" if os.environ.get("TEST_MATRIX") == "1" else "any_engine"
-        left_out = [item for item in items if item.get_closest_marker(marker) is None]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item.get_closest_marker(marker) is not None]
+    marker = "engine" if os.environ.get("TEST_MATRIX") == "1" else "any_engine"
+
+    def belongs(item: pytest.Item) -> bool:
+        if item.get_closest_marker("interpreter") is not None:
+            return CHOSEN.runner == 2
+        return CHOSEN.runner == 1 or item.get_closest_marker(marker) is not None
+
+    config.hook.pytest_deselected(items=[item for item in items if not belongs(item)])
+    items[:] = [item for item in items if belongs(item)]
 
     def place(item: Any) -> tuple[bool, str]:
         shares = "pool" in getattr(item, "fixturenames", ())
