@@ -77,8 +77,9 @@ def look(wanted: str) -> Found:
             f"{sys.executable} -m pip install {' '.join(repr(one) for one in missing)}"
         )
     try:
-        from vllm.platforms import current_platform
         from vllm.version import __version__
+
+        platform = platform_name()
     except Exception as error:  # a broken install raises anything
         raise Refused(
             f"vLLM ({distribution}) can't be imported by {sys.executable}: {error!r}. Reinstall it."
@@ -91,8 +92,6 @@ def look(wanted: str) -> Found:
         raise Refused(
             f"vLLM {__version__} is outside {TESTED_VLLM}, which the plugin is written for. Install one inside."
         )
-    # vLLM's device_type is "cuda" on an AMD GPU, too.
-    platform = "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
     if platform != wanted:
         raise Refused(
             f"vLLM ({distribution}, {sys.executable}) runs on {platform!r} here, not on {wanted!r}; {seen_of_gpu()}. "
@@ -112,6 +111,13 @@ def look(wanted: str) -> Found:
         python=sys.version.split()[0],
         runners=("V1",) if why_no_v2(platform) else ("V2", "V1"),
     )
+
+
+def platform_name() -> str:
+    """The platform of this vLLM; its own device_type is "cuda" on an AMD GPU, too."""
+    from vllm.platforms import current_platform
+
+    return "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
 
 
 def why_no_v2(platform: str) -> str:

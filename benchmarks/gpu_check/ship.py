@@ -118,12 +118,12 @@ def pack(options: argparse.Namespace) -> int:
         left_out = {} if options.whole else wheels.prune(environment)
         about = {"commit": commit(), "python": there["python"], "wheels": sizes, "files_left_out": left_out}
         manifest = pieces.split(environment, SENT, int(options.piece_mib * pieces.MIB), about)
-    for name, size in sorted(sizes.items(), key=lambda one: -one[1]):
+    for name, size in sorted(sizes.items(), key=lambda one: -one[1])[:10]:
         print(f"{size / pieces.MIB:8.1f} MiB  {name}")
     print("".join(f"left out: {name}: {why}\n" for name, why in left_out.items()), end="")
-    total = sum(piece["bytes"] for piece in manifest["pieces"])
-    print(f"{len(sizes)} wheels, {total / pieces.MIB:.1f} MiB in {len(manifest['pieces'])} pieces in {SENT}; for each:")
-    print(f"  {receiving('python3', SENT / manifest['pieces'][0]['name'])}")
+    mib = sum(piece["bytes"] for piece in manifest["pieces"]) / pieces.MIB
+    print(f"{len(sizes)} wheels, the largest shown; {mib:.1f} MiB in {len(manifest['pieces'])} pieces in {SENT}")
+    print(f"for each, there: {receiving('python3', SENT / '01')}")
     if not (there["compiler"] and there["python_headers"]):
         print("There is no C compiler there, or no Python.h: Triton can't compile its launchers, so V2 won't start.")
     return 0

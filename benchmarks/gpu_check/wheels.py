@@ -76,7 +76,7 @@ def download(requirements: Iterable[str], facts: Mapping[str, Any], instead: Ite
         names = sorted(set(fresh) - {name for name in wheels if fits(wheels[name], wanted[name])})
         wheels |= fetch([f"{name}{wanted[name]}" for name in names], facts, folder)
         level = [needed for name in set(fresh) for needed in needs(wheels[name], extras[name], facts)]
-    return sorted(wheels.values())
+    return [wheels[name] for name in sorted(wheels)]
 
 
 def fetch(requirements: list[str], facts: Mapping[str, Any], folder: Path) -> dict[str, Path]:
