@@ -5,7 +5,7 @@ There, with the interpreter that is to run it:   python -m benchmarks.gpu_check.
 Here, with a network:                            python -m benchmarks.gpu_check.ship pack --facts facts.json
 Here, a command that sends and runs:             python -m benchmarks.gpu_check.ship send --through scripts/my-send
   which for each piece has there:                python -m benchmarks.gpu_check.ship receive .artifacts/ship/01
-There, as often as it needs:                     python -m benchmarks.gpu_check.ship run --out results -- --seconds 500
+There, as often as it needs:   python -m benchmarks.gpu_check.ship run --commit abc1234 --out results -- --seconds 500
 Here, what came back:                            python -m benchmarks.gpu_check.ship record results/nvidia-h100.json
 
 There needs this checkout's files, Python 3.11 or later, and a driver; look, receive and run are of the standard
@@ -68,7 +68,7 @@ def parse() -> argparse.Namespace:
     one = add("receive", receive)
     one.add_argument("folders", type=Path, nargs="+")
     one = add("run", run)
-    one.add_argument("--commit", default="unknown", help="of these files, for the result")
+    one.add_argument("--commit", required=True, help="of these files, for the result")
     one.add_argument("--out", type=Path, help="copy results and log here, too")
     one.add_argument("arguments", nargs="*", help="after --: gpu-check's own")
     one = add("record", record)
@@ -110,6 +110,9 @@ def pack(options: argparse.Namespace) -> int:
         downloads, environment = made(Path(work) / "wheels"), Path(work) / "environment"
         try:
             needed = wheels.download([*options.require, *project()["dependencies"]], there, options.instead, downloads)
+            if not needed:
+                print("nothing is lacking there; run gpu-check itself")
+                return 0
             wheels.install(needed, there, made(environment))
         except wheels.CannotHave as error:
             print(f"error: {error}\n--instead names a requirement that holds in place of others'", file=sys.stderr)
