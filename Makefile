@@ -10,7 +10,7 @@ ARGS ?=
 VLLM_PYTHON ?= $(if $(filter file,$(origin PYTHON)),python3,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test matrix lint families-page check-upstream upstream-tests gpu-check docker-steps settings-page bench soak bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-load bench-observe bench-warm-turn bench-table clean
+.PHONY: help venv demo test matrix lint families-page check-upstream upstream-tests gpu-check gpu-ship docker-steps settings-page bench soak bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-load bench-observe bench-warm-turn bench-table clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ upstream-tests: $(STAMP)  ## vLLM's own tests with and without the plugin; VLLM_
 
 gpu-check:  ## each room on an NVIDIA GPU: exactness, then benchmarks; VLLM_PYTHON=/path/to/python, with vLLM in it
 	@"$(VLLM_PYTHON)" -m benchmarks.gpu_check.run $(ARGS)
+
+gpu-ship: $(STAMP)  ## the same on a machine without a network, in pieces: ARGS='pack --facts facts.json'; docs/gpu_check.md
+	@$(BIN)/python -m benchmarks.gpu_check.ship $(ARGS)
 
 docker-steps: $(STAMP)  ## do in a clean directory what docker/cpu.Dockerfile says, down to a healthy server (about 4 minutes)
 	@$(BIN)/python scripts/docker_steps.py $(ARGS)

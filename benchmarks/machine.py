@@ -22,7 +22,9 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, with + where the tree is dirty."""
+    """The checkout's commit, with + where the tree is dirty; BENCH_COMMIT where the files are no checkout."""
+    if "BENCH_COMMIT" in os.environ:
+        return os.environ["BENCH_COMMIT"]
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()

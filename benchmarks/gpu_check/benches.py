@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.items import last_error
+from benchmarks.gpu_check.items import OutOfTime, last_error
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS
 
 # Options that make a benchmark short; its cases stay the same.
@@ -37,15 +37,20 @@ LEFT_OUT: dict[str, str] = {
 TIMEOUT_S = 1800
 
 
-def run(name: str) -> dict[str, Any]:
-    """Run a benchmark: its state and reason, and its result where there is one."""
+def run(name: str, left_s: float) -> dict[str, Any]:
+    """Run a benchmark: its state and reason, and its result where there is one. Raises: OutOfTime after `left_s`."""
+    if left_s <= 0:
+        raise OutOfTime
     with tempfile.TemporaryDirectory() as folder:
         environ = os.environ | {f"BENCH_MMCACHE_{room.upper()}": "1" for room in ENGINE_ROOMS}
         environ |= {"VLLM_PLUGINS": "mmcache"}
         command = [sys.executable, "-m", f"benchmarks.{name}.run", *SHORT[name], "--output", folder]
         try:
-            done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+            timeout = min(left_s, TIMEOUT_S)
+            done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=timeout)
         except subprocess.TimeoutExpired:
+            if left_s < TIMEOUT_S:
+                raise OutOfTime from None
             return {"state": "failed", "reason": f"took longer than {TIMEOUT_S} s"}
         path = Path(folder) / f"{name}.json"
         if done.returncode or not path.is_file():

@@ -35,6 +35,7 @@ class Found:
     distribution: str
     python: str
     runners: tuple[str, ...]
+    """Of vLLM's model runners those that can be checked; first the one that vLLM takes by itself on a GPU."""
 
 
 def project() -> dict[str, Any]:
@@ -76,9 +77,9 @@ def look(wanted: str) -> Found:
             f"{sys.executable} -m pip install {' '.join(repr(one) for one in missing)}"
         )
     try:
-        import vllm.envs
-        from vllm.platforms import current_platform
         from vllm.version import __version__
+
+        platform = platform_name()
     except Exception as error:  # a broken install raises anything
         raise Refused(
             f"vLLM ({distribution}) can't be imported by {sys.executable}: {error!r}. Reinstall it."
@@ -91,7 +92,6 @@ def look(wanted: str) -> Found:
         raise Refused(
             f"vLLM {__version__} is outside {TESTED_VLLM}, which the plugin is written for. Install one inside."
         )
-    platform = str(current_platform.device_type)
     if platform != wanted:
         raise Refused(
             f"vLLM ({distribution}, {sys.executable}) runs on {platform!r} here, not on {wanted!r}; {seen_of_gpu()}. "
@@ -109,8 +109,26 @@ def look(wanted: str) -> Found:
         vllm=str(__version__),
         distribution=distribution,
         python=sys.version.split()[0],
-        runners=("V1", "V2") if SWITCH in vllm.envs.environment_variables else ("V1",),
+        runners=("V1",) if why_no_v2(platform) else ("V2", "V1"),
     )
+
+
+def platform_name() -> str:
+    """The platform of this vLLM; its own device_type is "cuda" on an AMD GPU, too."""
+    from vllm.platforms import current_platform
+
+    return "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
+
+
+def why_no_v2(platform: str) -> str:
+    """Why nothing can be checked on the second model runner; empty where it can."""
+    import vllm.envs
+
+    if SWITCH not in vllm.envs.environment_variables:
+        return f"this vLLM has no {SWITCH}"
+    if platform == "cpu" and importlib.util.find_spec("triton") is None:
+        return f"{sys.executable} has no Triton, whose interpreter it needs on the CPU: pip install triton"
+    return ""
 
 
 def installed() -> str | None:

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.found import SWITCH
+from tests.engine_configuration import CONFIGURATIONS
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS
 from vllm_mmcache.zoo import FIRST_FAMILIES
 
@@ -23,6 +25,23 @@ WHERE: dict[str, tuple[str, ...]] = {
     "features": tuple(FIRST_FAMILIES),
 }
 TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class How:
+    """What the items of a run share."""
+
+    platform: str
+    precision: str | None
+    short: bool
+    log: Path | None = None
+    """A file that gets what the items' processes say on stderr."""
+
+
+class OutOfTime(Exception):
+    """The time that the command was given ended before an item did; nothing is known of it."""
+
+
 RESULT = dict[str, Any]  # state, reason, checks: name -> {state, reason}, engine
 
 
@@ -53,53 +72,73 @@ class Item:
 
 
 def plan(families: Sequence[str], runners: Sequence[str], compiled: bool, short: bool) -> list[Item]:
-    """The items in the order in which they are run: of each setting stock first, then each room, then all."""
+    """The items in the order in which they are run: stock first, with which the others are compared; then all rooms."""
     items = []
     for runner in runners:
-        for family in families:
-            rooms = [] if short else [(room,) for room in ENGINE_ROOMS if family in WHERE[room]]
-            sets = [*([] if short else [()]), *rooms, ENGINE_ROOMS]
-            items += [Item(family, one, runner) for one in sets]
-            if compiled and not short:
-                items += [Item(family, one, runner, compiled=True) for one in ((), ENGINE_ROOMS)]
+        if short:
+            items += [Item(family, ENGINE_ROOMS, runner) for family in families]
+            continue
+        for rooms in ((), ENGINE_ROOMS):
+            for is_compiled in (False, True) if compiled else (False,):
+                items += [Item(family, rooms, runner, is_compiled) for family in families]
+        items += [
+            Item(family, (room,), runner) for room in ENGINE_ROOMS for family in families if family in WHERE[room]
+        ]
     return items
 
 
-def environment(item: Item) -> dict[str, str]:
-    """The variables of an item's process: no setting of the user's, the rooms one by one, the model runner."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("MMCACHE_", "BENCH_"))}
+def environment(item: Item, platform: str) -> dict[str, str]:
+    """The variables of an item's process: no setting of the user's, the rooms one by one, the model runner.
+
+    On the CPU the second runner needs Triton's interpreter, and async scheduling to be left on, as the tests have it.
+    """
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("MMCACHE_", "BENCH_", "TEST_"))}
     environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "mmcache"}
     environ[SWITCH] = "1" if item.runner == "V2" else "0"
+    if platform == "cpu":
+        configuration = "v2-async" if item.runner == "V2" else "v1"
+        environ |= {"TEST_ENGINE": configuration, **CONFIGURATIONS[configuration].environment()}
     if not item.rooms:
         return environ | {"MMCACHE_DISABLE": "1"}
     return environ | {f"MMCACHE_{room.upper()}": str(int(room in item.rooms)) for room in ENGINE_ROOMS}
 
 
-def run(item: Item, precision: str | None, short: bool, stock: RESULT | None) -> RESULT:
-    """Run an item in a process of its own; `stock` is what the same engine said without the plugin."""
+def run(item: Item, how: How, stock: RESULT | None, left_s: float) -> RESULT:
+    """Run an item in a process of its own; `stock` is what the same engine said without the plugin.
+
+    Raises: OutOfTime, where it takes longer than `left_s` seconds; longer than TIMEOUT_S is a failure.
+    """
+    if left_s <= 0:
+        raise OutOfTime
     if stock is not None and "engine" not in stock:
         return unrunnable(stock)
     task = {
         "kind": "check",
         "family": item.family,
         "rooms": item.rooms,
-        "precision": precision,
+        "runner": item.runner,
+        "precision": how.precision,
         "compiled": item.compiled,
-        "short": short,
+        "short": how.short,
     }
     command = [sys.executable, "-m", "benchmarks.gpu_check.worker"]
     try:
         done = subprocess.run(
             command,
             input=json.dumps(task),
-            env=environment(item),
+            env=environment(item, how.platform),
             capture_output=True,
             text=True,
             check=False,
-            timeout=TIMEOUT_S,
+            timeout=min(left_s, TIMEOUT_S),
         )
     except subprocess.TimeoutExpired:
+        if left_s < TIMEOUT_S:
+            raise OutOfTime from None
         return {"state": "failed", "reason": f"took longer than {TIMEOUT_S} s"}
+    if how.log is not None:
+        with open(how.log, "a") as file:
+            file.write(f"== {item.name}: exit code {done.returncode}\n{done.stderr[-20_000:]}\n")
     if done.returncode:
         # Without an engine there is nothing to hold against stock itself: the platform or this machine can't run it.
         return {"state": "failed" if item.rooms else "not checked", "reason": last_error(done.stderr, done.returncode)}
@@ -135,13 +174,10 @@ def judge(item: Item, said: Mapping[str, Any], stock: RESULT | None) -> RESULT:
                 state, reason = "not checked", f"stock vLLM's own answers are wrong here: {wrong}"
         checks[row["check"]] = {"state": state} | ({"reason": reason} if reason else {})
     outcome = summed(checks)
-    for room in item.rooms if len(item.rooms) == 1 else ():
-        force = checks.get(f"{room} is on", {})
-        if outcome["state"] == "passed" and force.get("state") == "not checked":
-            outcome = {"state": "not checked", "reason": f"{room} is not in force: {force['reason']}"}
     for name, check in checks.items():
-        if outcome["state"] == "passed" and name.startswith("control: ") and check["state"] != "passed":
-            # A pass means that a wrong answer would have been seen.
+        # A pass means that the rooms were in force, and that a wrong answer would have been seen.
+        needed = name.startswith("control: ") or name.endswith(" is on")
+        if outcome["state"] == "passed" and needed and check["state"] != "passed":
             outcome = {"state": "not checked", "reason": f"{name}: {check['reason']}"}
     return {**outcome, "engine": said["engine"], "checks": checks}
 

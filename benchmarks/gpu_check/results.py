@@ -37,32 +37,41 @@ def save(path: Path, result: dict[str, Any]) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def rooms_proven(result: dict[str, Any]) -> list[str]:
-    """The rooms of which every item was run and none failed, and of which at least one item alone passed.
+def rooms_proven(result: dict[str, Any], runner: str) -> list[str]:
+    """The rooms that this result proves for a model runner, "V1" or "V2"; the other runner's items don't count.
 
-    An item of all rooms counts for each of them. What stock vLLM can't run itself proves nothing and hinders nothing.
+    Every item with the room was run and has passed. One whose engine stock vLLM can't run either proves nothing and
+    hinders nothing; but the room alone, all rooms, and all rooms compiled must each have passed somewhere.
     """
-    compiled = result["platform"] != "cpu"
-    items = plan(tuple(FIRST_FAMILIES), result["runners"], compiled, short=False)
+    items = plan(tuple(FIRST_FAMILIES), [runner], result["platform"] != "cpu", short=False)
     found = []
     for room in proven.ENGINE_ROOMS:
-        states = {item: result["items"].get(item.name, {}).get("state") for item in items if room in item.rooms}
-        alone = [state for item, state in states.items() if item.rooms == (room,)]
-        together = [state for item, state in states.items() if item.rooms != (room,)]
-        if set(states.values()) <= {"passed", "not checked"} and "passed" in alone and "passed" in together:
+        kinds: dict[tuple[bool, bool], list[dict[str, Any]]] = {}
+        for item in items:
+            if room in item.rooms:
+                outcome = result["items"].get(item.name, {"state": "not run"})
+                kinds.setdefault((item.rooms == (room,), item.compiled), []).append(outcome)
+        if all(map(_prove, kinds.values())):
             found.append(room)
     return found
 
 
-def record(result: dict[str, Any], path: Path) -> list[str]:
-    """Put the rooms that are proven into the plugin's table, in place of what this file proved before."""
+def _prove(outcomes: list[dict[str, Any]]) -> bool:
+    run = [one["state"] for one in outcomes if one["state"] != "not checked" or "engine" in one]
+    return set(run) == {"passed"}
+
+
+def record(result: dict[str, Any], path: Path) -> dict[str, list[str]]:
+    """Put what is proven into the plugin's table, in place of what this file proved before; the rooms by runner."""
     evidence = str(path.relative_to(REPO))
     table = [row for row in proven.rows() if row["evidence"] != evidence]
-    rooms = rooms_proven(result)
-    if rooms:
-        table.append(
-            {"platform": result["platform"], "vllm": result["vllm"], "rooms": rooms, "evidence": evidence},
-        )
+    rooms = {runner: rooms_proven(result, runner) for runner in result["runners"]}
+    facts = {"platform": result["platform"], "vllm": result["vllm"]}
+    table += [
+        facts | {"runner": runner, "rooms": proven_rooms, "evidence": evidence}
+        for runner, proven_rooms in rooms.items()
+        if proven_rooms
+    ]
     proven.FILE.write_text(written(table))
     return rooms
 

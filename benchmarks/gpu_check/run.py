@@ -6,15 +6,19 @@ python -m benchmarks.gpu_check.run [--families gemma3] [--rooms features] [--run
 Runs with the interpreter that has vLLM, and installs nothing into it. Writes results/<machine>.json; a later run on the
 same machine with the same vLLM adds to it. --platform cpu does the same on the CPU, to try the command.
 
-Exit codes: 0 all that could be checked passed, 1 something failed, 2 nothing could be checked.
+Exit codes: 0 all that could be checked passed, 1 something failed, 2 nothing could be checked, 3 --seconds ended it.
 """
 
 import argparse
 import dataclasses
+import itertools
+import math
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,10 @@ EVERY_PLATFORM = {
     "lazy_media, lifted_bodies, identity": "run in the API server, which has no CUDA part; `make test` covers them",
     "more than one GPU": "every engine here has one",
 }
-CPU = {"compiled": "--platform cpu runs eagerly"}
+CPU = {
+    "compiled": "--platform cpu runs eagerly",
+    "Triton's compiler": "model runner V2 runs in Triton's interpreter here",
+}
 
 
 def main() -> int:
@@ -51,13 +58,16 @@ def parse() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--platform", choices=("cuda", "rocm", "cpu"), default="cuda")
     parser.add_argument("--families", nargs="+", choices=FIRST_FAMILIES, default=list(FIRST_FAMILIES))
     parser.add_argument("--rooms", nargs="+", choices=("stock", *ENGINE_ROOMS, "all"), help="these items alone")
     parser.add_argument("--runners", nargs="+", choices=("V1", "V2"), help="vLLM's model runners; default: both")
     parser.add_argument("--precision", choices=("bfloat16", "float32"), help="default: bfloat16 on CUDA")
     parser.add_argument("--benchmarks", nargs="*", help="these alone; none after the option is none at all")
     parser.add_argument("--short", action="store_true", help="all rooms together alone, few scenarios, no benchmarks")
+    parser.add_argument("--jobs", type=int, default=1, help="engines at a time; on a GPU 2 GiB of its memory each")
+    parser.add_argument("--seconds", type=float, help="start nothing later; go on where an earlier run was stopped")
+    parser.add_argument("--log", type=Path, help="a file for all that the engines' processes say")
     parser.add_argument("--results", type=Path, help="this file instead of results/<machine>.json")
     parser.add_argument("--record", action="store_true", help="put the rooms that are proven into the plugin's table")
     return parser.parse_args()
@@ -66,17 +76,30 @@ def parse() -> argparse.Namespace:
 def check(found: here.Found, options: argparse.Namespace) -> int:
     """Run the items and the benchmarks, and say what was found."""
     from benchmarks.gpu_check import benches, results
+    from benchmarks.gpu_check.items import OutOfTime
 
     path = (options.results or results.path_of(found.machine)).resolve()
     result = results.load(path, found)
     print(f"{found.machine}: {found.distribution}, platform {found.platform}, model runners {', '.join(found.runners)}")
-    ran = run_items(found, options, result["items"], lambda: results.save(path, result))
+    end = time.monotonic() + (options.seconds or math.inf)
+
+    def keep() -> None:
+        results.save(path, result)
+
+    ran, not_reached = run_items(found, options, result["items"], keep, end)
     measured: dict[str, Any] = {}
     wanted = [] if options.short else list(benches.SHORT) if options.benchmarks is None else options.benchmarks
     for name in wanted:
-        measured[name] = result["benchmarks"][name] = benches.run(name)
-        print(f"benchmark {name}: {measured[name]['state']}: {measured[name]['reason']}", flush=True)
-        results.save(path, result)
+        if options.seconds and result["benchmarks"].get(name, {}).get("commit") == commit():
+            continue
+        try:
+            outcome = benches.run(name, end - time.monotonic())
+        except OutOfTime:
+            not_reached.append(f"benchmark {name}")
+            continue
+        measured[name] = result["benchmarks"][name] = {**outcome, "commit": commit()}
+        print(f"benchmark {name}: {outcome['state']}: {outcome['reason']}", flush=True)
+        keep()
     result["not_checked"] = left_out(found, options.platform)
     results.save(path, result)
 
@@ -86,46 +109,79 @@ def check(found: here.Found, options: argparse.Namespace) -> int:
     print("\nNot checked:")
     print("\n".join(f"- {what}: {why}" for what, why in result["not_checked"].items()))
     if options.record:
-        rooms = results.record(result, path)
-        print(f"\nrecorded as proven on {found.platform}: {', '.join(rooms) or 'nothing'}")
+        for runner, rooms in results.record(result, path).items():
+            print(f"\nrecorded as proven on {found.platform}, model runner {runner}: {', '.join(rooms) or 'nothing'}")
+    if not_reached:
+        print(f"\nNot reached in {options.seconds} s; the same command again goes on: {'; '.join(not_reached)}")
     print(f"\nwritten: {path}")
-    return exit_code(ran, measured)
+    if options.seconds:  # what an earlier call found counts as well
+        ran, measured = (
+            {name: one for name, one in result[kind].items() if one.get("commit") == commit()}
+            for kind in ("items", "benchmarks")
+        )
+    code = exit_code(ran, measured)
+    return 3 if not_reached and code != 1 else code
 
 
-def run_items(found: here.Found, options: argparse.Namespace, items: dict[str, Any], save: Any) -> dict[str, Any]:
-    """Run what the options leave of the plan; a line for each. Fills `items`, and returns those of this run."""
-    from benchmarks.gpu_check.items import plan, run, unrunnable
+def run_items(
+    found: here.Found, options: argparse.Namespace, items: dict[str, Any], save: Callable[[], None], end: float
+) -> tuple[dict[str, Any], list[str]]:
+    """Run what the options leave of the plan, a line for each. Fills `items`; returns those of this run.
 
-    runners = [one for one in found.runners if one in (options.runners or found.runners)]
+    With --seconds, what an earlier run of this commit found is not run again; second are the names that time was too
+    short for. `end` is a time of time.monotonic(). Stock comes before the items that are compared with it.
+    """
+    from benchmarks.gpu_check.items import How, Item, OutOfTime, plan, run, unrunnable
+
+    how = How(found.platform, options.precision, options.short, options.log)
     stocks: dict[Any, Any] = {}
     ran: dict[str, Any] = {}
-    for item in plan(options.families, runners, found.platform != "cpu", options.short):
-        name = "all" if item.what == "all rooms" else item.rooms[0] if item.rooms else "stock"
-        if options.rooms and name not in options.rooms:
-            if not item.rooms and item.name in items:
-                stocks[item.setting] = items[item.name]  # what an earlier run found
-            continue
-        start = time.perf_counter()
-        outcome = run(item, options.precision, options.short, stocks.get(item.setting))
+    not_reached: list[str] = []
+
+    def go(item: Item) -> dict[str, Any]:
+        start = time.monotonic()
+        outcome = run(item, how, stocks.get(item.setting), end - start)
         if item.rooms and outcome["state"] == "failed" and "engine" not in outcome and item.setting not in stocks:
             # Was it the plugin? Stock on the same engine tells.
-            stocks[item.setting] = run(dataclasses.replace(item, rooms=()), options.precision, True, None)
-            if "engine" not in stocks[item.setting]:
-                outcome = unrunnable(stocks[item.setting])
-        if not item.rooms:
-            stocks[item.setting] = outcome
-        ran[item.name] = items[item.name] = {**outcome, "commit": commit()}
-        seconds = time.perf_counter() - start
-        print(f"{item.name}: {outcome['state']}: {outcome['reason']} ({seconds:.0f} s)", flush=True)
-        save()
-    return ran
+            bare = dataclasses.replace(item, rooms=())
+            stock = run(bare, dataclasses.replace(how, short=True), None, end - time.monotonic())
+            if "engine" not in stock:
+                outcome = unrunnable(stock)
+        print(f"{item.name}: {outcome['state']}: {outcome['reason']} ({time.monotonic() - start:.0f} s)", flush=True)
+        return {**outcome, "commit": commit()}
+
+    runners = [one for one in found.runners if one in (options.runners or found.runners)]
+    for _, group in itertools.groupby(
+        plan(options.families, runners, found.platform != "cpu", options.short),
+        key=lambda item: (item.runner, bool(item.rooms)),
+    ):
+        todo = []
+        for item in group:
+            name = "all" if item.what == "all rooms" else item.rooms[0] if item.rooms else "stock"
+            known = bool(options.seconds) and items.get(item.name, {}).get("commit") == commit()
+            if known or (options.rooms and name not in options.rooms):
+                if not item.rooms and item.name in items:
+                    stocks[item.setting] = items[item.name]  # what an earlier run found
+            else:
+                todo.append(item)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for item, running in [(item, pool.submit(go, item)) for item in todo]:
+                try:
+                    ran[item.name] = items[item.name] = running.result()
+                except OutOfTime:
+                    not_reached.append(item.name)
+                    continue
+                if not item.rooms:
+                    stocks[item.setting] = items[item.name]
+                save()
+    return ran, not_reached
 
 
 def left_out(found: here.Found, platform: str) -> dict[str, str]:
     """What no run of this command checks here, and why."""
     from benchmarks.gpu_check.benches import LEFT_OUT
 
-    runners = {} if "V2" in found.runners else {"model runner V2": f"vLLM {found.vllm} has no {here.SWITCH}"}
+    runners = {} if "V2" in found.runners else {"model runner V2": here.why_no_v2(found.platform)}
     benchmarks = {f"benchmark {name}": why for name, why in LEFT_OUT.items()}
     return EVERY_PLATFORM | (CPU if platform == "cpu" else {}) | runners | benchmarks
 

@@ -11,6 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from prometheus_client import REGISTRY
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
 from benchmarks.image_questions import workloads
 from benchmarks.tasks import run_task
 from tests.exactness import scenarios
@@ -27,6 +31,7 @@ PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 
 SHORT = (scenarios.same_again, scenarios.swapped_image)
 SHAPES = {"qwen3.5": workloads.Shape((448, 448), 180), "gemma3": workloads.Shape((224, 224), 150)}
+KV_BYTES = 1 << 30
 SMALL_STEPS = 96  # tokens; an image of 64 fits such a step, two don't
 
 
@@ -59,16 +64,17 @@ def row_of(check: str, run: Callable[[], Any]) -> Row:
 
 
 def check(
-    pool: EnginePool, family: str, rooms: Sequence[str], precision: str | None, compiled: bool, short: bool
+    pool: EnginePool, family: str, rooms: Sequence[str], runner: str, precision: str | None, compiled: bool, short: bool
 ) -> dict[str, Any]:
     """All checks of an item. No rooms is stock vLLM."""
     rig = pool.get(config_of(family, rooms, precision, compiled))
-    rows = rows_of(rig, rooms, short)
+    rows = [row_of("engine", lambda: assert_engine(rig, runner)), *rows_of(rig, rooms, short)]
     engine = {
         "model_runner": type(rig.runner).__module__,
         "block_tokens": rig.block_tokens,
         "dtype": str(rig.config.dtype).removeprefix("torch."),
         "compiled": compiled,
+        "async_scheduling": schedules_ahead(rig),
     }
     return {"engine": engine, "rows": [asdict(row) for row in rows]}
 
@@ -76,7 +82,9 @@ def check(
 def config_of(family: str, rooms: Sequence[str], precision: str | None, compiled: bool) -> EngineConfig:
     """The engine of an item; spans are whole or split only where steps are small."""
     small = SMALL_STEPS if tuple(rooms) == ("image_spans",) else 2048
-    more = (("enforce_eager", False),) if compiled else ()
+    more: tuple[tuple[str, Any], ...] = (("enforce_eager", False),) if compiled else ()
+    if not current_platform.is_cpu():  # several engines share a GPU; the models are tiny
+        more += (("gpu_memory_utilization", 0.05), ("kv_cache_memory_bytes", KV_BYTES))
     return EngineConfig(family, batched_tokens=small, precision=precision, more=more)
 
 
@@ -102,14 +110,28 @@ def rows_of(rig: Rig, rooms: Sequence[str], short: bool) -> list[Row]:
     return rows
 
 
+def schedules_ahead(rig: Rig) -> bool:
+    """Whether the next step is scheduled before the last one's tokens are known."""
+    return isinstance(rig.llm.llm_engine.engine_core.engine_core.scheduler, AsyncScheduler)
+
+
+def assert_engine(rig: Rig, runner: str) -> None:
+    """vLLM took the model runner that was asked for, and with V2 async scheduling, as it does for users."""
+    module = type(rig.runner).__module__
+    assert rig.llm.llm_engine.vllm_config.use_v2_model_runner == (runner == "V2"), f"not {runner}: {module}"
+    is_v2 = module.startswith(("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu."))
+    assert is_v2 == (runner == "V2"), f"not {runner}: {module}"
+    assert schedules_ahead(rig) or runner == "V1", "V2 without async scheduling is not the engine that users run"
+
+
 def assert_on(rig: Rig, room: str) -> None:
     """The room's symbols are replaced in this process, which is that of the engine, too."""
     missing = [member.name for member in groups()[room] if not swap.is_replaced(member.target)]
     assert not missing, start.why_off(room) or f"not replaced: {', '.join(missing)}; is the plugin loaded?"
-    if room == "features" and rig.features is None:
+    if room == "features":
         from vllm_mmcache.features.vllm_facts import why_not
 
-        raise NotChecked(why_not(rig.llm.llm_engine.vllm_config, rig.runner))
+        assert rig.features is not None, why_not(rig.llm.llm_engine.vllm_config, rig.runner) or "no feature store"
 
 
 def assert_off(rooms: set[str]) -> None:
@@ -159,10 +181,18 @@ def use_image_checkpoints(rig: Rig) -> None:
     assert_exact(rig, [answer for _, answer in answers])
 
 
+def use_metrics(rig: Rig) -> None:
+    """What is counted in the engine is on /metrics after the next step."""
+    counter, name = events.TOWER_TOKENS, "mmcache:tower_tokens_total"
+    before = REGISTRY.get_sample_value(name) or 0
+    counter.add(1000)
+    one(rig, user(filler(20)))
+    grown = (REGISTRY.get_sample_value(name) or 0) - before
+    assert grown >= 1000, f"{name} grew by {grown} for 1000 counted"
+
+
 def use_features(rig: Rig) -> None:
     """The vision tower does not run again for an image that it has seen, and the answer is exact."""
-    if rig.features is None:
-        raise NotChecked("the engine has no feature store, see above")
     rig.make_cold()
     runs = []
     answers: list[Answer] = []
@@ -180,6 +210,7 @@ USES: dict[str, Callable[[Rig], None]] = {
     "image_spans": use_image_spans,
     "resumed_images": use_resumed_images,
     "image_checkpoints": use_image_checkpoints,
+    "metrics": use_metrics,
     "features": use_features,
 }
 

@@ -16,13 +16,15 @@ import pytest
 
 from benchmarks.gpu_check import benches, found, items, results, run
 from tests.exactness.engines import EngineConfig, EnginePool, Rig
-from vllm_mmcache import settings
+from vllm_mmcache import events, settings
 from vllm_mmcache.upstream import proven
 from vllm_mmcache.upstream.report import report
 from vllm_mmcache.zoo import FIRST_FAMILIES
 
 PASSED = {"state": "passed", "reason": "4 checks"}
 FAILED = {"state": "failed", "reason": "same_again: log-probabilities differ"}
+NOT_CHECKED = {"state": "not checked", "reason": "control: spoiled KV: not shown", "engine": {}}
+NO_ENGINE = items.unrunnable({"state": "not checked", "reason": "no kernel"})
 
 
 def env(**more: str) -> dict[str, str]:
@@ -30,29 +32,37 @@ def env(**more: str) -> dict[str, str]:
 
 
 @pytest.mark.engine
-def test_the_command_on_the_cpu(tmp_path: Path) -> None:
-    """One family, all rooms, in processes of its own; also a room whose variable the user has set to off."""
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_the_command_on_the_cpu(runner: str, tmp_path: Path) -> None:
+    """One family, all rooms, in processes of its own; also a room whose variable the user has set to off.
+
+    V2 is the engine that users run, with async scheduling, but through Triton's interpreter.
+    """
     path = tmp_path / "result.json"
     command = [sys.executable, "-m", "benchmarks.gpu_check.run", "--platform", "cpu", "--families", "qwen3-vl"]
-    command += ["--runners", "V1", "--short", "--results", str(path)]
+    command += ["--runners", runner, "--short", "--results", str(path)]
     done = subprocess.run(command, cwd=found.REPO, env=env(MMCACHE_FEATURES="0"), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(path.read_text())
-    assert (result["platform"], list(result["items"])) == ("cpu", ["qwen3-vl, all rooms, V1, eager"])
+    assert (result["platform"], list(result["items"])) == ("cpu", [f"qwen3-vl, all rooms, {runner}, eager"])
     (item,) = result["items"].values()
     assert item["state"] == "passed", item
+    assert item["engine"]["model_runner"].startswith(f"vllm.v1.worker.cpu{'.' if runner == 'V2' else '_'}")
+    assert item["engine"]["async_scheduling"] == (runner == "V2")
     states = {name: check["state"] for name, check in item["checks"].items()}
     assert {states[f"{room} is on"] for room in proven.ENGINE_ROOMS} == {"passed"}
     for name in (
         "swapped_image",
         "use of features",
         "use of block_keys",
+        "use of metrics",
+        "engine",
         "control: other image",
         "control: spoiled KV",
     ):
         assert states[name] == "passed"
     assert states["use of image_spans"] == "not checked"
-    assert "| qwen3-vl | all rooms | V1 | eager | passed |" in done.stdout
+    assert f"| qwen3-vl | all rooms | {runner} | eager | passed |" in done.stdout
     assert "- more than one GPU: every engine here has one" in done.stdout
 
 
@@ -124,6 +134,22 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
     assert (outcome["state"], outcome["reason"].partition(" ")[0]) == ("failed", "spoiled:")
     assert run.exit_code({item.name: outcome}, {}) == 1
 
+    row = worker.row_of("engine", lambda: worker.assert_engine(rig, "V2"))
+    assert (row.state, "not V2: vllm.v1.worker.cpu_model_runner" in row.reason) == ("failed", True), row
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "schedules_ahead", lambda rig: False)
+        patch.setattr(type(rig.llm.llm_engine.vllm_config), "use_v2_model_runner", True)
+        patch.setattr(type(rig.runner), "__module__", "vllm.v1.worker.gpu.model_runner")
+        row = worker.row_of("engine", lambda: worker.assert_engine(rig, "V2"))
+    assert (row.state, "without async scheduling" in row.reason) == ("failed", True), row
+    with monkeypatch.context() as patch:
+        patch.setattr(Rig, "features", None)
+        row = worker.row_of("on", lambda: worker.assert_on(rig, "features"))
+    assert (row.state, "no feature store" in row.reason) == ("failed", True), row
+    with monkeypatch.context() as patch:
+        patch.setattr(events, "_travel", lambda name, amount: None)
+        row = worker.row_of("use", lambda: worker.use_metrics(rig))
+    assert (row.state, "grew by 0" in row.reason) == ("failed", True), row
     row = worker.row_of("off", lambda: worker.assert_off({"features"}))
     assert (row.state, row.reason) == ("failed", "AssertionError: features should be off")
     undone = groups()["block_keys"][0].target
@@ -162,7 +188,7 @@ def test_stock_is_not_counted_and_excuses_a_room_alone() -> None:
     assert items.judge(items.Item("gemma3", proven.ENGINE_ROOMS, "V1"), said, stock)["state"] == "failed"
     idle = {"check": "block_keys is on", "state": "not checked", "reason": "not for this runner", "inexact": False}
     outcome = items.judge(alone, {**said, "rows": [idle, right]}, None)
-    assert (outcome["state"], outcome["reason"].endswith("not for this runner")) == ("not checked", True)
+    assert (outcome["state"], "not for this runner" in outcome["reason"]) == ("not checked", True)
     assert run.exit_code({items.Item("gemma3", (), "V1").name: FAILED, alone.name: PASSED}, {}) == 0
     assert run.exit_code({alone.name: PASSED}, {"gallery": FAILED}) == 1
     assert run.exit_code({alone.name: {"state": "not checked", "reason": "no engine"}}, {}) == 2
@@ -182,16 +208,29 @@ def result_of(platform: str) -> dict[str, Any]:
 def test_what_a_result_proves() -> None:
     result = result_of("cuda")
     everything = list(proven.ENGINE_ROOMS)
-    assert results.rooms_proven(result) == everything
-    result["items"]["gemma3, image_spans, V2, eager"] = {"state": "not checked", "reason": "no such engine"}
-    assert results.rooms_proven(result) == everything
-    result["items"]["gemma3, image_spans, V1, eager"] = dict(FAILED)
+
+    def without(*rooms: str) -> list[str]:
+        return [room for room in everything if room not in rooms]
+
+    assert results.rooms_proven(result, "V1") == results.rooms_proven(result, "V2") == everything
+    for state in (FAILED, NOT_CHECKED):  # on one runner; the other's proof stays, and does not stand in
+        result["items"]["gemma3, image_spans, V2, eager"] = dict(state)
+        assert results.rooms_proven(result, "V2") == without("image_spans")
+        assert results.rooms_proven(result, "V1") == everything
     result["items"]["qwen3-vl, stock vLLM, V1, eager"] = dict(FAILED)
-    assert results.rooms_proven(result) == [room for room in everything if room != "image_spans"]
-    del result["items"]["qwen2-vl, features, V2, eager"]
-    assert results.rooms_proven(result) == [room for room in everything if room not in ("image_spans", "features")]
+    assert results.rooms_proven(result, "V1") == everything, "stock is not counted"
+    result["items"]["qwen2-vl, features, V2, eager"] = dict(NO_ENGINE)
+    assert results.rooms_proven(result, "V2") == without("image_spans"), "nobody can run that"
+    del result["items"]["qwen3-vl, features, V2, eager"]
+    assert results.rooms_proven(result, "V2") == without("image_spans", "features")
     result["items"]["qwen3.5, all rooms, V2, compiled"] = dict(FAILED)
-    assert results.rooms_proven(result) == []
+    assert results.rooms_proven(result, "V2") == []
+
+    result = result_of("cuda")
+    for family in FIRST_FAMILIES:
+        result["items"][f"{family}, all rooms, V2, compiled"] = dict(NO_ENGINE)
+    assert results.rooms_proven(result, "V2") == [], "never compiled"
+    assert results.rooms_proven(result, "V1") == everything
 
 
 def test_recording_switches_rooms_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,13 +239,20 @@ def test_recording_switches_rooms_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert results.written(proven.rows()) == proven.FILE.read_text(), "written by hand in another form"
     monkeypatch.setattr(proven, "FILE", table)
     path = found.REPO / "benchmarks" / "gpu_check" / "results" / "some-gpu.json"
-    before = proven.platforms(proven.rows())
+    before = proven.rows()
     result = result_of("cuda")
-    assert results.record(result, path) == list(proven.ENGINE_ROOMS)
-    assert proven.platforms(proven.rows()) == {room: before[room] | {"cuda"} for room in proven.ENGINE_ROOMS}
-    result["items"]["gemma3, all rooms, V1, eager"] = dict(FAILED)
-    assert results.record(result, path) == []
-    assert proven.platforms(proven.rows()) == before
+    result["items"]["gemma3, image_spans, V2, eager"] = dict(NOT_CHECKED)
+    rooms = results.record(result, path)
+    assert rooms["V1"] == list(proven.ENGINE_ROOMS)
+    assert rooms["V2"] == [room for room in proven.ENGINE_ROOMS if room != "image_spans"]
+    written = [row for row in proven.rows() if row not in before]
+    assert [(row["runner"], row["rooms"], row["platform"]) for row in written] == [
+        (runner, rooms[runner], "cuda") for runner in ("V1", "V2")
+    ]
+    for runner in ("V1", "V2"):
+        result["items"][f"gemma3, all rooms, {runner}, eager"] = dict(FAILED)
+    assert results.record(result, path) == {"V1": [], "V2": []}
+    assert proven.rows() == before
 
 
 def test_the_benchmarks_table_is_the_readmes() -> None:
@@ -235,7 +281,7 @@ def test_every_row_has_its_evidence(row: dict[str, Any]) -> None:
         return
     result = json.loads((found.REPO / row["evidence"]).read_text())
     assert (result["platform"], result["vllm"]) == (row["platform"], row["vllm"])
-    assert set(row["rooms"]) <= set(results.rooms_proven(result))
+    assert set(row["rooms"]) <= set(results.rooms_proven(result, row["runner"]))
 
 
 def test_doctor_on_a_platform_without_evidence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of the items, several at a time, and a time that is too short: the next call goes on."""
+
+import argparse
+import time
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_check import benches, found, items, run
+from vllm_mmcache.upstream import proven
+
+FOUND = found.Found("some GPU", "cuda", "0.33.0", "vllm 0.33.0", "3.12", ("V2", "V1"))
+OPTIONS: dict[str, Any] = {
+    "families": ["gemma3", "qwen3-vl"],
+    "rooms": None,
+    "runners": None,
+    "precision": None,
+    "short": False,
+    "log": None,
+    "jobs": 3,
+    "seconds": 60.0,
+}
+
+
+def test_the_order_and_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runner V2 first, of each runner stock before all else; what time was too short for is run by the next call."""
+    started: list[items.Item] = []
+    stop_at = "gemma3, all rooms, V2, compiled"
+
+    def put(item: items.Item, how: items.How, stock: Any, left_s: float) -> dict[str, Any]:
+        if item.name == stop_at or (started and started[-1].runner == "V1" and stop_at):
+            raise items.OutOfTime
+        started.append(item)
+        assert (stock is None) == (not item.rooms), "each is compared with stock, also with an earlier call's"
+        return {"state": "passed", "reason": item.name, "engine": {}, "checks": {}}
+
+    monkeypatch.setattr(items, "run", put)
+    options, known = argparse.Namespace(**OPTIONS), dict[str, Any]()
+    plan = items.plan(options.families, FOUND.runners, compiled=True, short=False)
+    ran, not_reached = run.run_items(FOUND, options, known, lambda: None, time.monotonic() + 60)
+    assert stop_at in not_reached
+    assert sorted([*ran, *not_reached]) == sorted(item.name for item in plan)
+    assert ran == known
+    first = [item.runner == "V2" and not item.rooms for item in started]
+    assert first[:4] == [True] * 4
+    assert not any(first[4:])
+
+    stop_at = ""
+    started.clear()
+    ran, none = run.run_items(FOUND, options, known, lambda: None, time.monotonic() + 60)
+    assert (sorted(ran), none) == (sorted(not_reached), [])
+    assert {item.name for item in started} == set(not_reached)
+    assert run.run_items(FOUND, options, known, lambda: None, time.monotonic() + 60) == ({}, [])
+    options.seconds = None
+    ran, _ = run.run_items(FOUND, options, known, lambda: None, float("inf"))
+    assert len(ran) == len(plan), "without a limit everything is run again"
+
+
+def test_no_time_left() -> None:
+    """Nothing is started, and nothing is said of what was not."""
+    item = items.Item("gemma3", proven.ENGINE_ROOMS, "V2")
+    with pytest.raises(items.OutOfTime):
+        items.run(item, items.How("cpu", None, True), None, 0)
+    with pytest.raises(items.OutOfTime):
+        items.run(item, items.How("cpu", None, True), None, 0.05)  # ends it
+    with pytest.raises(items.OutOfTime):
+        benches.run("block_keys", 0)
+
+
+def test_the_variables_of_an_item() -> None:
+    """On the CPU the second runner is the tests' one, with async scheduling; on a GPU vLLM is only told which one."""
+    environ = items.environment(items.Item("gemma3", ("features",), "V2"), "cuda")
+    assert environ[found.SWITCH] == "1"
+    assert not {"TEST_ENGINE", "TRITON_INTERPRET"} & set(environ)
+    environ = items.environment(items.Item("gemma3", ("features",), "V2"), "cpu")
+    assert (environ["TEST_ENGINE"], environ["TEST_ASYNC_SCHEDULING"]) == ("v2-async", "1")
+    assert [environ[f"MMCACHE_{room.upper()}"] for room in ("features", "metrics")] == ["1", "0"]
+    assert items.environment(items.Item("gemma3", (), "V1"), "cpu")[found.SWITCH] == "0"
+
+
+def test_an_amd_gpu_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM says device_type "cuda" there, too."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")
+    assert found.platform_name() == "cuda"
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    assert found.platform_name() == "rocm"
+    with pytest.raises(found.Refused, match="runs on 'rocm' here, not on 'cuda'"):
+        found.look("cuda")
