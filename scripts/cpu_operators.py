@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Operators whose calls don't fit and that no model of the zoo reaches on the CPU.
+# Operators whose calls don't fit and that no model of the zoo reaches on the CPU; a call that does raises.
 KNOWN = {
     "fused_experts_cpu": "0.33 names the activation, too; of the experts only the quantised ones call it",
     "static_scaled_fp8_quant": "a placeholder without arguments in the CPU build, of either version",

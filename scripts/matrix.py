@@ -147,7 +147,7 @@ def replaced(rows: list[Row], new: Row) -> list[Row]:
 
 def page(rows: list[Row]) -> str:
     """The page: one table for each environment and engine, then what failed and what was left out."""
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION.rstrip()]
     for vllm, about, engine in dict.fromkeys((row.vllm, row.versions, row.engine) for row in rows):
         runner, scheduling = ENGINES[engine]
         parts.append(f"\n## {about}; runner {runner}, {scheduling} scheduling\n")
