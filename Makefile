@@ -5,6 +5,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+STAMP_033 := $(VENV)-0.33/.installed
 ARGS ?=
 # The interpreter that has vLLM for CUDA: that of an active environment, if none is named here or as PYTHON.
 VLLM_PYTHON ?= $(if $(filter file,$(origin PYTHON)),python3,$(PYTHON))
@@ -30,8 +31,13 @@ test: $(STAMP)  ## all tests that this machine can run, then a part on model run
 	TEST_ENGINE=v2-async $(BIN)/python -m pytest $(ARGS); v2=$$?; \
 	test $$v1 = 0 && test $$v2 = 0
 
-matrix: $(STAMP)  ## exactness of every family with all scenarios; CI runs a short form of the later ones
-	@TEST_MATRIX=1 $(BIN)/python -m pytest -rP tests/exactness $(ARGS)
+$(STAMP_033): pyproject.toml scripts/make_venv scripts/make_venv_033.py scripts/cpu_operators.py | $(STAMP)
+	@rm -rf "$(@D)"
+	@$(BIN)/python scripts/make_venv_033.py "$(PYTHON)" "$(@D)"
+	@touch $@
+
+matrix: $(STAMP) $(STAMP_033)  ## all tests on vLLM 0.32 and 0.33, runners V1 and V2: writes docs/matrix.md (hours); ARGS for a part
+	@$(BIN)/python -m scripts.matrix $(ARGS)
 
 lint: $(STAMP)  ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff check .
@@ -103,4 +109,4 @@ bench-table: $(STAMP)  ## write the README's table and the plot from the committ
 	@$(BIN)/python -m benchmarks.plot
 
 clean:  ## remove .venv, built models, logs and tool caches
-	rm -rf $(VENV) .artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VENV)-0.33 .artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -4,14 +4,17 @@
 Each ordering runs in a process of its own, since what is imported when is what it is about.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
 import textwrap
+import zipfile
+from pathlib import Path
 
 import pytest
 
-from vllm_mmcache.upstream import bodies, vllm_version
+from vllm_mmcache.upstream import bodies, check, vllm_version
 from vllm_mmcache.upstream.ledger import LEDGER
 from vllm_mmcache.upstream.swap import Swap
 
@@ -142,3 +145,30 @@ def test_changed_body_is_noticed() -> None:
     plain = bodies.digest(bodies.find("def f(a):\n    return a\n", "f"))
     assert plain == bodies.digest(bodies.find('def f(a):\n    """Doc."""\n    return a  # why\n', "f"))
     assert plain != bodies.digest(bodies.find("def f(a):\n    return a + 1\n", "f"))
+
+
+def test_a_body_is_found_through_relative_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 has such: a package takes the name from its own module, that one from its parent's, renamed.
+
+    Installed sources and those in a wheel are one walk.
+    """
+    modules = {
+        "walked/__init__.py": "from .parts import taken\n",
+        "walked/parts/__init__.py": "from ..origin import made as taken\n",
+        "walked/origin.py": "from .deep.inside import made\n",
+        "walked/deep/__init__.py": "",
+        "walked/deep/inside.py": "def made():\n    return 1\n",
+    }
+    with zipfile.ZipFile(tmp_path / "wheel.whl", "w") as archive:
+        for name, text in modules.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+            archive.writestr(name, text)
+        expected = bodies.digest(bodies.find(modules["walked/deep/inside.py"], "made"))
+        swap = dataclasses.replace(LEDGER[0], target="walked:taken", also=(), reads=(), args_used=())
+        assert check.check_swap(archive, swap) == expected
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(bodies, "table", lambda: {"walked:taken": {"1.0": expected}})
+    assert bodies.compare_installed("walked:taken", "1.0") == "tested"
+    (tmp_path / "walked/deep/inside.py").write_text("def made():\n    return 2\n")
+    assert bodies.compare_installed("walked:taken", "1.0") == "changed"

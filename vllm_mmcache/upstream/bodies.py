@@ -10,13 +10,21 @@ import ast
 import hashlib
 import importlib.util
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from vllm_mmcache.errors import SymbolMissing
 
 TABLE = Path(__file__).with_name("bodies.json")
+
+
+class Source(NamedTuple):
+    """A module's text, and the package from which its relative imports count."""
+
+    text: str
+    package: str
 
 
 def find(source: str, path: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ImportFrom:
@@ -34,6 +42,20 @@ def find(source: str, path: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast
         if isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == attribute for a in node.names):
             return node
     raise SymbolMissing(f"{path} is not defined in that module")
+
+
+def definition(target: str, source_of: Callable[[str], Source]) -> ast.FunctionDef | ast.AsyncFunctionDef:
+    """The definition of "module:Owner.attr", found through the from-imports that lead to it.
+
+    `source_of` reads a module by its name: from an archive, or as it is installed. Raises: SymbolMissing.
+    """
+    module, _, path = target.partition(":")
+    source = source_of(module)
+    while isinstance(node := find(source.text, path), ast.ImportFrom):
+        module = importlib.util.resolve_name("." * node.level + (node.module or ""), source.package)
+        path = next(name.name for name in node.names if (name.asname or name.name) == path)
+        source = source_of(module)
+    return node
 
 
 def digest(node: ast.AST) -> str:
@@ -56,15 +78,13 @@ def compare_installed(target: str, version: str) -> Literal["tested", "changed",
     if expected is None:
         return "unknown"
     try:
-        return "tested" if _installed_digest(target) == expected else "changed"
+        return "tested" if digest(definition(target, _installed)) == expected else "changed"
     except (SymbolMissing, ImportError):
         return "changed"
 
 
-def _installed_digest(target: str) -> str:
-    module_name, _, path = target.partition(":")
-    spec = importlib.util.find_spec(module_name)
+def _installed(module: str) -> Source:
+    spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
-        raise SymbolMissing(f"module {module_name} is not installed")
-    node = find(Path(spec.origin).read_text(), path)
-    return _installed_digest(f"{node.module}:{path}") if isinstance(node, ast.ImportFrom) else digest(node)
+        raise SymbolMissing(f"module {module} is not installed")
+    return Source(Path(spec.origin).read_text(), spec.parent or "")

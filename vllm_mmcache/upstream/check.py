@@ -8,11 +8,11 @@ its aliases, its arguments and its body digest. --record writes bodies.json anew
 """
 
 import argparse
-import ast
 import json
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 
 from vllm_mmcache.errors import SwapError, SymbolChanged, SymbolMissing
@@ -35,30 +35,27 @@ def wheel(version: str, folder: Path) -> Path:
     return next(iter(sorted(folder.glob(f"vllm-{version}-*.whl"))))
 
 
-def source_of(archive: zipfile.ZipFile, target: str) -> str:
-    """The source of the module of "module:Owner.attr". Raises: SymbolMissing."""
-    module = target.partition(":")[0].replace(".", "/")
-    for member in (f"{module}.py", f"{module}/__init__.py"):
+def source_of(archive: zipfile.ZipFile, module: str) -> bodies.Source:
+    """A module's source in the wheel. Raises: SymbolMissing."""
+    path = module.replace(".", "/")
+    for member, package in ((f"{path}.py", module.rpartition(".")[0]), (f"{path}/__init__.py", module)):
         if member in archive.namelist():
-            return archive.read(member).decode()
-    raise SymbolMissing(f"{target}: the wheel has no {module}.py")
+            return bodies.Source(archive.read(member).decode(), package)
+    raise SymbolMissing(f"the wheel has no {path}.py")
 
 
 def check_swap(archive: zipfile.ZipFile, swap: Swap) -> str:
     """Check one entry; returns its body digest. Raises: SwapError."""
-    target, path = swap.target, swap.target.partition(":")[2]
-    node = bodies.find(source_of(archive, target), path)
-    while isinstance(node, ast.ImportFrom):  # a name that one module imports from another, replaced in that one only
-        package = target.partition(":")[0] if node.level else ""  # relative: only packages do that here
-        target = f"{package}.{node.module}:{path}".lstrip(".")
-        node = bodies.find(source_of(archive, target), path)
+    read = partial(source_of, archive)
+    node = bodies.definition(swap.target, read)
     arguments = node.args
     names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
     missing = [name for name in swap.args_used if name not in names]
     if missing:
         raise SymbolChanged(f"{swap.target} has no argument {', '.join(missing)}; it has {sorted(names)}")
     for target in (*swap.also, *swap.reads):
-        bodies.find(source_of(archive, target), target.partition(":")[2])
+        module, _, path = target.partition(":")
+        bodies.find(read(module).text, path)
     return bodies.digest(node)
 
 

