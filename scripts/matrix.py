@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -48,6 +49,15 @@ this page from `matrix.json`; it makes `.venv-0.33` when that is missing. A part
 - **Tests**: all scenarios on all families (`TEST_MATRIX=1`). Skipped: what the machine lacks; the reason is in pytest's
   report. Commit: of this project, when the row was run.
 """
+# The folders whose tests must have passed on an engine before a room is on by default there.
+EVIDENCE: dict[str, tuple[str, ...]] = {
+    "block_keys": ("tests/exactness", "tests/block_keys"),
+    "image_spans": ("tests/exactness", "tests/attention", "tests/scheduler"),
+    "resumed_images": ("tests/exactness", "tests/scheduler"),
+    "image_checkpoints": ("tests/exactness", "tests/scheduler"),
+    "metrics": ("tests/observe",),
+    "features": ("tests/exactness", "tests/features"),
+}
 PROBE = """
 import json
 from importlib import metadata
@@ -143,6 +153,15 @@ def replaced(rows: list[Row], new: Row) -> list[Row]:
         return same and (row.tests == new.tests or row.tests.startswith(f"{new.tests}/"))
 
     return sorted([*(row for row in rows if not is_replaced(row)), new], key=lambda row: row.place)
+
+
+def proves(rooms: Sequence[str], vllm: str, engine: str, rows: Sequence[Row]) -> bool:
+    """Whether each folder that is about these rooms has a row of this engine, and nothing failed there."""
+    for folder in {folder for room in rooms for folder in EVIDENCE[room]}:
+        found = [row for row in rows if (row.vllm, row.engine) == (vllm, engine) and row.tests.startswith(folder)]
+        if not any(row.passed for row in found) or any(row.failed for row in found):
+            return False
+    return True
 
 
 def page(rows: list[Row]) -> str:

@@ -3,7 +3,6 @@
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,25 +60,21 @@ def _prove(outcomes: list[dict[str, Any]]) -> bool:
     return set(run) == {"passed"}
 
 
+def engine_of(result: dict[str, Any], runner: str) -> proven.Engine:
+    """The kind of engine that a runner's items ran on. Raises: ValueError, if they were of two kinds."""
+    ran = [one["engine"] for name, one in result["items"].items() if f", {runner}, " in name and one.get("engine")]
+    scheduling = {"async" if engine["async_scheduling"] else "sync" for engine in ran}
+    if len(scheduling) != 1:
+        raise ValueError(f"{runner} has items with {' and '.join(sorted(scheduling)) or 'no known'} scheduling")
+    minor = ".".join(result["vllm"].split(".")[:2])
+    return proven.Engine(minor, result["platform"], int(runner.removeprefix("V")), scheduling.pop())  # type: ignore[arg-type]
+
+
 def record(result: dict[str, Any], path: Path) -> dict[str, list[str]]:
     """Put what is proven into the plugin's table, in place of what this file proved before; the rooms by runner."""
     evidence = str(path.relative_to(REPO))
-    table = [row for row in proven.rows() if row["evidence"] != evidence]
+    table = [row for row in proven.rows() if row.evidence != evidence]
     rooms = {runner: rooms_proven(result, runner) for runner in result["runners"]}
-    facts = {"platform": result["platform"], "vllm": result["vllm"]}
-    table += [
-        facts | {"runner": runner, "rooms": proven_rooms, "evidence": evidence}
-        for runner, proven_rooms in rooms.items()
-        if proven_rooms
-    ]
-    proven.FILE.write_text(written(table))
+    table += [proven.Row(engine_of(result, runner), tuple(found), evidence) for runner, found in rooms.items() if found]
+    proven.FILE.write_text(proven.written(table))
     return rooms
-
-
-def written(table: Iterable[dict[str, Any]]) -> str:
-    """The table of proven rooms as text: a value a line, lists in one."""
-    rows = []
-    for row in table:
-        lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in row.items())
-        rows.append(f"  {{\n{lines}\n  }}")
-    return "[\n" + ",\n".join(rows) + "\n]\n"

@@ -6,22 +6,24 @@ There is no GPU in CI; what is CUDA's own is not tested here.
 
 import json
 import os
+import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.gpu_check import benches, found, items, results, run
+from scripts import matrix
 from tests.exactness.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache import events, settings
 from vllm_mmcache.upstream import proven
 from vllm_mmcache.upstream.report import report
 from vllm_mmcache.zoo import FIRST_FAMILIES
 
-PASSED = {"state": "passed", "reason": "4 checks"}
+PASSED = {"state": "passed", "reason": "4 checks", "engine": {"async_scheduling": True}}
 FAILED = {"state": "failed", "reason": "same_again: log-probabilities differ"}
 NOT_CHECKED = {"state": "not checked", "reason": "control: spoiled KV: not shown", "engine": {}}
 NO_ENGINE = items.unrunnable({"state": "not checked", "reason": "no kernel"})
@@ -236,7 +238,6 @@ def test_what_a_result_proves() -> None:
 def test_recording_switches_rooms_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "proven.json"
     table.write_text(proven.FILE.read_text())
-    assert results.written(proven.rows()) == proven.FILE.read_text(), "written by hand in another form"
     monkeypatch.setattr(proven, "FILE", table)
     path = found.REPO / "benchmarks" / "gpu_check" / "results" / "some-gpu.json"
     before = proven.rows()
@@ -246,9 +247,12 @@ def test_recording_switches_rooms_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert rooms["V1"] == list(proven.ENGINE_ROOMS)
     assert rooms["V2"] == [room for room in proven.ENGINE_ROOMS if room != "image_spans"]
     written = [row for row in proven.rows() if row not in before]
-    assert [(row["runner"], row["rooms"], row["platform"]) for row in written] == [
-        (runner, rooms[runner], "cuda") for runner in ("V1", "V2")
+    assert [(row.engine, list(row.rooms)) for row in written] == [
+        (proven.Engine("0.33", "cuda", number, "async"), rooms[f"V{number}"]) for number in (1, 2)
     ]
+    result["items"]["gemma3, block_keys, V2, eager"]["engine"] = {"async_scheduling": False}
+    with pytest.raises(ValueError, match="V2 has items with async and sync scheduling"):
+        results.record(result, path)
     for runner in ("V1", "V2"):
         result["items"][f"gemma3, all rooms, {runner}, eager"] = dict(FAILED)
     assert results.record(result, path) == {"V1": [], "V2": []}
@@ -272,24 +276,33 @@ def test_the_benchmarks_table_is_the_readmes() -> None:
     assert known == set(benches.SHORT) | set(benches.LEFT_OUT), "a benchmark is run here, or says why not"
 
 
-@pytest.mark.parametrize("row", proven.rows(), ids=lambda row: row["evidence"])
-def test_every_row_has_its_evidence(row: dict[str, Any]) -> None:
+@pytest.mark.parametrize("row", proven.rows(), ids=lambda row: f"{row.engine}")
+def test_every_row_has_its_evidence(row: proven.Row) -> None:
     """A room is on by default only where the tests run, or where a committed result says that it passed."""
-    assert set(row["rooms"]) <= set(proven.ENGINE_ROOMS)
-    if row["evidence"] == "make test":
-        assert row["platform"] == "cpu", "CI has no other"
+    assert set(row.rooms) <= set(proven.ENGINE_ROOMS)
+    assert None not in astuple(row.engine)
+    if row.evidence == "make test":
+        assert (row.engine.platform, row.engine.vllm) == ("cpu", "0.32"), "CI has no other"
         return
-    result = json.loads((found.REPO / row["evidence"]).read_text())
-    assert (result["platform"], result["vllm"]) == (row["platform"], row["vllm"])
-    assert set(row["rooms"]) <= set(results.rooms_proven(result, row["runner"]))
+    if row.evidence == "docs/matrix.json":
+        engine = {(1, "sync"): "v1", (2, "async"): "v2-async"}[row.engine.runner, row.engine.scheduling]
+        assert row.engine.platform == "cpu"
+        assert matrix.proves(row.rooms, row.engine.vllm, engine, matrix.read())
+        return
+    result = json.loads((found.REPO / row.evidence).read_text())
+    runner = f"V{row.engine.runner}"
+    assert results.engine_of(result, runner) == row.engine
+    assert set(row.rooms) <= set(results.rooms_proven(result, runner))
 
 
 def test_doctor_on_a_platform_without_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's rooms are off and say how to switch them on; those of the API server are on."""
-    for room in proven.ENGINE_ROOMS:
-        monkeypatch.setitem(proven.PROVEN_ON, room, frozenset({"a platform with evidence"}))
+    monkeypatch.setattr(proven, "TABLE", [])
     monkeypatch.setattr(settings, "_current", settings.Settings())
     states = {row["group"]: (row["state"], row["reason"]) for row in report()}
     for room in proven.ENGINE_ROOMS:
-        assert states[room] == ("off", f"not yet proven on cpu: switch on with MMCACHE_{room.upper()}=1")
+        assert states[room][0] == "off"
+        assert re.fullmatch(
+            rf"not yet proven on vLLM .*, cpu: switch on with MMCACHE_{room.upper()}=1", states[room][1]
+        )
     assert {states[room] for room in ("lazy_media", "lifted_bodies", "identity")} == {("on", "")}

@@ -192,6 +192,6 @@ def test_what_came_back_is_recorded(
     (tmp_path / "result.json").write_text(json.dumps(result))
     assert ship.record(argparse.Namespace(result=tmp_path / "result.json")) == 0
     assert saved == [(results.FOLDER / "nvidia-some-gpu.json", result)]
-    assert [row["evidence"] for row in proven.rows()] == ["benchmarks/gpu_check/results/nvidia-some-gpu.json"] * 2
+    assert [row.evidence for row in proven.rows()] == ["benchmarks/gpu_check/results/nvidia-some-gpu.json"] * 2
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if "image_spans" in line] == [line for line in said if "model runner V1" in line]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from scripts import matrix
+from vllm_mmcache.upstream.proven import ENGINE_ROOMS
 
 ROW = matrix.Row("0.33", "v2-async", "tests/a", f"{matrix.OVERLAY}, torch 2.13", passed=2, skipped=1, date="2026-11-22")
 
@@ -60,3 +61,15 @@ def test_every_test_is_in_a_part() -> None:
     parts = [path for pattern in matrix.folders() for path in matrix.REPO.glob(pattern)]
     for file in matrix.REPO.glob("tests/**/test_*.py"):
         assert any(file == part or part in file.parents for part in parts), file
+
+
+def test_what_proves_a_room() -> None:
+    """Each folder about it has passed on that engine, and nothing there has failed."""
+    folders = sorted(set(matrix.EVIDENCE["features"]))
+    rows = [matrix.Row("0.33", "v1", folder, "", passed=3, skipped=1) for folder in folders]
+    assert matrix.proves(["features"], "0.33", "v1", rows)
+    assert not matrix.proves(["features"], "0.33", "v2-async", rows)
+    assert not matrix.proves(["features", "metrics"], "0.33", "v1", rows)
+    assert not matrix.proves(["features"], "0.33", "v1", rows[1:])
+    assert not matrix.proves(["features"], "0.33", "v1", [rows[0], dataclasses.replace(rows[1], failed=["a test"])])
+    assert set(matrix.EVIDENCE) == set(ENGINE_ROOMS)
