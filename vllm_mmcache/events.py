@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from vllm_mmcache import settings
+
 logger = logging.getLogger("vllm.mmcache")
 
 _logged: set[str] = set()
@@ -252,8 +254,8 @@ def take_feature_source(identifier: str) -> str:
 
 
 def take_worker_news() -> tuple[dict[str, float], dict[str, str]] | None:
-    """All that a worker has counted and noted since the last call; None where nothing happened."""
-    if not _travelling and not _feature_sources:
+    """All that a worker has counted and noted since the last call; None where nothing happened, or metrics is off."""
+    if not (_travelling or _feature_sources) or settings.current().metrics is False:
         return None
     with _travel_lock:
         news = dict(_travelling), dict(_feature_sources)
@@ -273,6 +275,8 @@ def receive_worker_news(news: Sequence[dict[str, Any]]) -> None:
 
 def take_engine_counts() -> dict[str, int]:
     """By name, in millionths, since only whole numbers travel, what was counted since the last call."""
+    if settings.current().metrics is False:
+        return {}
     with _travel_lock:
         counts = {name: round(amount * 1e6) for name, amount in _travelling.items()}
         _travelling.clear()

@@ -45,8 +45,7 @@ def ask(server: Server, *parts: dict[str, Any] | str) -> None:
     assert post(server.url, body)["choices"]
 
 
-@pytest.mark.any_engine
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=NEEDS_V2)])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.any_engine), pytest.param(2, marks=NEEDS_V2)])
 def test_worker_counts(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, stages: int) -> None:
     model = build_cached("qwen3-vl", tmp_path_factory.mktemp("zoo"))
     path = tmp_path / "records.jsonl"
