@@ -27,8 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.interpreter]
 
 FROM_0_33 = Version(vllm_version()) >= Version("0.33")
 GEMMA3, GEMMA4 = (
-    EngineConfig(family, batched_tokens=96, max_tokens=256, more=ARGUMENTS)
-    for family in ("gemma3", "gemma4")
+    EngineConfig(family, batched_tokens=96, max_tokens=256, more=ARGUMENTS) for family in ("gemma3", "gemma4")
 )
 
 
