@@ -46,8 +46,9 @@ this page from `matrix.json`; it makes `.venv-0.33` when that is missing. A part
   command takes it.
 - **Runner**: V2 runs its Triton kernels in Triton's interpreter ([exactness](exactness.md)). Only tests that start an
   engine are run on it; V1 has all tests.
-- **Tests**: all scenarios on all families (`TEST_MATRIX=1`). Skipped: what the machine lacks; the reason is in pytest's
-  report. Commit: of this project, when the row was run.
+- **Scenarios**: all of them on all families (`TEST_MATRIX=1`), or, with `--scenarios ci`, what CI runs of 0.32 on that
+  runner. Skipped: what the machine lacks; the reason is in pytest's report. Commit: of this project, when the row was
+  run.
 """
 # The folders whose tests must have passed on an engine before a room is on by default there.
 EVIDENCE: dict[str, tuple[str, ...]] = {
@@ -77,14 +78,15 @@ class Row:
     versions: str
     passed: int
     skipped: int
+    scenarios: str = "all"  # or ci
     failed: list[str] = field(default_factory=list)
     seconds: int = 0
     date: str = ""
     commit: str = ""
 
     @property
-    def place(self) -> tuple[str, int, str]:
-        return self.vllm, list(ENGINES).index(self.engine), self.tests
+    def place(self) -> tuple[str, int, str, str]:
+        return self.vllm, list(ENGINES).index(self.engine), self.tests, self.scenarios
 
 
 def versions(python: Path) -> str:
@@ -118,7 +120,7 @@ def commit() -> str:
     return done.stdout.strip() + ("+" if differs else "")
 
 
-def run(vllm: str, engine: str, tests: str) -> Row | None:
+def run(vllm: str, engine: str, tests: str, scenarios: str) -> Row | None:
     """Run one cell; None where the engine has none of these tests."""
     python = REPO / ENVIRONMENTS[vllm] / "bin" / "python"
     about = versions(python)
@@ -128,7 +130,7 @@ def run(vllm: str, engine: str, tests: str) -> Row | None:
         paths = [str(path.relative_to(REPO)) for path in sorted(REPO.glob(tests))]
         command = [str(python), "-m", "pytest", "-q", f"--junit-xml={report}", *deselect, *paths]
         start = time.monotonic()
-        environ = os.environ | {"TEST_MATRIX": "1", "TEST_ENGINE": engine}
+        environ = os.environ | {"TEST_MATRIX": str(int(scenarios == "all")), "TEST_ENGINE": engine}
         done = subprocess.run(command, cwd=REPO, env=environ, check=False)
         seconds = round(time.monotonic() - start)
         passed, skipped, failed = counted(report) if report.exists() else (0, 0, [])
@@ -137,7 +139,7 @@ def run(vllm: str, engine: str, tests: str) -> Row | None:
     if not passed + skipped + len(failed):
         return None
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return Row(vllm, engine, tests, about, passed, skipped, sorted(failed), seconds, today, commit())
+    return Row(vllm, engine, tests, about, passed, skipped, scenarios, sorted(failed), seconds, today, commit())
 
 
 def read(path: Path = RESULTS) -> list[Row]:
@@ -146,10 +148,10 @@ def read(path: Path = RESULTS) -> list[Row]:
 
 
 def replaced(rows: list[Row], new: Row) -> list[Row]:
-    """The rows with a new one in the place of those of the same cell; a folder takes the place of its files."""
+    """The rows with a new one in the place of those that it includes: of the same tests, or of files among them."""
 
     def is_replaced(row: Row) -> bool:
-        same = (row.vllm, row.engine) == (new.vllm, new.engine)
+        same = (row.vllm, row.engine) == (new.vllm, new.engine) and new.scenarios in ("all", row.scenarios)
         return same and (row.tests == new.tests or row.tests.startswith(f"{new.tests}/"))
 
     return sorted([*(row for row in rows if not is_replaced(row)), new], key=lambda row: row.place)
@@ -157,11 +159,12 @@ def replaced(rows: list[Row], new: Row) -> list[Row]:
 
 def proves(rooms: Sequence[str], vllm: str, engine: str, rows: Sequence[Row]) -> bool:
     """Whether each folder that is about these rooms has a row of this engine, and nothing failed there."""
+    here = [row for row in rows if (row.vllm, row.engine) == (vllm, engine)]
     for folder in {folder for room in rooms for folder in EVIDENCE[room]}:
-        found = [row for row in rows if (row.vllm, row.engine) == (vllm, engine) and row.tests.startswith(folder)]
-        if not any(row.passed for row in found) or any(row.failed for row in found):
+        whole = [row for row in here if row.tests in ("tests", folder)]
+        if not any(row.passed for row in whole) or any(row.failed for row in here if row.tests.startswith(folder)):
             return False
-    return True
+    return not any(row.failed for row in here if row.tests == "tests")
 
 
 def page(rows: list[Row]) -> str:
@@ -171,11 +174,13 @@ def page(rows: list[Row]) -> str:
         runner, scheduling = ENGINES[engine]
         parts.append(f"\n## {about}; runner {runner}, {scheduling} scheduling\n")
         parts.append(f'`make matrix ARGS="--vllm {vllm} --engine {engine}"`, with `--tests` for one row:\n')
-        parts.append("| tests | passed | failed | skipped | minutes | date | commit |\n|---|---|---|---|---|---|---|")
+        parts.append(
+            "| tests | scenarios | passed | failed | skipped | minutes | date | commit |" + "\n" + "|---" * 8 + "|"
+        )
         for row in rows:
             if (row.versions, row.engine) == (about, engine):
                 numbers = f"{row.passed} | {len(row.failed)} | {row.skipped} | {row.seconds / 60:.1f}"
-                parts.append(f"| `{row.tests}` | {numbers} | {row.date} | {row.commit} |")
+                parts.append(f"| `{row.tests}` | {row.scenarios} | {numbers} | {row.date} | {row.commit} |")
     failed = [(row, name) for row in rows for name in row.failed]
     lines = "\n".join(f"- {row.vllm}, {row.engine}: `{name}`" for row, name in failed)
     parts.append("\n## Failed\n\n" + (lines or "Nothing."))
@@ -195,6 +200,7 @@ def main() -> int:
     parser.add_argument("--vllm", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(DEFAULT_ENGINES))
     parser.add_argument("--tests", nargs="+", default=folders(), help="folders of tests, or patterns")
+    parser.add_argument("--scenarios", choices=("all", "ci"), default="all", help="ci: what CI runs on that engine")
     parser.add_argument("--page-only", action="store_true", help="run nothing, write the page from the results")
     options = parser.parse_args()
     if options.page_only:
@@ -205,7 +211,7 @@ def main() -> int:
         for engine in options.engine:
             for tests in options.tests:
                 print(f"matrix: vLLM {vllm}, {engine}, {tests}", flush=True)
-                if (row := run(vllm, engine, tests.rstrip("/"))) is None:
+                if (row := run(vllm, engine, tests.rstrip("/"), options.scenarios)) is None:
                     print("matrix: none of them is about this engine")
                     continue
                 rows = replaced(read(), row)

@@ -72,4 +72,10 @@ def test_what_proves_a_room() -> None:
     assert not matrix.proves(["features", "metrics"], "0.33", "v1", rows)
     assert not matrix.proves(["features"], "0.33", "v1", rows[1:])
     assert not matrix.proves(["features"], "0.33", "v1", [rows[0], dataclasses.replace(rows[1], failed=["a test"])])
+    one_file = dataclasses.replace(rows[1], tests=f"{folders[1]}/test_one.py")
+    assert not matrix.proves(["features"], "0.33", "v1", [rows[0], one_file]), "a file is not its folder"
+    assert not matrix.proves(["features"], "0.33", "v1", [*rows, dataclasses.replace(one_file, failed=["a test"])])
+    whole = dataclasses.replace(rows[0], tests="tests")
+    assert matrix.proves(["features", "metrics"], "0.33", "v1", [whole])
+    assert not matrix.proves(["features"], "0.33", "v1", [*rows, dataclasses.replace(whole, failed=["a test"])])
     assert set(matrix.EVIDENCE) == set(ENGINE_ROOMS)

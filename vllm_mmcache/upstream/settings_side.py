@@ -33,4 +33,5 @@ def _read(vllm_config: Any) -> None:
     if part:
         settings.use(settings.load_settings(part))
         refuse_without_identity()
-    settle(vllm_config)
+    if vllm_config.model_config is not None:  # vLLM makes configurations of no engine, too
+        settle(vllm_config)
