@@ -78,6 +78,9 @@ def test_rooms_are_settled_when_the_runner_is_known(monkeypatch: pytest.MonkeyPa
     assert set(off) == set(ENGINE_ROOMS) - {"features"}, "what a setting switches on stays on"
     assert all("model runner V1 with async scheduling" in reason for reason in off.values())
     assert [getattr(settings.current(), room) for room in ENGINE_ROOMS] == [False] * 5 + [True]
+    settings.use(settings.Settings())  # as when --additional-config is read again, by the executor and the worker
+    assert set(start.settle(config(1, True))) == set(ENGINE_ROOMS)
+    assert {getattr(settings.current(), room) for room in ENGINE_ROOMS} == {False}
 
 
 @pytest.mark.engine

@@ -72,12 +72,12 @@ def settle(vllm_config: Any) -> dict[str, str]:
     Room -> why. A room that its setting switches on stays on.
     """
     wanted, engine = settings.current(), engine_here(vllm_config)
-    rooms = [room for room in ENGINE_ROOMS if getattr(wanted, room) is None and room not in _off]
+    rooms = [room for room in ENGINE_ROOMS if getattr(wanted, room) is None]
     off = {room: reason for room in rooms if (reason := why_unproven(room, engine))}
-    if off:
-        settings.use(wanted.model_copy(update=dict.fromkeys(off, False)))
-        _off.update(off)
-        logger.warning("mmcache [%s]: off for this engine: %s", process_name(), "; ".join(map(": ".join, off.items())))
+    settings.use(wanted.model_copy(update=dict.fromkeys(off, False)))
+    if unsaid := [f"{room}: {reason}" for room, reason in off.items() if room not in _off]:
+        logger.warning("mmcache [%s]: off for this engine: %s", process_name(), "; ".join(unsaid))
+    _off.update(off)
     return off
 
 
