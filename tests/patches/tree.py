@@ -49,7 +49,7 @@ def apply(*arguments: object) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def run_on(tree: Path, *command: str, timeout_s: float = 230, **variables: str) -> "subprocess.CompletedProcess[str]":
+def run_on(tree: Path, *command: str, timeout_s: float = 600, **variables: str) -> "subprocess.CompletedProcess[str]":
     """Run this Python with `command`; vLLM comes from the tree."""
     environ = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{REPO}"} | variables
     return subprocess.run(
