@@ -18,7 +18,7 @@ CONVERSATIONS = 4
 
 @pytest.mark.engine
 def test_a_short_load(tmp_path: Path) -> None:
-    command = ["benchmarks.load.run", "--seconds", "6", "--conversations", str(CONVERSATIONS), "--sides", "mmcache"]
+    command = ["benchmarks.load.run", "--seconds", "15", "--conversations", str(CONVERSATIONS), "--sides", "mmcache"]
     done = subprocess.run(
         [sys.executable, "-m", *command, "--output", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
