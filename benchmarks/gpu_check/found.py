@@ -79,6 +79,8 @@ def look(wanted: str) -> Found:
     try:
         from vllm.version import __version__
 
+        from vllm_mmcache.upstream.start import platform_name
+
         platform = platform_name()
     except Exception as error:  # a broken install raises anything
         raise Refused(
@@ -111,13 +113,6 @@ def look(wanted: str) -> Found:
         python=sys.version.split()[0],
         runners=("V1",) if why_no_v2(platform) else ("V2", "V1"),
     )
-
-
-def platform_name() -> str:
-    """The platform of this vLLM; its own device_type is "cuda" on an AMD GPU, too."""
-    from vllm.platforms import current_platform
-
-    return "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
 
 
 def why_no_v2(platform: str) -> str:

@@ -66,8 +66,8 @@ def engine_of(result: dict[str, Any], runner: str) -> proven.Engine:
     scheduling = {"async" if engine["async_scheduling"] else "sync" for engine in ran}
     if len(scheduling) != 1:
         raise ValueError(f"{runner} has items with {' and '.join(sorted(scheduling)) or 'no known'} scheduling")
-    minor = ".".join(result["vllm"].split(".")[:2])
-    return proven.Engine(minor, result["platform"], int(runner.removeprefix("V")), scheduling.pop())  # type: ignore[arg-type]
+    number = int(runner.removeprefix("V"))
+    return proven.Engine(proven.minor_of(result["vllm"]), result["platform"], number, scheduling.pop())  # type: ignore[arg-type]
 
 
 def record(result: dict[str, Any], path: Path) -> dict[str, list[str]]:

@@ -64,9 +64,7 @@ def test_equals_cold_run(engine: Any, config: EngineConfig) -> None:
     print(f"max |delta logprob| {delta:.1e}")  # shown by pytest -rP
 
 
-@pytest.mark.skipif(
-    Version(vllm_version()) >= Version("0.33"), reason="there, a step that begins on an image, too, waits"
-)
+@pytest.mark.skipif(FROM_0_33, reason="there, a step that begins on an image, too, waits")
 @pytest.mark.parametrize("config", [GEMMA3], ids=["gemma3"])
 def test_vllm_alone_splits_images_and_is_wrong(
     engine: Any, config: EngineConfig, monkeypatch: pytest.MonkeyPatch

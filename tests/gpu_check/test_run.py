@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.gpu_check import benches, found, items, run
 from vllm_mmcache.upstream import proven
+from vllm_mmcache.upstream.start import platform_name
 
 FOUND = found.Found("some GPU", "cuda", "0.33.0", "vllm 0.33.0", "3.12", ("V2", "V1"))
 OPTIONS: dict[str, Any] = {
@@ -84,8 +85,8 @@ def test_an_amd_gpu_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "device_type", "cuda")
-    assert found.platform_name() == "cuda"
+    assert platform_name() == "cuda"
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
-    assert found.platform_name() == "rocm"
+    assert platform_name() == "rocm"
     with pytest.raises(found.Refused, match="runs on 'rocm' here, not on 'cuda'"):
         found.look("cuda")

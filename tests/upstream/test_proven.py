@@ -17,7 +17,6 @@ from vllm_mmcache.upstream.proven import ENGINE_ROOMS, TOUCHES_TENSORS, Engine, 
 
 CPU = Engine("0.33", "cpu", 2, "async")
 UNKNOWN = Engine("0.33", "cpu")  # before there is a VllmConfig
-ELSEWHERE = sorted(set(ENGINE_ROOMS) - TOUCHES_TENSORS)
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def test_rooms_are_settled_when_the_runner_is_known(monkeypatch: pytest.MonkeyPa
 def test_an_engine_without_proof_runs_without_the_rooms() -> None:
     """A real engine whose runner nobody tried: it says which rooms are off, and answers."""
     program = """
-import logging, json
+import json
 from vllm_mmcache import settings
 from vllm_mmcache.upstream import proven, start
 from dataclasses import replace

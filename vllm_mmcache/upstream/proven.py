@@ -73,6 +73,11 @@ def written(table: Iterable[Row]) -> str:
 TABLE = rows()
 
 
+def minor_of(version: str) -> str:
+    """The minor version, 0.33, of a version, 0.33.0."""
+    return ".".join(version.split(".")[:2])
+
+
 def why_unproven(room: str, engine: Engine) -> str:
     """Why a room is off on this engine unless it is switched on; empty where it was exercised, and for other groups."""
     if room not in ENGINE_ROOMS:

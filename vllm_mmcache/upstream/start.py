@@ -11,7 +11,7 @@ from vllm_mmcache import __version__, settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.upstream import swap, vllm_version
 from vllm_mmcache.upstream.ledger import NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, groups
-from vllm_mmcache.upstream.proven import ENGINE_ROOMS, Engine, why_unproven
+from vllm_mmcache.upstream.proven import ENGINE_ROOMS, Engine, minor_of, why_unproven
 from vllm_mmcache.upstream.seams import SEAMS
 
 logger = logging.getLogger("vllm.mmcache")
@@ -83,14 +83,18 @@ def settle(vllm_config: Any) -> dict[str, str]:
 
 def engine_here(vllm_config: Any = None) -> Engine:
     """The engine of this process; without a VllmConfig its runner and scheduling are not known."""
-    from vllm.platforms import current_platform
-
-    minor = ".".join(vllm_version().split(".")[:2])
-    here = Engine(minor, str(current_platform.device_name))
+    here = Engine(minor_of(vllm_version()), platform_name())
     if vllm_config is None:
         return here
     runner = 2 if vllm_config.use_v2_model_runner else 1
     return replace(here, runner=runner, scheduling="async" if vllm_config.scheduler_config.async_scheduling else "sync")
+
+
+def platform_name() -> str:
+    """The platform of this vLLM; its own device_type is "cuda" on an AMD GPU, too."""
+    from vllm.platforms import current_platform
+
+    return "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
 
 
 def stop() -> None:
