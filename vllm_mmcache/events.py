@@ -9,10 +9,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from vllm_mmcache import settings
+from vllm_mmcache import rooms
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -114,6 +114,36 @@ class TierCounter(LabelledCounter):
         """Add what a worker has counted to what /metrics shows."""
         super().add(amount, tier)
 
+
+class Info:
+    """What holds here, as labels of a gauge that is 1; `mmcache:<name>` on /metrics. API server."""
+
+    def __init__(self, name: str, meaning: str, labels: tuple[str, ...]) -> None:
+        self.name = name
+        self.meaning = meaning
+        self.labels = labels
+        self._prometheus: Any = None
+        self._shown: set[tuple[str, ...]] = set()
+
+    def show(self, values: Iterable[tuple[str, ...]]) -> None:
+        """Say what holds now, in the order of the labels; what held before becomes 0."""
+        if self._prometheus is None:
+            import prometheus_client
+
+            self._prometheus = prometheus_client.Gauge(
+                f"mmcache:{self.name}", self.meaning, self.labels, multiprocess_mode="mostrecent"
+            )
+        now = set(values)
+        for gone in self._shown - now:
+            self._prometheus.labels(*gone).set(0)
+        for one in now:
+            self._prometheus.labels(*one).set(1)
+        self._shown |= now
+
+
+ROOM_INFO = Info(
+    "room_info", "What each room is over all processes: on, off, unneeded, mixed.", ("room", "state", "reason")
+)
 
 IMAGES_DECODED = Counter("images_decoded", "Images whose pixels were decoded.")
 IMAGES_AVOIDED = Counter("images_avoided", "Images that were known and handed on undecoded.")
@@ -255,7 +285,7 @@ def take_feature_source(identifier: str) -> str:
 
 def take_worker_news() -> tuple[dict[str, float], dict[str, str]] | None:
     """All that a worker has counted and noted since the last call; None where nothing happened, or metrics is off."""
-    if not (_travelling or _feature_sources) or settings.current().metrics is False:
+    if not (_travelling or _feature_sources) or not rooms.is_on("metrics"):
         return None
     with _travel_lock:
         news = dict(_travelling), dict(_feature_sources)
@@ -275,7 +305,7 @@ def receive_worker_news(news: Sequence[dict[str, Any]]) -> None:
 
 def take_engine_counts() -> dict[str, int]:
     """By name, in millionths, since only whole numbers travel, what was counted since the last call."""
-    if settings.current().metrics is False:
+    if not rooms.is_on("metrics"):
         return {}
     with _travel_lock:
         counts = {name: round(amount * 1e6) for name, amount in _travelling.items()}

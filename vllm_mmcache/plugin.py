@@ -10,13 +10,16 @@ import os
 _TRUE = frozenset({"1", "true", "yes", "on", "t", "y"})
 
 
-def register() -> None:
-    """Install every swap that fits this vLLM, and say so in one line. A second call changes nothing.
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").strip().lower() in _TRUE
 
-    Raises: SettingsError for a wrong MMCACHE_* variable; SwapError where a wrong answer would be possible without
-    us. Anything that does not fit otherwise is left out, with its reason in the line.
+
+def register() -> None:
+    """Install the hooks that see the VllmConfig, with which the rest is decided. A second call changes nothing.
+
+    Raises: SettingsError for a wrong MMCACHE_* variable; SwapError where salts are required and these hooks don't fit.
     """
-    if os.environ.get("MMCACHE_DISABLE", "").strip().lower() in _TRUE:
+    if _is_set("MMCACHE_DISABLE") and not _is_set("MMCACHE_REQUIRE_SALT"):  # both is a contradiction, which start says
         return
     from vllm_mmcache.upstream.start import start
 

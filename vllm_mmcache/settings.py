@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every setting of mmcache: MMCACHE_* variables, or `--additional-config '{"mmcache": {...}}'`.
 
-A process reads the variables once, when the plugin is registered, and again with what the command line adds, when
-it first sees the VllmConfig (which travels to the engine and to the workers). The command line wins. The model is
-frozen and swapped whole, so that no reader sees half a change. Runs in every process.
+The process that makes the VllmConfig reads the variables, and lays over them what the command line adds: the command
+line wins. What was set travels with the VllmConfig, so that engines and workers have the same settings, also those
+that variables don't reach, as Ray's actors. The model is frozen and swapped whole, so that no reader sees half a
+change. Runs in every process.
 """
 
 import difflib
@@ -114,10 +115,7 @@ class Settings(BaseSettings):
     )
     observe: bool = Field(
         default=False,
-        description=(
-            "Record for each request what of its prompt was reused, and why the rest was not. Only as the variable "
-            "MMCACHE_OBSERVE."
-        ),
+        description="Record for each request what of its prompt was reused, and why the rest was not.",
     )
     observe_records: int = Field(default=2000, ge=1, description="How many records an API server keeps.")
     observe_bytes: ByteSize = Field(
@@ -192,6 +190,13 @@ class Settings(BaseSettings):
         default=False,
         description="Fail the run if the vision tower is entered for an image whose features are stored; for tests.",
     )
+    unproven: bool = Field(
+        default=False,
+        description=(
+            "Switch on what fits, also where nobody has shown that it is exact (see `mmcache prove`). A room that a "
+            "setting of its own switches off stays off."
+        ),
+    )
     allow_untested_vllm: bool = Field(
         default=False,
         description=(
@@ -207,14 +212,25 @@ class Settings(BaseSettings):
         return value
 
 
-# These decide whether and what register() replaces, before any command line is seen.
-ONLY_VARIABLES = frozenset({"disable", "allow_untested_vllm", "observe"})
+# These decide whether register() replaces anything, before any command line is seen.
+ONLY_VARIABLES = frozenset({"disable", "allow_untested_vllm"})
+
+# Pairs that can't both be meant: (name, value), (name, value), and why.
+_CONTRADICTIONS: tuple[tuple[tuple[str, bool], tuple[str, bool], str], ...] = (
+    (("disable", True), ("require_salt", True), "nothing would keep tenants apart"),
+    (("require_salt", True), ("identity", False), "nothing would keep tenants apart"),
+    (("lifted_bodies", True), ("lazy_media", False), "what is lifted out of a body is opened by the lazy media"),
+    (("observe", True), ("metrics", False), "records travel the way that the metrics do"),
+    (("attention_reference", True), ("image_spans", False), "the reference is a form of that attention"),
+    (("tower_trap", True), ("features", False), "nothing is stored that the trap could spring for"),
+)
 
 
 def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
     """Read the variables, then lay `config` over them.
 
-    Raises: SettingsError naming the field, the value seen and what is allowed, also for an unknown name.
+    Raises: SettingsError naming the field, the value seen and what is allowed, also for an unknown name; naming both,
+    where two settings contradict each other.
     """
     names = set(Settings.model_fields)
     for variable in sorted(os.environ):
@@ -222,17 +238,37 @@ def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
             _known(variable, variable.removeprefix(PREFIX).lower(), names, lambda name: PREFIX + name.upper())
     for key in config or {}:
         _known(f"additional-config {CONFIG_KEY}.{key}", key, names - ONLY_VARIABLES, str)
+
+    def spelled(name: str) -> str:
+        return f"additional-config {CONFIG_KEY}.{name}" if name in (config or {}) else PREFIX + name.upper()
+
     try:
-        return Settings(**dict(config or {}))
+        read = Settings(**dict(config or {}))
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else "?"
-        where = f"additional-config {CONFIG_KEY}.{name}" if name in (config or {}) else PREFIX + name.upper()
         raise SettingsError(
-            f"{where} = {without_secrets(first['input'])!r} is not allowed: "
+            f"{spelled(name)} = {without_secrets(first['input'])!r} is not allowed: "
             f"{first['msg'].removeprefix('Value error, ')} "
             f"({_allowed(name)}; default {Settings.model_fields[name].default!r})"
         ) from None
+    for one, other, why in _CONTRADICTIONS:
+        if all(getattr(read, name) is value for name, value in (one, other)):
+            said = " and ".join(f"{spelled(name)} = {value}" for name, value in (one, other))
+            raise SettingsError(f"{said} contradict each other: {why}. Leave out one of the two")
+    return read
+
+
+def carried(settings: Settings) -> dict[str, Any]:
+    """What was set, as plain data for another process; see `received`."""
+    return settings.model_dump(mode="json", exclude_unset=True, exclude=set(ONLY_VARIABLES))
+
+
+def received(given: Mapping[str, Any]) -> Settings:
+    """The settings of the process that `carried` them. Variables of this one that differ are not used."""
+    read = Settings(**dict(given))
+    own = read.model_fields_set - set(given) - ONLY_VARIABLES
+    return read.model_copy(update={name: Settings.model_fields[name].default for name in own})
 
 
 def config_of(vllm_config: Any) -> Mapping[str, Any]:

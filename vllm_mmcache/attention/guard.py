@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from vllm_mmcache import image_rules, settings
+from vllm_mmcache import image_rules, rooms, settings
 from vllm_mmcache.errors import CausalImages
 
 
@@ -19,8 +19,7 @@ def demand_image_spans(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
 
 def is_wanted() -> bool:
     """Whether models whose images would run causally are to be refused."""
-    in_force = settings.current()
-    return not in_force.allow_causal_images and in_force.image_spans is not False
+    return rooms.is_on("image_spans") and not settings.current().allow_causal_images
 
 
 def check(layer: Any) -> None:

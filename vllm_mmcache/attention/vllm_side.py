@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_mmcache import image_rules, settings
+from vllm_mmcache import image_rules, rooms, settings
 from vllm_mmcache.attention import guard, reference
 from vllm_mmcache.attention.spans import Piece, cut_step, wider
 from vllm_mmcache.errors import CausalImages
@@ -88,7 +88,7 @@ class ImageSpanMetadataBuilder(CPUAttentionMetadataBuilder):
         """See CPUAttentionMetadataBuilder.build; `mm_req_doc_ranges` are the step's image spans."""
         step = common_attn_metadata
         spans = step.mm_req_doc_ranges
-        off = settings.current().image_spans is False
+        off = not rooms.is_on("image_spans")
         if off or not spans or not self.has_images or self.is_encoder_only_attention or self.is_cross_attention:
             return super().build(common_prefix_len, step, fast_build)
         ends = step.seq_lens.tolist()

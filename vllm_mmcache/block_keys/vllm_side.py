@@ -12,9 +12,10 @@ from typing import Any
 from vllm.utils import hashing
 from vllm.v1.core import kv_cache_utils
 
-from vllm_mmcache import settings
+from vllm_mmcache import rooms
 from vllm_mmcache.block_keys import CUMULATIVE, layout, layout_report
 from vllm_mmcache.block_keys.hasher import BlockHasher
+from vllm_mmcache.rooms import State
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -32,11 +33,13 @@ def make_block_hasher(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
         name = "unknown"
     layout_name, why = layout_report(
         name,
-        enabled=settings.current().block_keys is not False,
+        enabled=rooms.is_on("block_keys"),
         num_lookahead_tokens=bound.arguments.get("num_hash_lookahead_tokens", 0),
     )
     logger.info("mmcache block keys: %s layout (%s)", layout_name, why)
     if layout_name != CUMULATIVE:
+        if rooms.is_on("block_keys"):
+            rooms.put("engine", "block_keys", State("off", why))
         return wrapped(*args, **kwargs)
     return BlockHasher(
         bound.arguments["hash_block_size"],

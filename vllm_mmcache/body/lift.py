@@ -9,7 +9,7 @@ So what is left to the application is the same request, or, where anything is od
 import json
 from dataclasses import dataclass
 
-from vllm_mmcache import settings, tenant
+from vllm_mmcache import rooms, tenant
 from vllm_mmcache.body import references
 from vllm_mmcache.body.payload import Payload
 from vllm_mmcache.body.scan import find_texts, replace_spans
@@ -61,7 +61,7 @@ def lift(body: bytes, walker: Walker) -> Lifted | None:
 def _tenant_key(salt: object) -> bytes | None:
     """As the image loader will know it; a salt that vLLM refuses is of no account."""
     try:
-        return tenant.key_of(salt) if isinstance(salt, str) and settings.current().identity else None
+        return tenant.key_of(salt) if isinstance(salt, str) and rooms.is_on("identity") else None
     except UnicodeEncodeError:
         return None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import vllm.envs as envs
 
-from vllm_mmcache import events, settings
+from vllm_mmcache import events, rooms
 from vllm_mmcache.body.layer import LiftImages, Scope
 
 
@@ -26,8 +26,7 @@ def add_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def may_lift(scope: Scope, path: str) -> bool:
     """Whether every image of this request goes to vLLM's image loader, and nowhere else."""
-    now = settings.current()
-    if now.lifted_bodies is False or now.lazy_media is False:
+    if not (rooms.is_on("lifted_bodies") and rooms.is_on("lazy_media")):
         return False
     if envs.VLLM_MEDIA_CONNECTOR != "http":
         return False

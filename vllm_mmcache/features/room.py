@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_mmcache import events, settings
+from vllm_mmcache import events, rooms, settings
 from vllm_mmcache.errors import TowerTrapped
 from vllm_mmcache.features.digests import inputs_digest
 from vllm_mmcache.features.identity import Identity
@@ -84,7 +84,7 @@ class Room:
         self._is_serving = True
         packages = [self._look_up(item) for item in items]
         has = self._layout.agree([found is not None and found[1] is not None for found in packages])
-        observes = settings.current().observe
+        observes = rooms.is_on("observe")
         features: list[torch.Tensor | None] = [None] * len(items)
         expected = []
         for index, (item, found) in enumerate(zip(items, packages, strict=True)):
@@ -130,7 +130,7 @@ class Room:
     def spring_trap(self, num_images: int) -> None:
         """Called before the tower runs. Raises: TowerTrapped, with the setting tower_trap, where it need not run."""
         in_force = settings.current()
-        if not in_force.tower_trap or in_force.features is False or not self._is_serving:
+        if not in_force.tower_trap or not rooms.is_on("features") or not self._is_serving:
             return
         held = [identity.content_id for identity, _ in self._expected.values() if self.store.has(identity)]
         if held or num_images > len(self._expected):

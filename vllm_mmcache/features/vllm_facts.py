@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's configuration says that features depend on, and why a configuration has no feature store.
+"""What vLLM's configuration says that features depend on, and why a model runner has no feature store.
 
 Worker process, once at start. Reads vLLM's objects and changes none.
 """
@@ -10,35 +10,19 @@ from typing import Any
 
 import torch
 
-from vllm_mmcache import settings
 from vllm_mmcache.features.digests import inputs_digest
 from vllm_mmcache.features.room import Facts, Layout
 
 _NOT_THE_TOWERS = frozenset({"text_config", "llm_config", "_name_or_path", "transformers_version"})
 
 
-def why_not(vllm_config: Any, runner: Any) -> str:
-    """Why there is no feature store in this worker; empty if there is one."""
+def why_not(runner: Any) -> str:
+    """Why there is no feature store for this model runner; empty if there can be one. See upstream/configuration.py."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    mm_config = vllm_config.model_config.multimodal_config
-    if settings.current().features is False:
-        return "switched off by the setting features"
     if not isinstance(runner, GPUModelRunner) and not hasattr(getattr(runner, "model_state", None), "encoder_runner"):
         return f"not written for this model runner, {type(runner).__module__}"
-    if not runner.supports_mm_inputs:
-        return "this deployment takes no images"
-    if not vllm_config.cache_config.enable_prefix_caching:
-        return "prefix caching is off"
-    if vllm_config.ec_transfer_config is not None:
-        return "ec_transfer_config is set, and wins"
-    if vllm_config.lora_config is not None and vllm_config.lora_config.enable_tower_connector_lora:
-        return "LoRA adapters can change the vision tower"
-    if mm_config.is_multimodal_pruning_enabled():
-        return "features are pruned"
-    if mm_config.mm_encoder_attn_dtype == "fp8" and mm_config.mm_encoder_fp8_scale_path is None:
-        return "the tower's fp8 scales follow what it has seen (mm_encoder_fp8_scale_path gives fixed ones)"
-    return ""
+    return "" if runner.supports_mm_inputs else "this deployment takes no images"
 
 
 def facts_of(vllm_config: Any) -> Facts:

@@ -17,12 +17,13 @@ from typing import Any
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_mmcache import events, settings
+from vllm_mmcache import events, rooms, settings
 from vllm_mmcache.features.probe import Unfit, probe
 from vllm_mmcache.features.room import Item, Room
 from vllm_mmcache.features.store import open_store
 from vllm_mmcache.features.tower import Tower, watched
 from vllm_mmcache.features.vllm_facts import facts_of, layout, why_not
+from vllm_mmcache.rooms import State
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -49,10 +50,13 @@ def open_after_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Worker.load_model: opens the store and takes the fingerprint of the weights."""
     outcome = wrapped(*args, **kwargs)
     runner = instance.model_runner
+    if not rooms.is_on("features"):
+        return outcome
     try:
         room = _open(instance.vllm_config, runner)
     except Unfit as reason:
         logger.info("mmcache: no feature store: %s", reason)
+        rooms.put("worker", "features", State("off", str(reason)))
         return outcome
     for owner in (runner, getattr(runner, "model_state", None)):  # V2 encodes in its model state
         if owner is not None:
@@ -65,7 +69,7 @@ def open_after_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _open(vllm_config: Any, runner: Any) -> Room:
     """The store of the runner's model. Raises: Unfit, saying why there is none."""
-    if reason := why_not(vllm_config, runner):
+    if reason := why_not(runner):
         raise Unfit(reason)
     model = runner.get_model()
     tower = watched(model)
@@ -122,7 +126,7 @@ def take_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     room: Room | None = getattr(instance, _ROOM, None)
     if room is None:
         return batch
-    if settings.current().features is False:
+    if not rooms.is_on("features"):
         room.expect([])
         return batch
     hashes, inputs, places = batch
@@ -144,7 +148,7 @@ def encode_unknown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     It skips images whose outputs are there, so the tower runs for the others alone, and what it gave is saved.
     """
     room: Room | None = getattr(instance, _ROOM, None)
-    if room is None or settings.current().features is False:
+    if room is None or not rooms.is_on("features"):
         if room is not None:
             room.expect([])
         return wrapped(*args, **kwargs)

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
-from vllm_mmcache import events, settings, tenant
+from vllm_mmcache import events, rooms, settings, tenant
 from vllm_mmcache.identity import audit, layout
 from vllm_mmcache.identity.aliases import ALIASES
 
@@ -31,7 +31,7 @@ class OneRequest(str):
 def read_salt(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of validate_cache_salt(cache_salt): every endpoint calls it before it does anything with a request."""
     outcome = wrapped(*args, **kwargs)
-    if settings.current().identity:
+    if rooms.is_on("identity"):
         salt = kwargs["cache_salt"] if "cache_salt" in kwargs else args[0]
         _check_salt(salt)
         tenant.SALT.set(salt)
@@ -52,7 +52,7 @@ def carry_context(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def check_messages(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of parse_chat_messages(messages), both kinds: a wrong uuid is refused before anything is fetched."""
     messages = kwargs["messages"] if "messages" in kwargs else args[0]
-    for message in messages if settings.current().identity else ():
+    for message in messages if rooms.is_on("identity") else ():
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
             if isinstance(part, Mapping) and part.get("uuid") is not None:
@@ -91,7 +91,7 @@ def mark_own_names(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def trust_no_exif(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of _get_image_id_bytes(image): an ImageID in the image's EXIF is not its identity, its pixels are."""
-    return None if settings.current().identity else wrapped(*args, **kwargs)
+    return None if rooms.is_on("identity") else wrapped(*args, **kwargs)
 
 
 def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     names: Mapping[str, Any] = instance.mm_uuid_items or {}
     arguments = _arguments(instance)
     named = any(name is not None for given in names.values() for name in given)
-    if not settings.current().identity or not (salt or arguments or named):
+    if not rooms.is_on("identity") or not (salt or arguments or named):
         return wrapped(*args, **kwargs)
     items = {modality: found.get_all_items_for_hash() for modality, found in instance.mm_data_items.items()}
     names = {modality: names.get(modality) or [None] * len(found) for modality, found in items.items()}
@@ -148,7 +148,7 @@ def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 @contextmanager
 def _request(renderer: Any, prompt: Mapping[str, Any]) -> Iterator[None]:
     """What identifies the items of `prompt` is in force within the block. Raises: VLLMValidationError (HTTP 400)."""
-    if not settings.current().identity:
+    if not rooms.is_on("identity"):
         yield
         return
     salt = prompt.get("cache_salt") or None

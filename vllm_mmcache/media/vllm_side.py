@@ -12,7 +12,7 @@ import vllm.envs as envs
 from PIL import Image
 from vllm.multimodal.media import MediaWithBytes
 
-from vllm_mmcache import events, settings, tenant
+from vllm_mmcache import events, rooms, tenant
 from vllm_mmcache.body import references
 from vllm_mmcache.body.payload import Payload, content_id_of
 from vllm_mmcache.media.picture import LazyPicture
@@ -47,7 +47,7 @@ def remember_tenant(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of ImageMediaIO.load_base64(media_type, data): a known text is neither decoded nor hashed as bytes."""
-    if settings.current().lazy_media is False:
+    if not rooms.is_on("lazy_media"):
         return wrapped(*args, **kwargs)
     text = kwargs["data"] if "data" in kwargs else args[1]
     lifted = references.resolve(text)
@@ -68,7 +68,7 @@ def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of ImageMediaIO.load_bytes(data)."""
-    if settings.current().lazy_media is False:
+    if not rooms.is_on("lazy_media"):
         return wrapped(*args, **kwargs)
     content = kwargs["data"] if "data" in kwargs else args[0]
     with events.MEDIA_SECONDS.seconds():

@@ -8,7 +8,7 @@ Runs in the API server while its app is built.
 import os
 from typing import Any
 
-from vllm_mmcache import settings
+from vllm_mmcache import rooms
 from vllm_mmcache.observe.recorder import RECORDER
 from vllm_mmcache.observe.store import RecordStore
 from vllm_mmcache.observe.web import routes
@@ -31,4 +31,4 @@ class Endpoint:
 
 def recorded() -> RecordStore | None:
     """The store of this process, or None while nothing is recorded."""
-    return RECORDER.store if settings.current().observe else None
+    return RECORDER.store if rooms.is_on("observe") else None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_mmcache import events, settings
+from vllm_mmcache import events, rooms, settings
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.causes import GroupHit, Lookup, Lost, Prompt, explain
 from vllm_mmcache.observe.history import Entry, Found, History
@@ -41,7 +41,7 @@ class Seen:
 def note_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of KVCacheManager.get_computed_blocks(request)."""
     outcome = wrapped(*args, **kwargs)
-    if settings.current().observe:
+    if rooms.is_on("observe"):
         with events.guarded("observe"):
             request = args[0] if args else kwargs["request"]
             if request.num_preemptions == 0:
@@ -79,7 +79,7 @@ def note_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def send_outcome(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Part of the wrapper of Scheduler.update_from_output(scheduler_output, ...): first outputs say what was found."""
-    if not settings.current().observe:
+    if not rooms.is_on("observe"):
         return wrapped(*args, **kwargs)
     observer = _observer_of(instance.kv_cache_manager)
     scheduled = args[0] if args else kwargs["scheduler_output"]

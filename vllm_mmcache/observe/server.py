@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from vllm_mmcache import events, settings
+from vllm_mmcache import events, rooms
 from vllm_mmcache.media.picture import LazyPicture
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.asked import UNKNOWN, Asked, Layers
@@ -44,7 +44,7 @@ async def note_chat_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 def note_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer._process_multimodal: lays notes on the images beside what the processor made of them."""
-    if not settings.current().observe:
+    if not rooms.is_on("observe"):
         return wrapped(*args, **kwargs)
     _processing.is_cached = None
     outcome = wrapped(*args, **kwargs)
@@ -66,7 +66,7 @@ def note_processor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def send_notes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of InputProcessor.process_inputs(request_id, prompt): the notes travel with the request."""
     request = wrapped(*args, **kwargs)
-    if settings.current().observe:
+    if rooms.is_on("observe"):
         with events.guarded("observe"):
             prompt = args[1] if len(args) > 1 else kwargs["prompt"]
             RECORDER.model = _model_name(instance.vllm_config)
@@ -77,7 +77,7 @@ def send_notes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of OutputProcessor.process_outputs(outputs): takes what the engine found, and digests of answers."""
-    if not settings.current().observe:
+    if not rooms.is_on("observe"):
         return wrapped(*args, **kwargs)
     outputs = args[0] if args else kwargs["engine_core_outputs"]
     ended = []
@@ -98,7 +98,7 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _lay_chat(renderer: Any, args: Any, kwargs: Any, outcome: Any) -> None:
-    if not settings.current().observe:
+    if not rooms.is_on("observe"):
         return
     with events.guarded("observe"):
         conversations = args[0] if args else kwargs["conversations"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_mmcache import settings
+from vllm_mmcache import rooms
 from vllm_mmcache.scheduler.spans import Span, whole_spans
 
 _SPANS = "_mmcache_spans"
@@ -61,7 +61,7 @@ def skip_computed_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
     An image whose last embedding lies before the window overlaps it with text only, so its output isn't needed again.
     """
     lo, hi = wrapped(*args, **kwargs)
-    if settings.current().image_spans is False:
+    if not rooms.is_on("image_spans"):
         return lo, hi
     mm_features: Sequence[Any] = args[0] if args else kwargs["mm_features"]
     start = kwargs["start"] if "start" in kwargs else args[1]
@@ -88,7 +88,7 @@ def image_spans(request: Any) -> list[Span]:
 
 def keeps_images_whole(vllm_config: Any) -> bool:
     """Whether images of this deployment attend both ways, so that a step must hold each as a whole."""
-    return settings.current().image_spans is not False and bool(vllm_config.model_config.is_mm_prefix_lm)
+    return rooms.is_on("image_spans") and bool(vllm_config.model_config.is_mm_prefix_lm)
 
 
 def last_embedding(feature: Any) -> int:

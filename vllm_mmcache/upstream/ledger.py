@@ -3,9 +3,11 @@
 
 from functools import partial
 
+from vllm_mmcache.rooms import Role
 from vllm_mmcache.upstream.ledger_features import FEATURES
 from vllm_mmcache.upstream.ledger_identity import IDENTITY
 from vllm_mmcache.upstream.ledger_observe import METRICS, OBSERVE
+from vllm_mmcache.upstream.ledger_report import REPORT
 from vllm_mmcache.upstream.swap import TESTED_VLLM, Swap
 
 # None of these gives wrong output by its absence, so a vLLM that it does not fit runs without its group.
@@ -43,7 +45,7 @@ LEDGER: tuple[Swap, ...] = (
         name="settings.engine",
         group="settings",
         target="vllm.v1.executor.abstract:Executor.__init__",
-        make="vllm_mmcache.upstream.settings_side:read_before_init",
+        make="vllm_mmcache.upstream.settings_side:build_executor",
         process="engine",
         args_used=("vllm_config",),
         why=_SETTINGS_WHY,
@@ -54,13 +56,14 @@ LEDGER: tuple[Swap, ...] = (
         name="settings.worker",
         group="settings",
         target="vllm.v1.worker.worker_base:WorkerBase.__init__",
-        make="vllm_mmcache.upstream.settings_side:read_before_init",
+        make="vllm_mmcache.upstream.settings_side:build_worker",
         process="worker",
         args_used=("vllm_config",),
         why=_SETTINGS_WHY,
         upstream=_SETTINGS_UPSTREAM,
         remove_when=_SETTINGS_REMOVE,
     ),
+    *REPORT,
     _swap(
         name="block_keys.hasher",
         group="block_keys",
@@ -280,10 +283,15 @@ LEDGER: tuple[Swap, ...] = (
 )
 
 
-# Groups that are left out, without a word, unless their setting is true.
+HOOKS = "settings"
+"""The group that sees the VllmConfig: installed when the plugin is registered. All else follows when it is seen."""
+ALWAYS = "report"
+"""The group that tells what is in force; it is no room, and on wherever another is."""
+
+# Rooms that are off unless their setting is true.
 OPT_IN = frozenset({"observe"})
 
-# A group is off where vLLM has all of these symbols, and so does the same by itself; so it is with our own patches/.
+# A group steps aside where vLLM has all of these symbols, and so does the same by itself; as with our own patches/.
 OVERTAKEN_BY: dict[str, tuple[str, ...]] = {
     "image_spans": (
         "vllm.v1.core.sched.scheduler:Scheduler._clip_to_whole_mm_spans",
@@ -292,7 +300,7 @@ OVERTAKEN_BY: dict[str, tuple[str, ...]] = {
     "lazy_media": ("vllm.multimodal.media.image:ImageMediaIO.load_bytes_lazy",),
 }
 
-# A group is off where the body of this symbol reads a name with this in it, and so does the same by itself. (The
+# A group steps aside where the body of this symbol reads a name with this in it, and so does the same by itself. (The
 # proposal 56818 has the last multimodal feature's end on the request, under a name that isn't settled.)
 OVERTAKEN_WHERE: dict[str, tuple[str, str]] = {
     "resumed_images": ("vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data", "mm_features"),
@@ -309,3 +317,12 @@ def groups() -> dict[str, list[Swap]]:
     for swap in LEDGER:
         by_group.setdefault(swap.group, []).append(swap)
     return by_group
+
+
+ROOMS = tuple(group for group in groups() if group not in (HOOKS, ALWAYS))
+
+
+def parts(role: Role) -> dict[str, list[Swap]]:
+    """The rooms with a part in a role, and that part, in ledger order."""
+    found = {group: [swap for swap in members if swap.process == role] for group, members in groups().items()}
+    return {room: found[room] for room in ROOMS if found[room]}

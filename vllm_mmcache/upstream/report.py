@@ -1,46 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger as it would apply here, for `mmcache doctor`. Runs on the command line; replaces nothing."""
+"""The one report of what is in force, over all processes of a deployment. API process, or the offline program.
 
+Each engine's ready message brings its rooms and those of its workers (agree.py), from other machines, too. When all
+engines are ready, that and this process's own rooms are put together: logged in one line, shown on /metrics as
+mmcache:room_info and on /mmcache. Where salts are required, a process without us ends the start.
+"""
+
+import logging
+from collections.abc import Mapping
 from typing import Any
 
-from vllm_mmcache import settings
-from vllm_mmcache.errors import SwapError
-from vllm_mmcache.upstream import bodies, swap, vllm_version
-from vllm_mmcache.upstream.ledger import groups
-from vllm_mmcache.upstream.start import why_alone, why_off
+import msgspec
+
+from vllm_mmcache import __version__, events, rooms
+from vllm_mmcache.rooms import State
+from vllm_mmcache.upstream import agree, start, swap
+from vllm_mmcache.upstream.ledger import ROOMS, parts
+
+logger = logging.getLogger("vllm.mmcache")
+
+_ENGINES = "_mmcache_engines"  # on a client: index of an engine -> what its ready message said, or None
+
+_places: dict[str, dict[str, State]] = {}
+_is_shown = False
 
 
-def report() -> list[dict[str, Any]]:
-    """One row per ledger entry: group, name, target, state (on, off, refused), reason, body (tested or changed).
+def in_force() -> dict[str, State]:
+    """What each room is over all processes; empty until the engines are ready."""
+    return {
+        room: rooms.combine((place, states[room]) for place, states in _places.items() if room in states)
+        for room in (ROOMS if _places else ())
+    }
 
-    "on" means that this entry resolves and passes its check on the installed vLLM; nothing is replaced here.
+
+def places() -> dict[str, dict[str, State]]:
+    """The same by process: "api", "engine 0", "worker 1 of engine 0"."""
+    return {place: dict(states) for place, states in _places.items()}
+
+
+def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of MPClient._apply_ready_response(payload): once for each engine, also for those that come later."""
+    payload = args[0] if args else kwargs["payload"]
+    outcome = wrapped(payload)
+    said = msgspec.msgpack.decode(payload) if payload else {}
+    engines = instance.__dict__.setdefault(_ENGINES, {})
+    engines[said.get("data_parallel_rank", len(engines))] = said.get(agree.KEY)
+    if _is_shown:
+        _show(_places["api"], engines)
+    return outcome
+
+
+def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of AsyncLLM.__init__ and LLMEngine.__init__: the engines are ready. Raises: SwapError; see `_show`."""
+    global _is_shown
+    _is_shown = False
+    outcome = wrapped(*args, **kwargs)
+    client = instance.engine_core
+    inside = getattr(client, "engine_core", None)  # of an engine in this process
+    engines = {0: agree.of_engine(inside)} if hasattr(inside, "scheduler") else client.__dict__.get(_ENGINES, {})
+    try:
+        _show({**rooms.of("api"), **_found_here(instance)}, engines)
+    except BaseException:
+        client.shutdown()
+        raise
+    return outcome
+
+
+def no_python(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of RustFrontendProcessManager.__init__: nothing of ours is between clients and engines.
+
+    Raises: SwapError, where salts are required.
     """
-    version = vllm_version()
-    in_force = settings.current()
-    rows: list[dict[str, Any]] = []
-    groups_on: set[str] = set()
-    for group, members in groups().items():
-        reason = why_off(group) or why_alone(group, groups_on)
-        state = "off" if reason else "on"
-        if not reason:
-            try:
-                for member in members:
-                    if not swap.is_replaced(member.target):
-                        swap.check(member, version, allow_untested=in_force.allow_untested_vllm)
-            except SwapError as error:
-                reason = str(error)
-                state = "refused" if any(m.on_mismatch == "refuse" for m in members) else "off"
-        if state == "on":
-            groups_on.add(group)
-        rows += [
-            {
-                "group": group,
-                "name": member.name,
-                "target": member.target,
-                "state": state,
-                "reason": reason,
-                "body": bodies.compare_installed(member.target, version),
-            }
-            for member in members
-        ]
-    return rows
+    reason = "the Rust frontend (VLLM_USE_RUST_FRONTEND) runs no Python"
+    start.refuse_if_required(f"{reason}, so {start.WITHOUT_IDENTITY}")
+    logger.error("mmcache: %s: off are %s; %s", reason, ", ".join(parts("api")), start.WITHOUT_IDENTITY)
+    return wrapped(*args, **kwargs)
+
+
+def _found_here(llm: Any) -> dict[str, State]:
+    """What is known of this process's rooms only when its renderer is there."""
+    from vllm.renderers.base import BaseRenderer
+    from vllm.renderers.hf import HfRenderer
+
+    found, renderer = {}, type(llm.renderer)
+    name = renderer.__qualname__
+    if not llm.log_stats:
+        found["metrics"] = State("unneeded", "vLLM's own statistics are off here")
+    if not hasattr(llm, "generate"):
+        found["lifted_bodies"] = State("unneeded", "no server here")
+    elif renderer is not HfRenderer:
+        found["lifted_bodies"] = State("off", f"not shown to be right with the renderer {name}")
+    hooked = [swap.resolve_owner(member.target) for member in parts("api")["identity"]]
+    methods = [attribute for owner, attribute in hooked if owner is BaseRenderer]
+    above = [one for one in renderer.__mro__ if not one.__module__.startswith("vllm.")]
+    if BaseRenderer not in renderer.__mro__ or any(method in vars(one) for one in above for method in methods):
+        found["identity"] = State("off", f"the renderer {name} is not vLLM's and may go past it")
+    on = rooms.of("api")
+    return {room: state for room, state in found.items() if on.get(room) == rooms.ON}
+
+
+def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
+    """Put together, log, export. Raises: SwapError, where salts are required and a process is without us."""
+    global _is_shown
+    _places.clear()
+    _places["api"] = here
+    for index, told in engines.items():
+        for process, said in (told or {"engine": None}).items():
+            place = f"engine {index}" if process == "engine" else f"{process} of engine {index}"
+            _places[place] = agree.read(said, {**parts("engine"), **(parts("worker") if told is None else {})})
+    found = in_force()
+    events.ROOM_INFO.show({(room, state.state, state.reason) for room, state in found.items()})
+    logger.info("mmcache %s in force: %s", __version__, start.words(found.items()))
+    without = [place for place, states in _places.items() if agree.NO_MMCACHE in {s.reason for s in states.values()}]
+    if without:
+        start.refuse_if_required(f"mmcache is not in {', '.join(without)}")
+    if "identity" in here and here["identity"].state == "off":
+        start.refuse_if_required(f"identity is off ({here['identity'].reason}), so {start.WITHOUT_IDENTITY}")
+    _is_shown = True

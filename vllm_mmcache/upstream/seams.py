@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every public extension point of vLLM that mmcache uses at start. Data only; a seam belongs to a group of the ledger.
 
-A group's seams are installed after its swaps, and undone before them.
+A group's seams are installed after its swaps in the same process, and undone before them.
 """
 
 import importlib
 from dataclasses import dataclass
+
+from vllm_mmcache.rooms import Role
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,7 @@ class Seam:
 
     name: str
     group: str
+    process: Role
     point: str
     room: str
     why: str
@@ -31,6 +34,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         name="image_spans.backend",
         group="image_spans",
+        process="worker",
         point="vllm.v1.attention.backends.registry:register_backend",
         room="vllm_mmcache.attention.seam",
         why="vLLM's CPU backend runs images causally that attend both ways",

@@ -1,37 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the `mmcache` part of --additional-config in force, in each process, as soon as the VllmConfig is seen there.
+"""Sees the VllmConfig in each process: what it says of us is put in force, and the process takes its role on.
 
-It is also when a process learns of the model runner, so rooms that were not exercised on it are switched off then.
-
-API process: after VllmConfig is made, so that a wrong value stops the start. Engine and worker processes: before the
-executor or the worker is built from the configuration that was handed to them.
+API process: after the VllmConfig is made, so that a wrong value stops the start; what is in force is laid beside it,
+and travels with it. Engine and worker processes: before the executor or the worker is built from what was handed to
+them. One process can be all three.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-from vllm_mmcache import settings
-from vllm_mmcache.upstream.start import refuse_without_identity, say_pending, settle
+from vllm_mmcache import rooms, settings
+from vllm_mmcache.upstream import agree, configuration, start
+
+_seen: list[Any] = []  # the last configuration that this process has made: what it says of us, and of the engine
+_depth = 0  # executors and workers that are being built: they make configurations for parts of a model
 
 
 def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of VllmConfig.__post_init__. Raises: SettingsError for an unknown or wrong value; SwapError."""
     outcome = wrapped(*args, **kwargs)
-    _read(instance)
+    if not configuration.is_of_an_engine(instance) or _depth or rooms.process_name() != "api":
+        return outcome
+    chosen = settings.load_settings(settings.config_of(instance))
+    settings.use(chosen)
+    configuration.carry(instance, chosen)
+    said = [chosen, start.engine_here(instance), instance.model_config.model]
+    if "api" not in rooms.roles() or said != _seen:  # vLLM makes some more than once
+        _seen[:] = said
+        start.take_on("api", instance)
     return outcome
 
 
-def read_before_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of an `__init__(self, vllm_config, ...)`."""
+def build_executor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Executor.__init__(vllm_config): the process schedules. When the workers are there, all ranks agree."""
     vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-    _read(vllm_config)
+    _use(vllm_config)
+    configuration.carry(vllm_config, settings.current())  # where it was made without us
+    start.take_on("engine", vllm_config)
+    with _building():
+        outcome = wrapped(*args, **kwargs)
+    agree.agree(instance, vllm_config)
+    return outcome
+
+
+def build_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of WorkerBase.__init__(vllm_config): the process runs the model."""
+    vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    _use(vllm_config)
+    start.take_on("worker", vllm_config)
     return wrapped(*args, **kwargs)
 
 
-def _read(vllm_config: Any) -> None:
-    say_pending()
-    part = settings.config_of(vllm_config)
-    if part:
-        settings.use(settings.load_settings(part))
-        refuse_without_identity()
-    if vllm_config.model_config is not None:  # vLLM makes configurations of no engine, too
-        settle(vllm_config)
+def _use(vllm_config: Any) -> None:
+    if part := settings.config_of(vllm_config):
+        settings.use(settings.received(part))
+
+
+@contextlib.contextmanager
+def _building() -> Iterator[None]:
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1

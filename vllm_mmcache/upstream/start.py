@@ -1,84 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `plugin.register` does: settings, then each group of the ledger, then one line about it per process."""
+"""The one place that decides which rooms are on: when a process takes a role on, with the VllmConfig in its hands.
+
+`plugin.register` installs nothing but the hooks that see the VllmConfig (settings_side.py). Then, for each room with a
+part in the role: is it wanted (settings), does it have something to do and can it be in this configuration
+(configuration.py), was it shown to be exact on this engine (proven.py, proofs.py), does vLLM do it itself, does it fit
+(swap.py)? The answer is in rooms.py, where every wrapper asks for it; agree.py and report.py tell others.
+"""
 
 import logging
-import multiprocessing
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from vllm_mmcache import __version__, settings
+from vllm_mmcache import __version__, rooms, settings
 from vllm_mmcache.errors import SwapError
-from vllm_mmcache.upstream import swap, vllm_version
-from vllm_mmcache.upstream.ledger import NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, groups
-from vllm_mmcache.upstream.proven import ENGINE_ROOMS, Engine, minor_of, why_unproven
+from vllm_mmcache.rooms import ON, ROLES, Role, State
+from vllm_mmcache.upstream import configuration, swap, vllm_version
+from vllm_mmcache.upstream.ledger import ALWAYS, HOOKS, NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, groups, parts
+from vllm_mmcache.upstream.proven import Engine, minor_of, why_unproven
 from vllm_mmcache.upstream.seams import SEAMS
 
 logger = logging.getLogger("vllm.mmcache")
 
-LOUD = {"identity": "uuids of clients are trusted, and images are not apart by cache_salt"}  # what it means to be off
+WITHOUT_IDENTITY = "uuids of clients are trusted, and images are not apart by cache_salt"
 
-_off: dict[str, str] = {}  # group -> why it is not on in this process
-_line = ""  # what this process has said, or is about to
-_pending = ""
+_line = ""  # what this process has said
 
 
-def start() -> list[swap.Outcome]:
-    """Install every group that is switched on and fits. Returns the outcomes; re-entrant.
+def start() -> swap.Outcome:
+    """Install the hooks that see the VllmConfig; re-entrant. Raises: SettingsError; SwapError, if salts are required.
 
-    Raises: SettingsError; SwapError where a group must not be missing.
+    Where they don't fit this vLLM, nothing of mmcache can be on, and one line says why.
     """
     version = vllm_version()
-    outcomes: list[swap.Outcome] = []
-    for group, members in groups().items():
-        if process_name() != "api" and all(member.process == "api" for member in members):
-            continue  # would import the server into a process that has none
-        if group in OPT_IN and not getattr(settings.current(), group):
-            continue
-        reason = why_off(group) or why_alone(group, {outcome.group for outcome in outcomes if outcome.state == "on"})
-        if reason:
-            outcomes.append(swap.Outcome(group, "off", reason))
-        else:
-            outcomes.append(_install(group, members, version))
-    for outcome in outcomes:
-        if outcome.state == "refused":
-            stop()
-            raise SwapError(
-                f"mmcache refuses to start, since answers could be wrong without {outcome.group}: "
-                f"{outcome.reason}. MMCACHE_DISABLE=1 runs vLLM as it is."
-            )
-    _off.clear()
-    _off.update({outcome.group: outcome.reason for outcome in outcomes if outcome.state == "off"})
-    refuse_without_identity()
-    _say(version, outcomes)
-    return outcomes
+    outcome = _install(HOOKS, groups()[HOOKS], version)
+    if outcome.state != "on":
+        refuse_if_required(f"nothing of mmcache is on: {outcome.reason}")
+        logger.error("mmcache %s is off on vLLM %s: %s", __version__, version, outcome.reason)
+    return outcome
 
 
-def refuse_without_identity() -> None:
-    """Raises: SwapError, with everything undone, where salts are required but nothing would keep tenants apart."""
-    wanted = settings.current()
-    reason = _off.get("identity", "") or ("" if wanted.identity else "switched off by the setting identity")
-    if wanted.require_salt and reason:
+def take_on(role: Role, vllm_config: Any) -> None:
+    """Decide for each room with a part in a role that this process takes on, install what is on, and say so.
+
+    Raises: SwapError, where salts are required and nothing would keep tenants apart.
+    """
+    rooms.begin(role)
+    version, engine = vllm_version(), engine_here(vllm_config)
+    telling = [member for member in groups()[ALWAYS] if member.process == role]
+    absent = configuration.why_absent(role, vllm_config) or _install(f"{ALWAYS} ({role})", telling, version).reason
+    for room, members in parts(role).items():
+        state = State("off", absent) if absent else decide(room, engine, vllm_config)
+        if state == ON and (needed := NEEDS.get(room)) and rooms.of(role).get(needed, ON) != ON:
+            state = State("off", f"needs {needed}, which is {rooms.of(role)[needed].state}")
+        if state == ON:
+            outcome = _install(f"{room} ({role})", members, version)
+            state = ON if outcome.state == "on" else State("off", outcome.reason)
+        rooms.put(role, room, state)
+    if role == "api" and rooms.of(role)["identity"].state == "off":
+        reason = rooms.of(role)["identity"].reason
+        refuse_if_required(f"identity is off ({reason}), so {WITHOUT_IDENTITY}")
+        logger.error("mmcache: identity is off (%s): %s", reason, WITHOUT_IDENTITY)
+    _say(role, version, engine)
+
+
+def decide(room: str, engine: Engine, vllm_config: Any) -> State:
+    """What a room is to be on this engine, with this configuration; on, as far as is known without installing it."""
+    chosen = settings.current()
+    wanted = getattr(chosen, room)
+    if wanted is False:
+        asked = f"MMCACHE_{room.upper()}=1 switches it on" if room in OPT_IN else f"switched off by the setting {room}"
+        return State("off", asked)
+    if fixed := configuration.state_in(room, vllm_config):
+        return fixed
+    if room in OVERTAKEN_BY and all(swap.is_there(symbol) for symbol in OVERTAKEN_BY[room]):
+        return State("unneeded", f"vLLM has its own: {', '.join(OVERTAKEN_BY[room])}")
+    if room in OVERTAKEN_WHERE and swap.reads_name(*OVERTAKEN_WHERE[room]):
+        return State("unneeded", f"vLLM has its own: {OVERTAKEN_WHERE[room][0]}")
+    if wanted is None and not chosen.unproven and (reason := why_unproven(room, engine)):
+        return State("off", reason)
+    return ON
+
+
+def foresee(vllm_config: Any) -> dict[str, State]:
+    """What each room will be over all processes, as far as is known before there is an engine. Installs nothing."""
+    version, engine = vllm_version(), engine_here(vllm_config)
+    found: dict[str, State] = {}
+    for role in ROLES:
+        for room, members in parts(role).items():
+            state = found.get(room, ON)
+            if state == ON:
+                state = decide(room, engine, vllm_config)
+            if state == ON and (needed := NEEDS.get(room)) and found[needed] != ON:
+                state = State("off", f"needs {needed}, which is {found[needed].state}")
+            if state == ON and (reason := swap.misfit(members, version)):
+                state = State("off", reason)
+            found[room] = state
+    return found
+
+
+def refuse_if_required(reason: str) -> None:
+    """Raises: SwapError, with everything undone, where salts are required and `reason` says what stands against it."""
+    if settings.current().require_salt:
         stop()
         raise SwapError(
-            f"mmcache refuses to start: require_salt is set, but identity is off ({reason}), so "
-            f"{LOUD['identity']}. Unset MMCACHE_REQUIRE_SALT to run without."
+            f"mmcache refuses to start: require_salt is set, but {reason}. Unset MMCACHE_REQUIRE_SALT to run without."
         )
-
-
-def settle(vllm_config: Any) -> dict[str, str]:
-    """Switch off the rooms that were not exercised on this engine, now that its runner and scheduling are known.
-
-    Room -> why. A room that its setting switches on stays on.
-    """
-    wanted, engine = settings.current(), engine_here(vllm_config)
-    rooms = [room for room in ENGINE_ROOMS if getattr(wanted, room) is None]
-    off = {room: reason for room in rooms if (reason := why_unproven(room, engine))}
-    settings.use(wanted.model_copy(update=dict.fromkeys(off, False)))
-    if unsaid := [f"{room}: {reason}" for room, reason in off.items() if room not in _off]:
-        logger.warning("mmcache [%s]: off for this engine: %s", process_name(), "; ".join(unsaid))
-    _off.update(off)
-    return off
 
 
 def engine_here(vllm_config: Any = None) -> Engine:
@@ -104,26 +131,16 @@ def stop() -> None:
     swap.undo_all()
 
 
-def why_off(group: str) -> str:
-    """Why a group is not wanted here; empty if it is."""
-    if settings.current().disable:
-        return "MMCACHE_DISABLE is set"
-    wanted = getattr(settings.current(), group, True)
-    if wanted is False:
-        return f"switched off by the setting {group}"
-    if wanted is None and (reason := why_unproven(group, engine_here())):
-        return reason
-    if group in OVERTAKEN_BY and all(swap.is_there(symbol) for symbol in OVERTAKEN_BY[group]):
-        return f"vLLM has its own: {', '.join(OVERTAKEN_BY[group])}"
-    if group in OVERTAKEN_WHERE and swap.reads_name(*OVERTAKEN_WHERE[group]):
-        return f"vLLM has its own: {OVERTAKEN_WHERE[group][0]}"
-    return ""
-
-
-def why_alone(group: str, groups_on: Collection[str]) -> str:
-    """Why a group can't do without another that is not on; empty if it can, or need not."""
-    needed = NEEDS.get(group)
-    return "" if needed is None or needed in groups_on else f"needs {needed}, which is off"
+def words(states: Iterable[tuple[str, State]]) -> str:
+    """Rooms and their states in one line: what is on, then the others with their reasons."""
+    said = list(states)
+    on = ", ".join(room for room, state in said if state.state == "on") or "nothing"
+    others = "".join(
+        f"; {kind}: " + ", ".join(f"{room} ({state.reason})" for room, state in said if state.state == kind)
+        for kind in ("mixed", "off", "unneeded")
+        if any(state.state == kind for _, state in said)
+    )
+    return on + others
 
 
 def _install(group: str, members: list[swap.Swap], version: str) -> swap.Outcome:
@@ -132,7 +149,7 @@ def _install(group: str, members: list[swap.Swap], version: str) -> swap.Outcome
         return outcome
     try:
         for seam in SEAMS:
-            if seam.group == group:
+            if group == f"{seam.group} ({seam.process})":
                 seam.install()
     except SwapError as error:
         swap.undo(group)
@@ -140,32 +157,14 @@ def _install(group: str, members: list[swap.Swap], version: str) -> swap.Outcome
     return outcome
 
 
-def process_name() -> str:
-    """api (or the offline program), engine or worker, by the name that vLLM gives its processes."""
-    name = multiprocessing.current_process().name.lower()
-    if "enginecore" in name or "engine_core" in name:
-        return "engine"
-    if "worker" in name:
-        return "worker"
-    return "api"
-
-
-def say_pending() -> None:
-    """Log this process's line once vLLM has set logging up; offline, that is after plugins are loaded."""
-    global _pending
-    if _pending and logging.getLogger("vllm").hasHandlers():
-        logger.info(_pending)
-        _pending = ""
-        for group in LOUD.keys() & _off.keys():
-            logger.error("mmcache: %s is off (%s): %s", group, _off[group], LOUD[group])
-
-
-def _say(version: str, outcomes: list[swap.Outcome]) -> None:
-    global _line, _pending
-    on = [outcome.group for outcome in outcomes if outcome.state == "on"]
-    off = [f"{outcome.group}: {outcome.reason}" for outcome in outcomes if outcome.state != "on"]
-    line = f"mmcache {__version__} on vLLM {version} [{process_name()}]: {len(on)} on ({', '.join(on)}), "
-    line += f"{len(off)} off" + (f" ({'; '.join(off)})" if off else "")
+def _say(role: Role, version: str, engine: Engine) -> None:
+    """What is prepared in this process; what is in force is known when the model is loaded (report.py)."""
+    global _line
+    line = (
+        f"mmcache {__version__} [{role}] on {replace(engine, vllm=version)}: prepared: {words(rooms.of(role).items())}"
+    )
     if line != _line:
-        _line = _pending = line
-    say_pending()
+        _line = line
+        logger.info(line)
+        if settings.current().unproven:
+            logger.warning("mmcache: MMCACHE_UNPROVEN is set: rooms are on that nobody has shown to be exact here")

@@ -132,6 +132,17 @@ def check(swap: Swap, vllm_version: str, *, allow_untested: bool = False) -> Non
     _resolve(swap, vllm_version, allow_untested)
 
 
+def misfit(swaps: Sequence[Swap], vllm_version: str, *, allow_untested: bool = False) -> str:
+    """Why these can't all be installed here; empty if they can, or are. Installs nothing."""
+    try:
+        for swap in swaps:
+            if not is_replaced(swap.target):
+                check(swap, vllm_version, allow_untested=allow_untested)
+    except SwapError as error:
+        return str(error)
+    return ""
+
+
 def is_replaced(target: str) -> bool:
     """Whether the slot of "module:Owner.attr" holds one of our replacements."""
     owner, attribute = resolve_owner(target)

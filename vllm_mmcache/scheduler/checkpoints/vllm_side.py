@@ -7,7 +7,6 @@ positions to resume at. Which blocks that means is vLLM's own calculation. Never
 """
 
 import inspect
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +14,10 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-from vllm_mmcache import events, settings
+from vllm_mmcache import events, rooms, settings
+from vllm_mmcache.rooms import State
 from vllm_mmcache.scheduler.checkpoints.learner import Learner, Live
 from vllm_mmcache.scheduler.checkpoints.positions import KINDS, Checkpoint, candidates, choose
-
-logger = logging.getLogger("vllm.mmcache")
 
 _ROOM = "_mmcache_checkpoints"
 _PLAN = "_mmcache_checkpoint_plan"
@@ -152,32 +150,20 @@ class Checkpoints:
         return self.pool.get_cached_block(BlockHash(key), [self.group]) is not None
 
 
-def why_not(vllm_config: Any) -> str:
-    """Why checkpoints are off in a configuration in which they could not be shown to be right; empty if they are on."""
-    parallel = vllm_config.parallel_config
-    if vllm_config.speculative_config is not None:
-        return "not shown to be right with speculative decoding"
-    if vllm_config.kv_transfer_config is not None:
-        return "not shown to be right with a KV connector"
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        return "not shown to be right with context parallelism"
-    return ""
+def say_what_is_in_force(scheduler: Any) -> None:
+    """Say where there is nothing to keep; when the scheduler is made. Engine process."""
+    if _room_of(scheduler) is None:
+        rooms.put("engine", "image_checkpoints", State("unneeded", "this model keeps every block's KV"))
 
 
 def _room_of(scheduler: Any) -> Checkpoints | None:
     """The scheduler's checkpoints; None where nothing is kept sparsely, or where they are off."""
     if not hasattr(scheduler, _ROOM):
-        room = None
-        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-        if scheduler.kv_cache_manager.enable_caching and any(_is_sparse(manager) for manager in managers):
-            reason = why_not(scheduler.vllm_config)
-            if reason:
-                logger.info("mmcache: no checkpoints at image boundaries: %s", reason)
-            else:
-                room = Checkpoints(scheduler)
-        setattr(scheduler, _ROOM, room)
+        manager = scheduler.kv_cache_manager
+        is_sparse = manager.enable_caching and any(map(_is_sparse, manager.coordinator.single_type_managers))
+        setattr(scheduler, _ROOM, Checkpoints(scheduler) if is_sparse else None)
     found: Checkpoints | None = getattr(scheduler, _ROOM)
-    return found if settings.current().image_checkpoints is not False else None
+    return found if rooms.is_on("image_checkpoints") else None
 
 
 def _plan_of(request: Any) -> tuple[Checkpoint, ...]:

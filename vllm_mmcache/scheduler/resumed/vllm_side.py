@@ -13,7 +13,7 @@ from typing import Any
 from vllm.multimodal.utils import strip_covered_mm_data
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_mmcache import settings
+from vllm_mmcache import rooms
 
 _IMAGES = "mmcache_images"  # attribute of the step's CachedRequestData: request id -> image index -> feature
 _MAKE = inspect.signature(Scheduler._make_cached_request_data)
@@ -22,7 +22,7 @@ _MAKE = inspect.signature(Scheduler._make_cached_request_data)
 def send_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._make_cached_request_data; engine process, scheduler thread."""
     step = wrapped(*args, **kwargs)
-    if settings.current().resumed_images is False:
+    if not rooms.is_on("resumed_images"):
         return step
     images: dict[str, dict[int, Any]] = {}
     for request in _MAKE.bind(instance, *args, **kwargs).arguments["resumed_reqs"]:

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks of an engine have the same rooms: asked once, when the model is loaded. Engine and worker processes.
+
+The engine asks each worker what its rooms are, through the executor that it has anyway, and a room that is off in one
+rank is switched off in all, before any of them could wait for another. The question is sent by value, since a worker
+may be without us. What was found goes to the API servers with the engine's ready message (report.py).
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from vllm_mmcache import __version__, rooms
+from vllm_mmcache.rooms import ON, State
+from vllm_mmcache.upstream.ledger import parts
+
+logger = logging.getLogger("vllm.mmcache")
+
+KEY = "mmcache"
+"""Of our part in the ready message; vLLM's decoders pass over what they don't know."""
+NO_MMCACHE = "it has no mmcache"
+_WORKERS = "_mmcache_workers"  # on an executor: rank -> rooms, or None
+
+Told = dict[str, Any]
+"""What a process says as plain data: version, and rooms: room -> [state, reason]."""
+
+
+def agree(executor: Any, vllm_config: Any) -> None:
+    """Switch a room off in all ranks where it is off in one, or in the engine. Engine process, before any request."""
+    if vllm_config.parallel_config.node_rank_within_dp > 0:
+        return  # the leader asks the workers of this node, too
+    found = _ask(executor, {})
+    off = {}
+    for room in dict.fromkeys([*parts("engine"), *parts("worker")]):
+        places = [(f"worker {rank}", states[room]) for rank, states in found.items() if room in states]
+        if room in rooms.of("engine"):
+            places.append(("engine", rooms.of("engine")[room]))
+        if reason := rooms.why_off(places):
+            off[room] = reason
+            if rooms.of("engine").get(room) == ON:
+                rooms.put("engine", room, State("off", reason))
+    some = [room for room in off if any(states.get(room) == ON for states in found.values())]
+    if some:
+        logger.warning("mmcache: off in all ranks: %s", "; ".join(f"{room}: {off[room]}" for room in some))
+        found = _ask(executor, off)
+    setattr(executor, _WORKERS, found)
+
+
+def send_report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of EngineCoreProc._make_ready_response: what vLLM encodes next and sends to every API server."""
+    return {**msgspec.to_builtins(wrapped(*args, **kwargs)), KEY: of_engine(instance)}
+
+
+def of_engine(engine_core: Any) -> dict[str, Told]:
+    """What is told of each process of an engine, by name. Engine process, when it has its scheduler."""
+    if rooms.is_on("image_checkpoints"):
+        from vllm_mmcache.scheduler.checkpoints.vllm_side import say_what_is_in_force
+
+        say_what_is_in_force(engine_core.scheduler)
+    workers: dict[int, Mapping[str, State]] = getattr(engine_core.model_executor, _WORKERS, {})
+    processes = {"engine": rooms.of("engine"), **{f"worker {rank}": states for rank, states in workers.items()}}
+    return {process: told(states) for process, states in processes.items()}
+
+
+def of_worker(off: Mapping[str, str]) -> Told:
+    """What is told of this worker, after the rooms named were switched off. Worker process, asked by the engine."""
+    for room, reason in off.items():
+        if rooms.of("worker").get(room) == ON:
+            rooms.put("worker", room, State("off", reason))
+    return told(rooms.of("worker"))
+
+
+def told(states: Mapping[str, State]) -> Told:
+    """States as plain data."""
+    return {"version": __version__, "rooms": {room: [one.state, one.reason] for room, one in states.items()}}
+
+
+def read(said: Told | None, parts: Mapping[str, Any]) -> dict[str, State]:
+    """The states out of plain data. Of a process that said nothing, or is of another version, all `parts` are off."""
+    if said is None or said["version"] != __version__:
+        reason = NO_MMCACHE if said is None else f"it has mmcache {said['version']}, not {__version__}"
+        return {room: State("off", reason) for room in parts}
+    return {room: State(state, reason) for room, (state, reason) in said["rooms"].items()}
+
+
+def _ask(executor: Any, off: Mapping[str, str]) -> dict[int, dict[str, State]]:
+    answers = executor.collective_rpc(_question(dict(off)))
+    return {rank: read(said, parts("worker")) for rank, said in answers}
+
+
+def _question(off: dict[str, str]) -> Callable[[Any], tuple[int, Told | None]]:
+    def question(worker: Any) -> tuple[int, Told | None]:  # of a function: so it is pickled by value
+        ours: Any = sys.modules.get("vllm_mmcache.upstream.agree")
+        is_ours = ours is not None and ours.rooms.of("worker")
+        return getattr(worker, "worker", worker).rank, ours.of_worker(off) if is_ours else None
+
+    return question

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a VllmConfig says of the rooms: which have nothing to do, which can't be, and the settings that travel with it.
+
+Any process, at start.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_mmcache import rooms, settings
+from vllm_mmcache.rooms import Role, State
+
+_NO_IMAGES = "this deployment takes no images"
+_NOT_CACHED = "prefix caching is off"
+
+
+def carry(vllm_config: Any, chosen: settings.Settings) -> None:
+    """Put all that was set into the configuration, as if --additional-config had said it: so every process has it.
+
+    Also where nothing was set: a configuration with no part of ours comes from a process that is without us.
+    """
+    additional = vllm_config.additional_config
+    if isinstance(additional, dict):
+        vllm_config.additional_config = {**additional, settings.CONFIG_KEY: settings.carried(chosen)}
+
+
+def why_absent(role: Role, vllm_config: Any) -> str:
+    """Why nothing can be on in this process: what gave it its configuration is without us. Empty where it is not."""
+    additional = vllm_config.additional_config
+    was_carried = not isinstance(additional, dict) or settings.CONFIG_KEY in additional
+    if was_carried or role != "worker" or "engine" in rooms.roles():
+        return ""
+    return "the engine's process has no mmcache, or MMCACHE_DISABLE is set there"
+
+
+def state_in(room: str, vllm_config: Any) -> State | None:
+    """Why a room has nothing to do in a configuration, or can't be in it; None where neither is known."""
+    rule = _RULES.get(room)
+    return rule(vllm_config) if rule is not None else None
+
+
+def is_of_an_engine(vllm_config: Any) -> bool:
+    """Whether this configuration is a deployment's: vLLM makes some for a part of a model, and some without one."""
+    model_config = vllm_config.model_config
+    return model_config is not None and not getattr(model_config, "is_submodel_config", False)
+
+
+def _takes_images(vllm_config: Any) -> bool:
+    mm_config = vllm_config.model_config.multimodal_config
+    return mm_config is not None and mm_config.get_limit_per_prompt("image") > 0
+
+
+def _block_keys(vllm_config: Any) -> State | None:
+    return None if vllm_config.cache_config.enable_prefix_caching else State("unneeded", _NOT_CACHED)
+
+
+def _image_spans(vllm_config: Any) -> State | None:
+    if vllm_config.model_config.is_mm_prefix_lm:
+        return None
+    return State("unneeded", "an image of this model sees what came before it, as text does")
+
+
+def _resumed_images(vllm_config: Any) -> State | None:
+    if not _takes_images(vllm_config):
+        return State("unneeded", _NO_IMAGES)
+    if vllm_config.use_v2_model_runner:
+        return State("unneeded", "model runner V2 is sent a resumed request as a new one, images included")
+    return None
+
+
+def _image_checkpoints(vllm_config: Any) -> State | None:
+    parallel = vllm_config.parallel_config
+    if not _takes_images(vllm_config):
+        return State("unneeded", _NO_IMAGES)
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return State("unneeded", _NOT_CACHED)
+    if vllm_config.speculative_config is not None:
+        return State("off", "not shown to be right with speculative decoding")
+    if vllm_config.kv_transfer_config is not None:
+        return State("off", "not shown to be right with a KV connector")
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return State("off", "not shown to be right with context parallelism")
+    return None
+
+
+def _features(vllm_config: Any) -> State | None:
+    mm_config = vllm_config.model_config.multimodal_config
+    if not _takes_images(vllm_config):
+        return State("unneeded", _NO_IMAGES)
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return State("off", _NOT_CACHED)
+    if vllm_config.ec_transfer_config is not None:
+        return State("off", "ec_transfer_config is set, and wins")
+    if vllm_config.lora_config is not None and vllm_config.lora_config.enable_tower_connector_lora:
+        return State("off", "LoRA adapters can change the vision tower")
+    if mm_config.is_multimodal_pruning_enabled():
+        return State("off", "features are pruned")
+    if mm_config.mm_encoder_attn_dtype == "fp8" and mm_config.mm_encoder_fp8_scale_path is None:
+        why = "the tower's fp8 scales follow what it has seen (mm_encoder_fp8_scale_path gives fixed ones)"
+        return State("off", why)
+    return None
+
+
+def _media(vllm_config: Any) -> State | None:
+    return None if _takes_images(vllm_config) else State("unneeded", _NO_IMAGES)
+
+
+def _identity(vllm_config: Any) -> State | None:
+    is_multimodal = vllm_config.model_config.multimodal_config is not None
+    return None if is_multimodal else State("unneeded", "this model takes text alone")
+
+
+_RULES: dict[str, Callable[[Any], State | None]] = {
+    "block_keys": _block_keys,
+    "image_spans": _image_spans,
+    "resumed_images": _resumed_images,
+    "image_checkpoints": _image_checkpoints,
+    "features": _features,
+    "lazy_media": _media,
+    "lifted_bodies": _media,
+    "identity": _identity,
+}
