@@ -19,7 +19,7 @@ from tests.engine_configuration import CHOSEN
 from tests.sizes import scaled
 
 if TYPE_CHECKING:
-    from tests.exactness.engines import EnginePool
+    from vllm_mmcache.prove.engines import EnginePool
 
 CHOSEN.apply()
 
@@ -31,9 +31,9 @@ settings.load_profile("scaled")
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
     """At most one engine alive; closed at the end of the session."""
-    from tests.exactness.engines import EnginePool
+    from vllm_mmcache.prove.engines import EnginePool
 
-    engines = EnginePool(tmp_path_factory.mktemp("zoo"))
+    engines = EnginePool(tmp_path_factory.mktemp("zoo"), CHOSEN.check)
     yield engines
     engines.close()
 

@@ -10,8 +10,12 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tests import runner_v2
+
+if TYPE_CHECKING:
+    from vllm_mmcache.prove.engines import Rig
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,19 @@ class EngineConfiguration:
         os.environ |= self.environment()
         if self.runner == 2:
             sys.path.insert(0, str(runner_v2.FOLDER))
+
+    def check(self, rig: Rig) -> None:
+        """Assert that an engine is of this configuration; elsewhere than on the CPU it is what vLLM takes."""
+        from vllm.platforms import current_platform
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+        if not current_platform.is_cpu():
+            return
+        vllm_config = rig.llm.llm_engine.vllm_config
+        assert vllm_config.use_v2_model_runner == (self.runner == 2)
+        assert issubclass(vllm_config.scheduler_config.get_scheduler_cls(), AsyncScheduler) == self.is_async
+        if rig.runner is not None:
+            assert type(rig.runner).__module__.startswith("vllm.v1.worker.cpu.") == (self.runner == 2)
 
     def __str__(self) -> str:
         return f"model runner V{self.runner}, {'async' if self.is_async else 'synchronous'} scheduling"

@@ -6,8 +6,8 @@ from typing import Any
 
 from benchmarks.agents.workloads import WORKLOADS, reuse, run
 from benchmarks.gallery.worker import TowerRuns
-from benchmarks.tasks import run_task
-from tests.exactness.engines import EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.tasks import run_task
 
 
 def workloads(pool: EnginePool, family: str, names: list[str]) -> dict[str, Any]:

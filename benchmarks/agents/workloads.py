@@ -7,9 +7,9 @@ Each workload yields (salt, conversation) and is sent the answer. Numbers of wor
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from benchmarks.image_questions.workloads import contents, put, reusable, shared
-from tests.exactness.engines import Answer, Rig
-from tests.exactness.scenarios import assistant, filler, picture, user
+from vllm_mmcache.prove.engines import Answer, Rig
+from vllm_mmcache.prove.scenarios import assistant, filler, picture, user
+from vllm_mmcache.prove.workloads import contents, put, reusable, shared
 
 Asks = Generator[tuple[str | None, list[Any]], Answer, None]
 

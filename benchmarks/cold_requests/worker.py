@@ -8,10 +8,10 @@ from typing import Any
 
 from benchmarks.image_questions.worker import default
 from benchmarks.image_questions.workloads import SHAPES
-from benchmarks.tasks import run_task
-from tests.exactness.engines import EnginePool, Rig
-from tests.exactness.scenarios import filler, picture, user
 from vllm_mmcache import settings
+from vllm_mmcache.prove.engines import EnginePool, Rig
+from vllm_mmcache.prove.scenarios import filler, picture, user
+from vllm_mmcache.prove.tasks import run_task
 
 ROOMS = ("image_checkpoints", "features")
 CASES = tuple(itertools.product((4000, 8000), (1, 4)))  # tokens, images

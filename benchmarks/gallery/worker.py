@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gallery.shapes import shape_of
-from tests.exactness.engines import EngineConfig, Rig
-from tests.exactness.scenarios import picture, user
+from vllm_mmcache.prove.engines import EngineConfig, Rig
+from vllm_mmcache.prove.scenarios import picture, user
 from vllm_mmcache.zoo import build_cached
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from benchmarks.tasks import run_task
-from tests.exactness.engines import EngineConfig, EnginePool, Rig
-from tests.exactness.expect import step_deltas
-from tests.exactness.scenarios import filler, picture, user
-from tests.scheduler.load import LOAD, conversations, counted
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.expect import step_deltas
+from vllm_mmcache.prove.load import LOAD, conversations, counted
+from vllm_mmcache.prove.scenarios import filler, picture, user
+from vllm_mmcache.prove.tasks import run_task
 from vllm_mmcache.zoo import ZooOptions, build
 
 

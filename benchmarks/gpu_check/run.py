@@ -76,7 +76,7 @@ def parse() -> argparse.Namespace:
 def check(found: here.Found, options: argparse.Namespace) -> int:
     """Run the items and the benchmarks, and say what was found."""
     from benchmarks.gpu_check import benches, results
-    from benchmarks.gpu_check.items import OutOfTime
+    from vllm_mmcache.prove.items import OutOfTime
 
     path = (options.results or results.path_of(found.machine)).resolve()
     result = results.load(path, found)
@@ -131,9 +131,9 @@ def run_items(
     With --seconds, what an earlier run of this commit found is not run again; second are the names that time was too
     short for. `end` is a time of time.monotonic(). Stock comes before the items that are compared with it.
     """
-    from benchmarks.gpu_check.items import How, Item, OutOfTime, plan, run, unrunnable
+    from vllm_mmcache.prove.items import How, Item, OutOfTime, plan, run, unrunnable
 
-    how = How(found.platform, options.precision, options.short, options.log)
+    how = How(options.precision, options.short, options.log, environments(found.platform))
     stocks: dict[Any, Any] = {}
     ran: dict[str, Any] = {}
     not_reached: list[str] = []
@@ -175,6 +175,18 @@ def run_items(
                     stocks[item.setting] = items[item.name]
                 save()
     return ran, not_reached
+
+
+def environments(platform: str) -> dict[str, dict[str, str]]:
+    """What the model runners need on a platform: on the CPU the second has Triton's interpreter, as in tests."""
+    if platform != "cpu":
+        return {}
+    from tests.engine_configuration import CONFIGURATIONS
+
+    return {
+        runner: {"TEST_ENGINE": name, **CONFIGURATIONS[name].environment()}
+        for runner, name in (("V1", "v1"), ("V2", "v2-async"))
+    }
 
 
 def left_out(found: here.Found, platform: str) -> dict[str, str]:

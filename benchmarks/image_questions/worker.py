@@ -4,10 +4,11 @@
 import time
 from typing import Any
 
-from benchmarks.image_questions.workloads import SHAPES, WORKLOADS, reuse, run, unique
-from benchmarks.tasks import run_task
-from tests.exactness.engines import EngineConfig, EnginePool
+from benchmarks.image_questions.workloads import SHAPES, WORKLOADS, unique
 from vllm_mmcache import events
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.tasks import run_task
+from vllm_mmcache.prove.workloads import reuse, run
 
 
 def workloads(pool: EnginePool, family: str) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from benchmarks.tasks import run_task
-from tests.exactness.engines import EngineConfig, EnginePool
 from tests.observe.observing import Observed, assistant, observed, picture, system, user, words
 from vllm_mmcache import settings
 from vllm_mmcache.observe import engine, recorder, server, vllm_side
 from vllm_mmcache.observe.recorder import RECORDER
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.tasks import run_task
 from vllm_mmcache.upstream.ledger import groups
 
 

@@ -14,11 +14,11 @@ import pytest
 from packaging.version import Version
 
 from tests.engine_configuration import CHOSEN
-from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
-from tests.exactness.expect import TOLERANCE, Inexact, assert_exact
 from tests.exactness.measure import judge
-from tests.exactness.scenarios import filler, picture, user
 from vllm_mmcache import settings
+from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.expect import TOLERANCE, Inexact, assert_exact
+from vllm_mmcache.prove.scenarios import filler, picture, user
 from vllm_mmcache.upstream import vllm_version
 from vllm_mmcache.zoo import BY_NAME, ZooOptions, build_cached
 
@@ -40,6 +40,7 @@ def start(pool: EnginePool, tmp_path: Path) -> Iterator[Any]:
         pool.close()
         model = build_cached("gemma4", tmp_path, options=ZooOptions(sliding_window=window))
         rigs.append(Rig(EngineConfig("gemma4", **arguments), model))
+        CHOSEN.check(rigs[-1])
         return rigs[-1]
 
     yield make

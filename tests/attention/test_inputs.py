@@ -5,9 +5,9 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests.exactness.engines import NUM_LOGPROBS, EngineConfig, EnginePool
-from tests.exactness.expect import TOLERANCE, assert_exact
-from tests.exactness.scenarios import filler, one, picture, user
+from vllm_mmcache.prove.engines import NUM_LOGPROBS, EngineConfig, EnginePool
+from vllm_mmcache.prove.expect import TOLERANCE, assert_exact
+from vllm_mmcache.prove.scenarios import filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.exactness.engines import NUM_LOGPROBS, EngineConfig, EnginePool, Rig
-from tests.exactness.expect import TOLERANCE
-from tests.exactness.scenarios import filler, picture
+from tests.engine_configuration import CHOSEN
 from vllm_mmcache import settings
+from vllm_mmcache.prove.engines import NUM_LOGPROBS, EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.expect import TOLERANCE
+from vllm_mmcache.prove.scenarios import filler, picture
 from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine
@@ -43,6 +44,7 @@ def test_run_all_the_same_it_is_wrong(pool: EnginePool, tmp_path: Path) -> None:
     try:
         rig = Rig(EngineConfig("paligemma", num_images=1), build_cached("paligemma", tmp_path))
         try:
+            CHOSEN.check(rig)
             deltas = [worst(rig, number) for number in range(4)]
         finally:
             rig.close()

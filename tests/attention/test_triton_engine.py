@@ -15,11 +15,11 @@ import pytest
 from packaging.version import Version
 
 from tests.attention.triton_backend import ARGUMENTS, granted
-from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
-from tests.exactness.expect import Inexact, assert_exact
 from tests.exactness.measure import judge
-from tests.exactness.scenarios import filler, picture, user
-from tests.scheduler.load import counted
+from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.expect import Inexact, assert_exact
+from vllm_mmcache.prove.load import counted
+from vllm_mmcache.prove.scenarios import filler, picture, user
 from vllm_mmcache.scheduler import vllm_side
 from vllm_mmcache.upstream import vllm_version
 

@@ -8,9 +8,9 @@ import pytest
 from vllm.v1.core import kv_cache_utils
 
 from tests.block_keys.test_layout import by_the_book
-from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
-from tests.exactness.expect import assert_exact
-from tests.exactness.scenarios import filler, one, picture, user
+from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.expect import assert_exact
+from vllm_mmcache.prove.scenarios import filler, one, picture, user
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 

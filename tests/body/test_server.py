@@ -20,8 +20,8 @@ from openai import OpenAI
 
 from tests.body.test_lift import text_of
 from tests.media import files
-from tests.pictures import ellipses
 from vllm_mmcache.demo.server import CPU_ARGS, serve
+from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine

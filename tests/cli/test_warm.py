@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_commands import assert_one_line, mmcache
-from tests.pictures import ellipses
+from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.zoo import build_cached
 
 

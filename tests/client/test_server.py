@@ -14,9 +14,9 @@ from openai import AsyncOpenAI, OpenAI
 
 from tests.body.test_server import differences, encoded, image_url, picture, settle
 from tests.media import files
-from tests.pictures import ellipses
 from vllm_mmcache.client import AsyncOnceTransport, OnceTransport, async_http_client, http_client
 from vllm_mmcache.demo.server import CPU_ARGS, serve
+from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine

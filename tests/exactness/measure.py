@@ -12,9 +12,9 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from tests.exactness.engines import Answer, EngineConfig, Rig
-from tests.exactness.expect import step_deltas
-from tests.exactness.scenarios import MAIN
+from vllm_mmcache.prove.engines import Answer, EngineConfig, Rig
+from vllm_mmcache.prove.expect import step_deltas
+from vllm_mmcache.prove.scenarios import MAIN
 from vllm_mmcache.zoo import ZooOptions, build_cached
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from PIL import Image
 
-from tests.exactness.engines import Answer, Rig
-from tests.exactness.expect import assert_exact
-from tests.exactness.oracle import Oracle
-from tests.exactness.scenarios import filler, picture, user
+from vllm_mmcache.prove.engines import Answer, Rig
+from vllm_mmcache.prove.expect import assert_exact
+from vllm_mmcache.prove.oracle import Oracle
+from vllm_mmcache.prove.scenarios import filler, picture, user
 
 BATCH = 6
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.exactness.engines import EngineConfig, EnginePool
-from tests.exactness.expect import Inexact, assert_detects, assert_exact
-from tests.exactness.scenarios import (
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.expect import Inexact, assert_detects, assert_exact
+from vllm_mmcache.prove.scenarios import (
     MAIN,
     Scenario,
     eight_at_once,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.exactness.engines import Answer
-from tests.exactness.expect import TIE, TOLERANCE, Inexact, assert_equals_oracle
+from vllm_mmcache.prove.engines import Answer
+from vllm_mmcache.prove.expect import TIE, TOLERANCE, Inexact, assert_equals_oracle
 
 PROMPT_IDS = (5, 6)
 

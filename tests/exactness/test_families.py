@@ -10,9 +10,9 @@ import os
 
 import pytest
 
-from tests.exactness.engines import EngineConfig, EnginePool
-from tests.exactness.expect import assert_detects, assert_exact
-from tests.exactness.scenarios import (
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.expect import assert_detects, assert_exact
+from vllm_mmcache.prove.scenarios import (
     MAIN,
     Scenario,
     filler,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.exactness.engines import EngineConfig, EnginePool
 from tests.exactness.mixed import ask_mixed, assert_all_cold
 from tests.sizes import SCALE, scaled
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
-from tests.exactness.expect import TOLERANCE, step_deltas
+from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.expect import TOLERANCE, step_deltas
 from vllm_mmcache.zoo.seeing.pictures import Thing, stream
 from vllm_mmcache.zoo.seeing.prompts import SYSTEMS, Conversation, Turn, converse, held_out, right_answer
 

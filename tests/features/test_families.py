@@ -6,11 +6,11 @@ Every answer is that of a cold run. The control, features that are spoiled, is i
 
 import pytest
 
-from tests.exactness.engines import EngineConfig, EnginePool
-from tests.exactness.expect import assert_exact
-from tests.exactness.scenarios import assistant, filler, one, picture, user
 from tests.features.conftest import Put
 from tests.features.towers import Runs
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.expect import assert_exact
+from vllm_mmcache.prove.scenarios import assistant, filler, one, picture, user
 from vllm_mmcache.zoo import MORE_FAMILIES
 
 pytestmark = pytest.mark.engine

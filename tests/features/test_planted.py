@@ -19,10 +19,10 @@ from openai import OpenAI
 
 from tests.features.conftest import Server
 from tests.media import files
-from tests.pictures import ellipses
 from vllm_mmcache.demo.server import CPU_ARGS, serve
 from vllm_mmcache.features.package import FEATURES, Package, pack, unpack
 from vllm_mmcache.features.remote import PREFIX
+from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine

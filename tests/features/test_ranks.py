@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.exactness.engines import EngineConfig, EnginePool
-from tests.exactness.expect import assert_exact
-from tests.exactness.scenarios import filler, one, picture, user
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.expect import assert_exact
+from vllm_mmcache.prove.scenarios import filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
-from tests.exactness.expect import assert_exact
-from tests.exactness.scenarios import filler, one, picture, user
 from tests.features.conftest import Put, Server
 from tests.features.towers import Runs, ask_named, features_by_image
+from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.expect import assert_exact
+from vllm_mmcache.prove.scenarios import filler, one, picture, user
 from vllm_mmcache.zoo import FIRST_FAMILIES
 
 pytestmark = pytest.mark.engine

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.exactness.engines import EngineConfig, EnginePool
 from vllm_mmcache.features.probe import Kind, Unfit, probe
 from vllm_mmcache.features.tower import Tower, watched
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 WEIGHT = torch.arange(4.0)
 

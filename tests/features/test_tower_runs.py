@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.exactness.engines import EngineConfig, EnginePool, Rig
-from tests.exactness.expect import Inexact, assert_exact
-from tests.exactness.oracle import Oracle
-from tests.exactness.scenarios import assistant, filler, one, picture, user
 from tests.features.conftest import Put
 from tests.features.towers import Runs, ask_named, features_by_image
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.expect import Inexact, assert_exact
+from vllm_mmcache.prove.oracle import Oracle
+from vllm_mmcache.prove.scenarios import assistant, filler, one, picture, user
 from vllm_mmcache.zoo import FAMILIES, FIRST_FAMILIES, build_cached
 
 pytestmark = pytest.mark.engine

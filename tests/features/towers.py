@@ -3,10 +3,10 @@
 
 import torch
 
-from tests.exactness.engines import Answer, Rig
-from tests.exactness.scenarios import filler, picture, user
 from vllm_mmcache import events
 from vllm_mmcache.features.package import FEATURES
+from vllm_mmcache.prove.engines import Answer, Rig
+from vllm_mmcache.prove.scenarios import filler, picture, user
 
 
 class Runs:

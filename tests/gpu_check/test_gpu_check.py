@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_check import benches, found, items, results, run
+from benchmarks.gpu_check import benches, found, results, run
 from scripts import matrix
-from tests.exactness.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache import events, settings
+from vllm_mmcache.prove import items
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.upstream import proven
 from vllm_mmcache.upstream.report import report
 from vllm_mmcache.zoo import FIRST_FAMILIES
@@ -111,9 +112,9 @@ def test_the_checkout_is_a_plugin_and_nothing_is_installed(tmp_path: Path) -> No
 @pytest.mark.parametrize("config", [EngineConfig("qwen3-vl")], ids=["qwen3-vl"])
 def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hits on other KV, a room that is off, one that should be, no use of a room, and controls that see nothing."""
-    from benchmarks.gpu_check import worker
-    from tests.exactness.scenarios import filler, one, picture, user
     from tests.features.towers import features_by_image
+    from vllm_mmcache.prove import checks
+    from vllm_mmcache.prove.scenarios import filler, one, picture, user
     from vllm_mmcache.upstream import swap
     from vllm_mmcache.upstream.ledger import groups
 
@@ -126,8 +127,8 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
             tensor.mul_(-2)
         return [one(rig, ask)]
 
-    monkeypatch.setattr(worker, "SHORT", (spoiled,))
-    rows = {row.check: row for row in worker.rows_of(rig, proven.ENGINE_ROOMS, short=True)}
+    monkeypatch.setattr(checks, "SHORT", (spoiled,))
+    rows = {row.check: row for row in checks.rows_of(rig, proven.ENGINE_ROOMS, short=True)}
     assert [name for name, row in rows.items() if row.state == "failed"] == ["spoiled"]
     assert rows["spoiled"].inexact
     said = {"engine": {}, "rows": [asdict(row) for row in rows.values()]}
@@ -136,37 +137,37 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
     assert (outcome["state"], outcome["reason"].partition(" ")[0]) == ("failed", "spoiled:")
     assert run.exit_code({item.name: outcome}, {}) == 1
 
-    row = worker.row_of("engine", lambda: worker.assert_engine(rig, "V2"))
+    row = checks.row_of("engine", lambda: checks.assert_engine(rig, "V2"))
     assert (row.state, "not V2: vllm.v1.worker.cpu_model_runner" in row.reason) == ("failed", True), row
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "schedules_ahead", lambda rig: False)
+        patch.setattr(checks, "schedules_ahead", lambda rig: False)
         patch.setattr(type(rig.llm.llm_engine.vllm_config), "use_v2_model_runner", True)
         patch.setattr(type(rig.runner), "__module__", "vllm.v1.worker.gpu.model_runner")
-        row = worker.row_of("engine", lambda: worker.assert_engine(rig, "V2"))
+        row = checks.row_of("engine", lambda: checks.assert_engine(rig, "V2"))
     assert (row.state, "without async scheduling" in row.reason) == ("failed", True), row
     with monkeypatch.context() as patch:
         patch.setattr(Rig, "features", None)
-        row = worker.row_of("on", lambda: worker.assert_on(rig, "features"))
+        row = checks.row_of("on", lambda: checks.assert_on(rig, "features"))
     assert (row.state, "no feature store" in row.reason) == ("failed", True), row
     with monkeypatch.context() as patch:
         patch.setattr(events, "_travel", lambda name, amount: None)
-        row = worker.row_of("use", lambda: worker.use_metrics(rig))
+        row = checks.row_of("use", lambda: checks.use_metrics(rig))
     assert (row.state, "grew by 0" in row.reason) == ("failed", True), row
-    row = worker.row_of("off", lambda: worker.assert_off({"features"}))
+    row = checks.row_of("off", lambda: checks.assert_off({"features"}))
     assert (row.state, row.reason) == ("failed", "AssertionError: features should be off")
     undone = groups()["block_keys"][0].target
     with monkeypatch.context() as patch:
         patch.setattr(swap, "is_replaced", lambda target: target != undone)
-        row = worker.row_of("on", lambda: worker.assert_on(rig, "block_keys"))
+        row = checks.row_of("on", lambda: checks.assert_on(rig, "block_keys"))
     assert (row.state, "not replaced: block_keys.hasher" in row.reason) == ("failed", True)
     with monkeypatch.context() as patch:  # the tower runs again where nothing is kept
         patch.setattr(rig.features.store.ram, "save", lambda *given: None)
-        row = worker.row_of("use", lambda: worker.use_features(rig))
+        row = checks.row_of("use", lambda: checks.use_features(rig))
     assert (row.state, "runs of the vision tower: [1, 1]" in row.reason) == ("failed", True), row
     assert not features_by_image(rig)
     with monkeypatch.context() as patch:
         patch.setattr(Rig, "kv_tensors", lambda rig: [tensor.clone() for tensor in rig.runner.kv_caches])
-        row = worker.row_of("control", lambda: worker.assert_spoiled_kv_is_seen(rig))
+        row = checks.row_of("control", lambda: checks.assert_spoiled_kv_is_seen(rig))
     assert (row.state, "was judged right" in row.reason) == ("failed", True)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_check import benches, found, items, run
+from benchmarks.gpu_check import benches, found, run
+from vllm_mmcache.prove import items
 from vllm_mmcache.upstream import proven
 from vllm_mmcache.upstream.start import platform_name
 
@@ -22,6 +23,10 @@ OPTIONS: dict[str, Any] = {
     "jobs": 3,
     "seconds": 60.0,
 }
+
+
+def how(platform: str) -> items.How:
+    return items.How(None, short=True, environments=run.environments(platform))
 
 
 def test_the_order_and_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,22 +67,22 @@ def test_no_time_left() -> None:
     """Nothing is started, and nothing is said of what was not."""
     item = items.Item("gemma3", proven.ENGINE_ROOMS, "V2")
     with pytest.raises(items.OutOfTime):
-        items.run(item, items.How("cpu", None, True), None, 0)
+        items.run(item, how("cpu"), None, 0)
     with pytest.raises(items.OutOfTime):
-        items.run(item, items.How("cpu", None, True), None, 0.05)  # ends it
+        items.run(item, how("cpu"), None, 0.05)  # ends it
     with pytest.raises(items.OutOfTime):
         benches.run("block_keys", 0)
 
 
 def test_the_variables_of_an_item() -> None:
     """On the CPU the second runner is the tests' one, with async scheduling; on a GPU vLLM is only told which one."""
-    environ = items.environment(items.Item("gemma3", ("features",), "V2"), "cuda")
-    assert environ[found.SWITCH] == "1"
+    environ = items.environment(items.Item("gemma3", ("features",), "V2"), how("cuda"))
+    assert environ[items.SWITCH] == "1"
     assert not {"TEST_ENGINE", "TRITON_INTERPRET"} & set(environ)
-    environ = items.environment(items.Item("gemma3", ("features",), "V2"), "cpu")
+    environ = items.environment(items.Item("gemma3", ("features",), "V2"), how("cpu"))
     assert (environ["TEST_ENGINE"], environ["TEST_ASYNC_SCHEDULING"]) == ("v2-async", "1")
     assert [environ[f"MMCACHE_{room.upper()}"] for room in ("features", "metrics")] == ["1", "0"]
-    assert items.environment(items.Item("gemma3", (), "V1"), "cpu")[found.SWITCH] == "0"
+    assert items.environment(items.Item("gemma3", (), "V1"), how("cpu"))[items.SWITCH] == "0"
 
 
 def test_an_amd_gpu_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

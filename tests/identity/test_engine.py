@@ -7,11 +7,11 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests.exactness.engines import EngineConfig, EnginePool, Rig
-from tests.exactness.expect import assert_exact
-from tests.exactness.scenarios import filler, picture, user
 from tests.features.towers import Runs, ask_named
 from vllm_mmcache import settings
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.expect import assert_exact
+from vllm_mmcache.prove.scenarios import filler, picture, user
 
 pytestmark = pytest.mark.engine
 

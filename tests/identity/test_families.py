@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
-from tests.exactness.expect import assert_exact
-from tests.exactness.scenarios import filler, picture, user
 from vllm_mmcache import settings
+from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.expect import assert_exact
+from vllm_mmcache.prove.scenarios import filler, picture, user
 from vllm_mmcache.zoo import MORE_FAMILIES
 
 pytestmark = pytest.mark.engine

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.exactness.engines import NUM_LOGPROBS, Answer, EngineConfig, EnginePool, Message, Rig
-from tests.exactness.expect import assert_exact
-from tests.exactness.scenarios import filler, picture, user
 from tests.media import files
 from vllm_mmcache import events
+from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, EngineConfig, EnginePool, Message, Rig
+from vllm_mmcache.prove.expect import assert_exact
+from vllm_mmcache.prove.scenarios import filler, picture, user
 from vllm_mmcache.zoo import MORE_FAMILIES
 
 pytestmark = pytest.mark.engine

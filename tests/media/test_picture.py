@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.pictures import ellipses
 from vllm_mmcache.media.picture import LazyPicture
+from vllm_mmcache.prove.pictures import ellipses
 
 PLAIN = ellipses("picture", (80, 60))
 

@@ -16,11 +16,11 @@ import pytest
 from PIL import Image
 
 from tests.media import files
-from tests.pictures import ellipses
 from vllm_mmcache import events, settings, tenant
 from vllm_mmcache.body.payload import TEXTS
 from vllm_mmcache.media.picture import LazyPicture
 from vllm_mmcache.media.records import RECORDS
+from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.upstream import swap, vllm_version
 from vllm_mmcache.upstream.ledger import groups
 

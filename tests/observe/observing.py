@@ -13,12 +13,12 @@ from typing import Any
 
 from PIL import Image
 
-from tests.exactness.engines import EngineConfig, EnginePool, Rig
 from tests.media import files
-from tests.pictures import ellipses
 from vllm_mmcache import settings
 from vllm_mmcache.observe.recorder import RECORDER
 from vllm_mmcache.observe.schema import Reason, Record, Segment
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.upstream import swap, vllm_version
 from vllm_mmcache.upstream.ledger import groups
 
@@ -145,6 +145,6 @@ def observing(pool: EnginePool, config: EngineConfig) -> Iterator[Observed]:
 
 
 def words(count: int, start: int = 0) -> str:
-    from tests.exactness.scenarios import filler
+    from vllm_mmcache.prove.scenarios import filler
 
     return filler(count, start)

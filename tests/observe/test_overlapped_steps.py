@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import pytest
 from vllm import SamplingParams
 
-from tests.exactness.engines import EngineConfig, EnginePool
-from tests.exactness.scenarios import filler, picture
-from tests.exactness.scenarios import user as turn
 from tests.observe.observing import Observed, assert_whole, observing
 from tests.observe.test_scenarios import kv_cache_manager
 from vllm_mmcache import events
 from vllm_mmcache.observe.recorder import RECORDER
 from vllm_mmcache.observe.schema import Reason
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.scenarios import filler, picture
+from vllm_mmcache.prove.scenarios import user as turn
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.exactness.engines import EngineConfig, EnginePool
 from tests.observe.observing import assistant, observing, picture, system, user, words
 from tests.sizes import SCALE, scaled
 from vllm_mmcache.observe.schema import Reason
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 pytestmark = pytest.mark.engine
 

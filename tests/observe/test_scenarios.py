@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.exactness.engines import EngineConfig, EnginePool
 from tests.observe.observing import Observed, assistant, observing, picture, system, user, words
 from vllm_mmcache.observe.recorder import RECORDER
 from vllm_mmcache.observe.schema import Reason
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 pytestmark = pytest.mark.engine
 

@@ -16,10 +16,10 @@ import pytest
 
 from tests.media import files
 from tests.observe.observing import assert_whole
-from tests.pictures import ellipses
 from vllm_mmcache.demo.server import CPU_ARGS, serve
 from vllm_mmcache.observe.file import read_records
 from vllm_mmcache.observe.schema import Reason
+from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine

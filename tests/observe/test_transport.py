@@ -4,9 +4,9 @@
 import prometheus_client
 import pytest
 
-from tests.exactness.engines import EngineConfig, EnginePool
-from tests.exactness.scenarios import filler, one, picture, user
 from vllm_mmcache import events
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.scenarios import filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.exactness.engines import EngineConfig, EnginePool
 from tests.observe.observing import Observed, observing, picture, user, words
 from vllm_mmcache import settings
 from vllm_mmcache.observe.schema import Reason
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 pytestmark = pytest.mark.engine
 

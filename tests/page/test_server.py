@@ -14,9 +14,9 @@ import pytest
 from tests.cli.test_commands import assert_one_line, mmcache
 from tests.media import files
 from tests.page.conftest import ARTEFACTS
-from tests.pictures import ellipses
 from vllm_mmcache.demo.server import CPU_ARGS, Server, serve, stop
 from vllm_mmcache.observe.schema import from_json
+from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.zoo import build_cached
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from vllm.multimodal.media.lazy import LazyImage
 from vllm.multimodal.parse import MultiModalDataParser
 from vllm.multimodal.processing.inputs import ProcessorInputs
 
-from tests.pictures import ellipses
+from vllm_mmcache.prove.pictures import ellipses
 
 
 def encoded(name: str, form: str, mode: str = "RGB") -> bytes:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.engine_configuration import CHOSEN
-from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
-from tests.exactness.expect import assert_exact
-from tests.exactness.scenarios import filler, full_blocks, picture, user
 from tests.scheduler.admission.arrivals import Arrival, Engine, limited
-from tests.scheduler.load import counted
+from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.expect import assert_exact
+from vllm_mmcache.prove.load import counted
+from vllm_mmcache.prove.scenarios import filler, full_blocks, picture, user
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 

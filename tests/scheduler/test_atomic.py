@@ -8,11 +8,11 @@ preempted. The negative control lets the same engine split spans: then it does, 
 import pytest
 
 from tests.engine_configuration import CHOSEN
-from tests.exactness.engines import EngineConfig, EnginePool
-from tests.exactness.expect import TOLERANCE, Inexact, assert_exact
-from tests.exactness.scenarios import picture, user
-from tests.scheduler.load import LOAD, counted, run
 from tests.sizes import SCALE, scaled
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.expect import TOLERANCE, Inexact, assert_exact
+from vllm_mmcache.prove.load import LOAD, counted, run
+from vllm_mmcache.prove.scenarios import picture, user
 from vllm_mmcache.scheduler import vllm_side
 
 pytestmark = pytest.mark.engine

@@ -13,10 +13,10 @@ import pytest
 from vllm.v1.core.sched.output import CachedRequestData
 
 from tests.engine_configuration import CHOSEN
-from tests.exactness.engines import EngineConfig, EnginePool
-from tests.exactness.expect import assert_exact
-from tests.exactness.scenarios import resume_without_blocks
 from vllm_mmcache import settings
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.expect import assert_exact
+from vllm_mmcache.prove.scenarios import resume_without_blocks
 
 pytestmark = pytest.mark.engine
 

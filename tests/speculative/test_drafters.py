@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.exactness.expect import BF16_SELF_TOLERANCE, TIE, TOLERANCE
+from vllm_mmcache.prove.expect import BF16_SELF_TOLERANCE, TIE, TOLERANCE
 from vllm_mmcache.zoo import BY_NAME, FAMILIES
 
 pytestmark = pytest.mark.engine

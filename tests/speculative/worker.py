@@ -18,9 +18,10 @@ import torch
 from vllm import SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from tests.exactness.engines import NUM_LOGPROBS, EngineConfig, Message, Rig
-from tests.exactness.scenarios import filler, picture, user
+from tests.engine_configuration import CHOSEN
 from tests.speculative.drafters import LETTERS, speculative_config
+from vllm_mmcache.prove.engines import NUM_LOGPROBS, EngineConfig, Message, Rig
+from vllm_mmcache.prove.scenarios import filler, picture, user
 from vllm_mmcache.zoo import build_cached
 
 NUM_ANSWERED = 24  # tokens of each answer
@@ -42,6 +43,7 @@ def run(family: str, drafter: str, prefix_caching: bool, model: Path, scratch: P
     stage, rig = "start", None
     try:
         rig = Rig(EngineConfig(family, max_tokens=1024, more=more), directory)
+        CHOSEN.check(rig)
         stage = "answers"
         answers = questions(rig)
         found = {"answers": answers, "plugin": "vllm_mmcache.upstream.start" in sys.modules, **counters(rig)}

@@ -93,8 +93,8 @@ from dataclasses import replace
 proven.TABLE[:] = [replace(row, engine=replace(row.engine, scheduling="never")) for row in proven.TABLE]
 proven.TABLE.append(proven.Row(replace(start.engine_here(), runner=3), proven.ENGINE_ROOMS, "for the start alone"))
 import tempfile, pathlib
-from tests.exactness.engines import EngineConfig, EnginePool
-from tests.exactness.scenarios import one, picture, user
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.scenarios import one, picture, user
 pool = EnginePool(pathlib.Path(tempfile.mkdtemp()))
 rig = pool.get(EngineConfig("qwen2-vl"))
 ask = user(picture(1), "What is it?")

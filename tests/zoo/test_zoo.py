@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops
 
-from tests.pictures import ellipses
 from vllm_mmcache.errors import ZooError
+from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.zoo import BY_NAME, FAMILIES, FORMAT_VERSION, ZooOptions, build, build_cached
 
 MOVED = 0.05  # log-probability; fifty times the tolerance of the exactness tests

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from tests.exactness.engines import NUM_LOGPROBS, Answer, Message, Rig
+from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, Message, Rig
 from vllm_mmcache.scheduler.vllm_side import image_spans
 
 _numbers = itertools.count()

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from transformers import Gemma3Config, Gemma4Config, PaliGemmaConfig
 
-from tests.exactness.engines import EngineConfig, EnginePool, Rig
-from tests.exactness.expect import TOLERANCE, assert_exact
-from tests.exactness.scenarios import filler, picture, user
 from tests.scheduler.admission.arrivals import Engine, limited
 from vllm_mmcache.errors import UnschedulableImage
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.expect import TOLERANCE, assert_exact
+from vllm_mmcache.prove.scenarios import filler, picture, user
 from vllm_mmcache.scheduler.admission import vllm_side, waiting
 from vllm_mmcache.zoo import FAMILIES
 

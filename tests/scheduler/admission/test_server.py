@@ -17,9 +17,9 @@ from openai import OpenAI
 
 from tests.body.test_server import encoded, image_url
 from tests.media import files
-from tests.pictures import ellipses
 from vllm_mmcache.demo.server import CPU_ARGS, serve
 from vllm_mmcache.errors import EnvironmentProblem
+from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.zoo import BY_NAME, build_cached
 
 pytestmark = pytest.mark.engine

@@ -15,25 +15,15 @@ from typing import Any
 import pytest
 
 from benchmarks.image_questions.worker import counted
-from benchmarks.image_questions.workloads import (
-    Asks,
-    Shape,
-    demos,
-    growing,
-    interleaved,
-    questions,
-    reuse,
-    run,
-    shifted,
-    unique,
-)
+from benchmarks.image_questions.workloads import demos, growing, interleaved, shifted, unique
 from tests.engine_configuration import CHOSEN
-from tests.exactness.engines import EngineConfig, EnginePool
-from tests.exactness.expect import assert_exact
 from tests.exactness.mixed import BATCH, ask_mixed, assert_all_cold
-from tests.exactness.scenarios import filler, one, picture, user
 from tests.sizes import scaled
 from vllm_mmcache import events, settings
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.expect import assert_exact
+from vllm_mmcache.prove.scenarios import filler, one, picture, user
+from vllm_mmcache.prove.workloads import Asks, Shape, questions, reuse, run
 
 pytestmark = pytest.mark.engine
 
@@ -162,9 +152,9 @@ def test_unique_pictures_back_off(pool: EnginePool, config: EngineConfig) -> Non
 
 
 SPECULATIVE = """
-from tests.exactness.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from tests.scheduler.checkpoints.test_checkpoints import *
-pool = EnginePool(Path(sys.argv[1]))
+pool = EnginePool(Path(sys.argv[1]), CHOSEN.check)
 ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 rig = pool.get(EngineConfig("gemma3", more=(("speculative_config", ngram),)))
 answers = run(rig, questions(SHAPES["gemma3"], 1, 2))

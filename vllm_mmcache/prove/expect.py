@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an answer must satisfy, with every tolerance that the exactness tests use.
+"""What an answer must satisfy, with every tolerance that the checks of exactness use.
 
 float32: log-probabilities within 1e-3 of Transformers on the cold prompt, and equal greedy tokens but for ties (TIE).
 bfloat16 (qwen3.5 and qwen3.5-moe, whose GDN kernel wants it on the CPU): the reference is vLLM's own cold run, since
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.exactness.engines import Answer, Rig
-from tests.exactness.oracle import Oracle
+from vllm_mmcache.prove.engines import Answer, Rig
+from vllm_mmcache.prove.oracle import Oracle
 
 TOLERANCE = 1e-3
 TIE = 1e-4  # tokens closer than both errors together are both the greedy one; float32 was seen to be 4e-5 off

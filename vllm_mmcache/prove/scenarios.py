@@ -2,7 +2,7 @@
 """The conversations whose answers must be those of a cold run, whatever the caches hold.
 
 Each scenario puts its questions to an engine that starts cold, asserts what must hit and what must miss, and
-returns the answers; test_exactness.py compares them with the oracle. Pictures are small (64 tokens each) and the
+returns the answers; `expect` compares them with the oracle. Pictures are small (64 tokens each) and the
 text before them fills more than one block, also the 160-token block of qwen3.5 where a hit is demanded.
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Callable
 from PIL import Image
 from vllm import SamplingParams
 
-from tests.exactness.engines import Answer, Message, Rig
-from tests.pictures import ellipses
+from vllm_mmcache.prove.engines import Answer, Message, Rig
+from vllm_mmcache.prove.pictures import ellipses
 
 Scenario = Callable[[Rig], list[Answer]]
 

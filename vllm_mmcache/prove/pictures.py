@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures made of their name, for all tests."""
+"""Pictures made of their name, for checks and tests."""
 
 import hashlib
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that share prefixes and pictures, on a small budget and a tiny KV cache; spans that steps split are counted.
 
-For tests and benchmarks; needs no pytest.
+For the checks, tests and benchmarks.
 """
 
 import random
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.exactness.engines import Answer, EngineConfig, Rig
-from tests.exactness.scenarios import filler, picture, user
+from vllm_mmcache.prove.engines import Answer, EngineConfig, Rig
+from vllm_mmcache.prove.scenarios import filler, picture, user
 from vllm_mmcache.scheduler import vllm_side
 
 LOAD = EngineConfig("gemma3", batched_tokens=96, num_blocks=64, num_seqs=8, max_tokens=512)

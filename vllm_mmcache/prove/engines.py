@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM engines for the exactness tests: at most one alive, and the questions that are put to it.
+"""vLLM engines for the checks of exactness: at most one alive, and the questions that are put to it.
 
-An engine takes 15 to 40 s to start on two cores, so a test asks the pool for a configuration, and the pool closes
-the engine of another one first. Everything runs in this process: the tests look at the scheduler and the KV cache.
+An engine takes 15 to 40 s to start on two cores, so who checks asks the pool for a configuration, and the pool closes
+the engine of another one first. Everything runs in this process: the checks look at the scheduler and the KV cache.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,8 @@ import torch
 from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from tests.engine_configuration import CHOSEN
-from tests.exactness.oracle import Oracle
+from vllm_mmcache.prove.oracle import Oracle
 from vllm_mmcache.zoo import BY_NAME, build_cached
 
 NUM_LOGPROBS = 10  # of each step that are compared; the vocabulary has about 1000
@@ -107,22 +105,11 @@ class Rig:
             "seed": 0,
         }
         self.llm = LLM(str(directory), **arguments | dict(self.family.engine_arguments) | dict(config.more))
-        self._assert_configuration()
         tokenizer = self.oracle.processor.tokenizer
         self.image_token_id = int(tokenizer.convert_tokens_to_ids(self.family.image_token))
         inside = [tokenizer.encode(text, add_special_tokens=False) for text in self.family.image_inside]
         assert all(len(ids) == 1 for ids in inside), "what stands inside an image must be one token each"
         self.inside_image = {ids[0] for ids in inside}
-
-    def _assert_configuration(self) -> None:
-        """That this engine is what the run of the tests says it is; elsewhere than on the CPU it is what vLLM takes."""
-        if not current_platform.is_cpu():
-            return
-        vllm_config = self.llm.llm_engine.vllm_config
-        assert vllm_config.use_v2_model_runner == (CHOSEN.runner == 2)
-        assert issubclass(vllm_config.scheduler_config.get_scheduler_cls(), AsyncScheduler) == CHOSEN.is_async
-        if self.runner is not None:
-            assert type(self.runner).__module__.startswith("vllm.v1.worker.cpu.") == (CHOSEN.runner == 2)
 
     @property
     def added_bos(self) -> str:
@@ -226,8 +213,10 @@ class Rig:
 class EnginePool:
     """Holds the one engine that is alive."""
 
-    def __init__(self, zoo_root: Path) -> None:
+    def __init__(self, zoo_root: Path, check: Callable[[Rig], None] | None = None) -> None:
+        """`check` is asked about each engine that is started; it raises what is to stop its user."""
         self.zoo_root = zoo_root
+        self.check = check
         self.rig: Rig | None = None
 
     def get(self, config: EngineConfig) -> Rig:
@@ -235,6 +224,8 @@ class EnginePool:
         if self.rig is None or self.rig.config != config:
             self.close()
             self.rig = Rig(config, build_cached(config.family, self.zoo_root))
+            if self.check is not None:
+                self.check(self.rig)
         self.rig.make_cold()
         return self.rig
 

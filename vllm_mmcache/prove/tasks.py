@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main function of a worker whose tasks each need an engine pool of their own; see sides.py."""
+"""The main function of a worker whose tasks each need an engine pool of their own: checks and benchmarks."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.exactness.engines import EnginePool
+from vllm_mmcache.prove.engines import EnginePool
 
 
 def run_task(kinds: Mapping[str, Callable[..., Any]]) -> None:

@@ -28,7 +28,6 @@ class Oracle:
         """The processor's tensors for one prompt; input_ids (1, num_tokens) int64 with images expanded."""
         return dict(self.processor(text=prompt, images=list(images) or None, return_tensors="pt", **processor_kwargs))
 
-    @torch.no_grad()
     def log_probabilities(
         self, prompt: str, images: Sequence[Image.Image], token_ids: Sequence[int], **processor_kwargs: Any
     ) -> tuple[list[int], torch.Tensor]:
@@ -46,6 +45,7 @@ class Oracle:
                 inputs[kind] = torch.cat([inputs[kind], torch.zeros_like(answer)], dim=1)
         if "pixel_values" in inputs:
             inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
-        logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0]
+        with torch.no_grad():
+            logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0]
         start = prompt_ids.shape[1]
         return prompt_ids[0].tolist(), logits[start - 1 : -1].float().log_softmax(-1)

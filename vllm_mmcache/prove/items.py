@@ -6,12 +6,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.found import SWITCH
-from tests.engine_configuration import CONFIGURATIONS
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS
 from vllm_mmcache.zoo import FIRST_FAMILIES
 
@@ -25,17 +23,19 @@ WHERE: dict[str, tuple[str, ...]] = {
     "features": tuple(FIRST_FAMILIES),
 }
 TIMEOUT_S = 900
+SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 @dataclass(frozen=True)
 class How:
     """What the items of a run share."""
 
-    platform: str
     precision: str | None
     short: bool
     log: Path | None = None
     """A file that gets what the items' processes say on stderr."""
+    environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Further variables by model runner, for a platform that needs them."""
 
 
 class OutOfTime(Exception):
@@ -87,17 +87,12 @@ def plan(families: Sequence[str], runners: Sequence[str], compiled: bool, short:
     return items
 
 
-def environment(item: Item, platform: str) -> dict[str, str]:
-    """The variables of an item's process: no setting of the user's, the rooms one by one, the model runner.
-
-    On the CPU the second runner needs Triton's interpreter, and async scheduling to be left on, as the tests have it.
-    """
+def environment(item: Item, how: How) -> dict[str, str]:
+    """The variables of an item's process: no setting of the user's, the rooms one by one, the model runner."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("MMCACHE_", "BENCH_", "TEST_"))}
     environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "mmcache"}
     environ[SWITCH] = "1" if item.runner == "V2" else "0"
-    if platform == "cpu":
-        configuration = "v2-async" if item.runner == "V2" else "v1"
-        environ |= {"TEST_ENGINE": configuration, **CONFIGURATIONS[configuration].environment()}
+    environ |= how.environments.get(item.runner, {})
     if not item.rooms:
         return environ | {"MMCACHE_DISABLE": "1"}
     return environ | {f"MMCACHE_{room.upper()}": str(int(room in item.rooms)) for room in ENGINE_ROOMS}
@@ -121,12 +116,12 @@ def run(item: Item, how: How, stock: RESULT | None, left_s: float) -> RESULT:
         "compiled": item.compiled,
         "short": how.short,
     }
-    command = [sys.executable, "-m", "benchmarks.gpu_check.worker"]
+    command = [sys.executable, "-m", "vllm_mmcache.prove.checks"]
     try:
         done = subprocess.run(
             command,
             input=json.dumps(task),
-            env=environment(item, how.platform),
+            env=environment(item, how),
             capture_output=True,
             text=True,
             check=False,

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client import REGISTRY
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from benchmarks.image_questions import workloads
-from benchmarks.tasks import run_task
-from tests.exactness import scenarios
-from tests.exactness.engines import Answer, EngineConfig, EnginePool, Rig
-from tests.exactness.expect import Inexact, assert_detects, assert_exact
-from tests.exactness.scenarios import filler, finds_all, one, picture, user
-from tests.scheduler import load
 from vllm_mmcache import events
+from vllm_mmcache.prove import load, scenarios, workloads
+from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
+from vllm_mmcache.prove.expect import Inexact, assert_detects, assert_exact
+from vllm_mmcache.prove.scenarios import filler, finds_all, one, picture, user
+from vllm_mmcache.prove.tasks import run_task
 from vllm_mmcache.upstream import start, swap
 from vllm_mmcache.upstream.ledger import groups
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS
@@ -93,7 +92,7 @@ def rows_of(rig: Rig, rooms: Sequence[str], short: bool) -> list[Row]:
 
     What they are for comes first: checkpoints are given up where they don't pay, as in many of the scenarios.
     """
-    rows = [row_of(f"{room} is on", lambda room=room: assert_on(rig, room)) for room in rooms]
+    rows = [row_of(f"{room} is on", partial(assert_on, rig, room)) for room in rooms]
     rows.append(row_of("nothing else is on", lambda: assert_off(set(ENGINE_ROOMS) - set(rooms))))
 
     def put(scenario: scenarios.Scenario) -> None:
@@ -102,9 +101,9 @@ def rows_of(rig: Rig, rooms: Sequence[str], short: bool) -> list[Row]:
 
     for room in rooms:
         if room in USES:
-            rows.append(row_of(f"use of {room}", lambda room=room: USES[room](rig)))
+            rows.append(row_of(f"use of {room}", partial(USES[room], rig)))
     for scenario in SHORT if short else scenarios.MAIN:
-        rows.append(row_of(scenario.__name__, lambda scenario=scenario: put(scenario)))
+        rows.append(row_of(scenario.__name__, partial(put, scenario)))
     rows.append(row_of("control: other image", lambda: assert_other_image_is_seen(rig)))
     rows.append(row_of("control: spoiled KV", lambda: assert_spoiled_kv_is_seen(rig)))
     return rows
