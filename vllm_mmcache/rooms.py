@@ -57,9 +57,10 @@ def begin(role: Role) -> None:
 
 
 def put(role: Role, room: str, state: State) -> None:
-    """Say what a room is in a role that this process has."""
-    _states[role][room] = state
-    _refresh()
+    """Say what a room is in a role. Where the process does not have it, nobody asks."""
+    if role in _states:
+        _states[role][room] = state
+        _refresh()
 
 
 def of(role: Role) -> Mapping[str, State]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.image_questions.worker import default
 from benchmarks.image_questions.workloads import SHAPES
-from vllm_mmcache import settings
+from vllm_mmcache import rooms
 from vllm_mmcache.prove.engines import EnginePool, Rig
 from vllm_mmcache.prove.scenarios import filler, picture, user
 from vllm_mmcache.prove.tasks import run_task
@@ -41,14 +41,13 @@ def in_turn(pool: EnginePool, family: str, rounds: int) -> dict[str, dict[str, f
     Ratios on / off, the median over pairs; two processes of the same side differ by more than this.
     """
     rig = pool.get(default(family))
-    in_force = settings.current()
-    variants = {"on": in_force} | {room: in_force.model_copy(update={room: False}) for room in ROOMS}
+    variants = {"on": {}, **{room: {room: False} for room in ROOMS}}
     ratios: dict[str, dict[str, float]] = {}
     for case in CASES:
         times: dict[str, list[float]] = {name: [] for name in variants}
         for round_ in range(rounds + 1):
             for name in list(variants)[:: 1 if round_ % 2 else -1]:
-                settings.use(variants[name])
+                rooms._is_on.update(dict.fromkeys(ROOMS, True) | variants[name])
                 times[name].append(cold_request(rig, *case))
         ratios[case_name(*case)] = {
             room: round(

@@ -12,7 +12,7 @@ from typing import Any
 from vllm import SamplingParams
 
 from tests.observe.observing import Observed, assistant, observed, picture, system, user, words
-from vllm_mmcache import settings
+from vllm_mmcache import rooms
 from vllm_mmcache.observe import engine, recorder, server, vllm_side
 from vllm_mmcache.observe.recorder import RECORDER
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
@@ -64,12 +64,10 @@ def alternate(pool: EnginePool, images: int, turns: int) -> dict[str, float]:
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with observed():
         rig = pool.get(replace(CONFIG, num_images=images))
-        recorded = settings.current()
-        plain = recorded.model_copy(update={"observe": False})
         sampling = SamplingParams(max_tokens=1, temperature=0)
         for number in range(2 * turns):
             is_recorded = number % 2 == 0
-            settings.use(recorded if is_recorded else plain)
+            rooms._is_on["observe"] = is_recorded
             start = time.perf_counter()
             rig.llm.chat([[*talk, user(f"turn {number} " + words(5, number))]], sampling, use_tqdm=False)
             seconds[is_recorded].append(time.perf_counter() - start)

@@ -70,17 +70,13 @@ def windows(*tokens: int) -> Any:
 
 
 @windows(SHORT, 32, LONG)
-def test_windows(start: Any, window: int) -> None:
+def test_windows(start: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both forms are Transformers'; in the fast form images longer than the window are computed again."""
     rig = start(window)
     assert_exact(rig, ask(rig))
-    before = settings.current()
-    settings.use(before.model_copy(update={"attention_reference": True}))
-    try:
-        rig.make_cold()
-        assert_exact(rig, ask(rig))
-    finally:
-        settings.use(before)
+    monkeypatch.setattr(settings, "_current", settings.load_settings({"attention_reference": True}))
+    rig.make_cold()
+    assert_exact(rig, ask(rig))
 
 
 @windows(SHORT, LONG)
@@ -136,12 +132,8 @@ def test_window_ignored_within_an_image(start: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(reference, "allowed", unclamped)
     rig = start(SHORT)
-    before = settings.current()
-    settings.use(before.model_copy(update={"attention_reference": True}))
-    try:
-        assert max(delta for delta, _ in judge(rig, ask(rig))) > WRONG
-    finally:
-        settings.use(before)
+    monkeypatch.setattr(settings, "_current", settings.load_settings({"attention_reference": True}))
+    assert max(delta for delta, _ in judge(rig, ask(rig))) > WRONG
 
 
 @in_spans

@@ -37,18 +37,14 @@ def worst(rig: Rig, number: int) -> float:
     return max(abs(entry.logprob - float(expected[i, token])) for i, step in steps for token, entry in step.items())
 
 
-def test_run_all_the_same_it_is_wrong(pool: EnginePool, tmp_path: Path) -> None:
+def test_run_all_the_same_it_is_wrong(pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool.close()
-    before = settings.current()
-    settings.use(before.model_copy(update={"allow_causal_images": True}))
+    monkeypatch.setattr(settings, "_current", settings.load_settings({"allow_causal_images": True}))
+    rig = Rig(EngineConfig("paligemma", num_images=1), build_cached("paligemma", tmp_path))
     try:
-        rig = Rig(EngineConfig("paligemma", num_images=1), build_cached("paligemma", tmp_path))
-        try:
-            CHOSEN.check(rig)
-            deltas = [worst(rig, number) for number in range(4)]
-        finally:
-            rig.close()
+        CHOSEN.check(rig)
+        deltas = [worst(rig, number) for number in range(4)]
     finally:
-        settings.use(before)
+        rig.close()
     print(f"causal against Transformers: {min(deltas):.1f} to {max(deltas):.1f}")
     assert min(deltas) > 100 * TOLERANCE

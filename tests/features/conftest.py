@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from vllm_mmcache import settings
+from vllm_mmcache import rooms, settings
+from vllm_mmcache.upstream.ledger import ROOMS
 
 Put = Callable[..., None]
 
@@ -77,9 +78,11 @@ def server(running_server: Server) -> Server:
 
 @pytest.fixture
 def put(monkeypatch: pytest.MonkeyPatch) -> Put:
-    """Puts settings in force for one test."""
+    """Puts settings in force for one test, and switches the rooms that they name, of an engine that is there, too."""
 
     def put_in_force(**values: object) -> None:
         monkeypatch.setattr(settings, "_current", settings.load_settings(values))
+        for room in values.keys() & set(ROOMS):
+            monkeypatch.setitem(rooms._is_on, room, values[room])
 
     return put_in_force

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vllm_mmcache import settings, tenant
+from vllm_mmcache import rooms, tenant
 from vllm_mmcache.identity.aliases import ALIASES
 from vllm_mmcache.upstream import swap, vllm_version
 from vllm_mmcache.upstream.ledger import groups
@@ -191,7 +191,7 @@ def test_arguments_make_other_ids() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_switched_off_by_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_current", settings.Settings(identity=False))
+    monkeypatch.setitem(rooms._is_on, "identity", False)
     assert hashes("image", [image()], ["x"], "a") == ["x"]
 
 

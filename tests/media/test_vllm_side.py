@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from tests.media import files
-from vllm_mmcache import events, settings, tenant
+from vllm_mmcache import events, rooms, settings, tenant
 from vllm_mmcache.body.payload import TEXTS
 from vllm_mmcache.media.picture import LazyPicture
 from vllm_mmcache.media.records import RECORDS
@@ -181,7 +181,7 @@ def test_images_are_known_to_their_tenant_alone() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_switched_off_by_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_current", settings.Settings(lazy_media=False))
+    monkeypatch.setitem(rooms._is_on, "lazy_media", False)
     for _ in range(2):
         assert type(image_io({}).load_bytes(FILES["png"]).media) is Image.Image
     assert not len(RECORDS)

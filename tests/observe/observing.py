@@ -14,30 +14,36 @@ from typing import Any
 from PIL import Image
 
 from tests.media import files
-from vllm_mmcache import settings
+from vllm_mmcache import rooms, settings
 from vllm_mmcache.observe.recorder import RECORDER
 from vllm_mmcache.observe.schema import Reason, Record, Segment
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.rooms import ROLES
 from vllm_mmcache.upstream import swap, vllm_version
-from vllm_mmcache.upstream.ledger import groups
+from vllm_mmcache.upstream.ledger import parts
 
 
 @contextlib.contextmanager
 def observed() -> Iterator[None]:
-    """The group installed and switched on within the block."""
+    """The room installed and on within the block, also for an engine that is there already."""
     before = settings.current()
     os.environ["MMCACHE_OBSERVE"] = "1"
-    outcome = swap.install("observe", groups()["observe"], vllm_version())
-    assert outcome.state == "on", outcome.reason
+    groups = {f"observe ({role})": members["observe"] for role in ROLES if "observe" in (members := parts(role))}
+    for group, members in groups.items():
+        outcome = swap.install(group, members, vllm_version())
+        assert outcome.state == "on", outcome.reason
     settings.use(before.model_copy(update={"observe": True}))
+    rooms._is_on["observe"] = True
     RECORDER.store.clear()
     try:
         yield
     finally:
         del os.environ["MMCACHE_OBSERVE"]
-        swap.undo("observe")
+        for group in groups:
+            swap.undo(group)
         settings.use(before)
+        rooms._is_on["observe"] = False
 
 
 def data_url(image: Image.Image) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.observe.observing import Observed, observing, picture, user, words
-from vllm_mmcache import settings
+from vllm_mmcache import rooms
 from vllm_mmcache.observe.schema import Reason
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
@@ -24,16 +24,12 @@ def ask(request: pytest.FixtureRequest, pool: EnginePool) -> Iterator[Observed]:
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_state_not_kept(ask: Observed, checkpoints: bool) -> None:
+def test_state_not_kept(ask: Observed, checkpoints: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ask.rig.make_cold()
-    before = settings.current()
-    settings.use(before.model_copy(update={"image_checkpoints": checkpoints}))
-    try:
-        shared = ["Look:" + words(300), picture("veto"), picture("veto too")]
-        ask.chat(user(*shared, "What is it?" + words(250)))
-        second = ask.chat(user(*shared, "And why is that so?" + words(250, 7)))
-    finally:
-        settings.use(before)
+    monkeypatch.setitem(rooms._is_on, "image_checkpoints", checkpoints)
+    shared = ["Look:" + words(300), picture("veto"), picture("veto too")]
+    ask.chat(user(*shared, "What is it?" + words(250)))
+    second = ask.chat(user(*shared, "And why is that so?" + words(250, 7)))
     vetoed = [miss for miss in second.record.misses if miss.reason is Reason.STATE_NOT_KEPT]
     assert bool(vetoed) is not checkpoints, second.record
     assert (second.cached > 0) is checkpoints

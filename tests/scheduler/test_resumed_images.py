@@ -13,7 +13,7 @@ import pytest
 from vllm.v1.core.sched.output import CachedRequestData
 
 from tests.engine_configuration import CHOSEN
-from vllm_mmcache import settings
+from vllm_mmcache import rooms
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_exact
 from vllm_mmcache.prove.scenarios import resume_without_blocks
@@ -36,8 +36,8 @@ def test_the_second_runner_is_sent_the_images_again(
     pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So it needs no swap; a tripwire, too: when this fails, this room has to serve model runner V2 as well."""
-    monkeypatch.setattr(settings, "_current", settings.load_settings({"resumed_images": False}))
     rig = pool.get(config)
+    assert not rooms.is_on("resumed_images")
     scheduler = rig.llm.llm_engine.engine_core.engine_core.scheduler
     schedule, sent = scheduler.schedule, []
 
@@ -57,9 +57,10 @@ def test_the_second_runner_is_sent_the_images_again(
 @pytest.mark.skipif(CHOSEN.runner != 1, reason="model runner V2 is sent a resumed request anew")
 def test_without_the_swap_the_engine_dies(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control, stock's behaviour; a tripwire, too: when this fails, vLLM sends the inputs again to V1."""
-    monkeypatch.setattr(settings, "_current", settings.load_settings({"resumed_images": False}))
+    rig = pool.get(CONFIG)
+    monkeypatch.setitem(rooms._is_on, "resumed_images", False)
     with pytest.raises(RuntimeError, match="Encoder cache miss"):
-        resume_without_blocks(pool.get(CONFIG))
+        resume_without_blocks(rig)
     pool.close()
 
 

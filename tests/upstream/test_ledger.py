@@ -27,13 +27,14 @@ ORDERINGS = {
         "IMPORT; before = raw(); INSTALL; UNDO; INSTALL; assert ours(); UNDO; assert same(before)"
     ),
     "undo without install": "IMPORT; before = raw(); UNDO; assert same(before)",
-    "register twice, undo all": "IMPORT; before = raw(); REGISTER; REGISTER; assert ours(); UNDO; assert same(before)",
+    "register twice, undo all": "IMPORT; before = raw(); REGISTER; REGISTER; assert hooks(); UNDO; assert same(before)",
+    "all roles twice, undo all": "IMPORT; before = raw(); ROLES; ROLES; assert ours(); UNDO; assert same(before)",
 }
 
 PRELUDE = """
 import importlib, inspect
 from vllm_mmcache.upstream import swap, vllm_version
-from vllm_mmcache.upstream.ledger import LEDGER, groups
+from vllm_mmcache.upstream.ledger import ALWAYS, HOOKS, LEDGER, groups, parts
 targets = [t for m in LEDGER for t in (m.target, *m.also)]
 
 def raw():
@@ -48,6 +49,17 @@ def same(before):
 
 def ours():
     return all(swap.is_replaced(t) for t in targets)
+
+def hooks():
+    return {m.group for m in LEDGER if swap.is_replaced(m.target)} == {HOOKS}
+
+def roles():
+    from vllm_mmcache.upstream import start
+    start.start()
+    for role in ("api", "engine", "worker"):
+        members = {**parts(role), ALWAYS: [m for m in groups()[ALWAYS] if m.process == role]}
+        for room, part in members.items():
+            assert start._install(f"{room} ({role})", part, vllm_version()).state == "on", room
 
 def install():
     for group, members in groups().items():
@@ -72,6 +84,7 @@ def test_orderings() -> None:
         "IMPORT": "[importlib.import_module(t.partition(':')[0]) for t in targets]",
         "INSTALL": "install()",
         "UNDO": "swap.undo_all()",
+        "ROLES": "roles()",
         "REGISTER": "__import__('vllm_mmcache.plugin').plugin.register()",
     }
     code = "import os, sys, torch\n"
@@ -86,18 +99,8 @@ def test_orderings() -> None:
             + "        import traceback; traceback.print_exc()\n        os._exit(1)\n    os._exit(0)\n"
             + f"assert os.waitpid(child, 0)[1] == 0, {name!r}\n"
         )
-    out = in_process(code, MMCACHE_OBSERVE="1")  # for the group that is left out otherwise
+    out = in_process(code)
     assert out.count("passed:") == len(ORDERINGS)
-
-
-def test_opt_in_groups_are_left_out() -> None:
-    code = PRELUDE + (
-        "from vllm_mmcache.plugin import register\nfrom vllm_mmcache.upstream.ledger import OPT_IN\nregister()\n"
-        "found = [swap.is_replaced(m.target) for g, members in groups().items() if g in OPT_IN for m in members]\n"
-        "print(len(found) > 0, any(found), all(found))"
-    )
-    assert in_process(code).split()[-3:] == ["True", "False", "False"]
-    assert in_process(code, MMCACHE_OBSERVE="1").split()[-3:] == ["True", "True", "True"]
 
 
 def test_disable_leaves_stock_vllm() -> None:

@@ -1,85 +1,236 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which groups are wanted here: by setting, and by where the room was exercised."""
+"""Which rooms are on: by setting, by what the configuration says, by where the room was exercised, by what fits."""
 
+import json
 import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_mmcache import settings
+from tests.engine_configuration import CHOSEN
+from vllm_mmcache import rooms, settings
 from vllm_mmcache.errors import SwapError
-from vllm_mmcache.upstream import start, swap
-from vllm_mmcache.upstream.ledger import NEEDS, OVERTAKEN_BY, groups
-from vllm_mmcache.upstream.proven import ENGINE_ROOMS
+from vllm_mmcache.rooms import ON, State
+from vllm_mmcache.upstream import proven, start, swap
+from vllm_mmcache.upstream.ledger import NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, ROOMS, parts
+from vllm_mmcache.upstream.proven import ENGINE_ROOMS, Engine, Row
 from vllm_mmcache.upstream.seams import SEAMS
+from vllm_mmcache.zoo import build_cached
 
 
-def test_every_group_and_seam_belongs_together() -> None:
-    assert {seam.group for seam in SEAMS} <= set(groups())
-    assert set(ENGINE_ROOMS) <= set(groups())
-    assert set(ENGINE_ROOMS) <= set(settings.Settings.model_fields)
-    assert set(OVERTAKEN_BY) | set(NEEDS) | set(NEEDS.values()) <= set(groups())
-    order = list(groups())
-    assert all(order.index(needed) < order.index(group) for group, needed in NEEDS.items())
+@pytest.fixture(scope="module")
+def configurations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """vLLM's own for two models: images of one attend as text does, of the other both ways."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    root = tmp_path_factory.mktemp("zoo")
+    return {
+        family: EngineArgs(str(build_cached(family, root)), dtype="float32", enforce_eager=True).create_engine_config()
+        for family in ("qwen3-vl", "gemma3")
+    }
 
 
-def test_a_room_steps_aside_where_vllm_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def no_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has taken no role on, without settings."""
+    monkeypatch.setattr(rooms, "_states", {})
+    monkeypatch.setattr(rooms, "_is_on", {})
+    monkeypatch.setattr(settings, "_current", settings.Settings())
+    monkeypatch.setattr(start, "_line", "")
+
+
+def decide(room: str, configurations: dict[str, Any], family: str = "gemma3", engine: Engine | None = None) -> State:
+    vllm_config = configurations[family]
+    return start.decide(room, engine or start.engine_here(vllm_config), vllm_config)
+
+
+def test_every_room_and_seam_belongs_together() -> None:
+    assert all(seam.group in parts(seam.process) for seam in SEAMS)
+    assert set(ENGINE_ROOMS) | OPT_IN | set(OVERTAKEN_BY) | set(OVERTAKEN_WHERE) <= set(ROOMS)
+    assert set(ROOMS) <= set(settings.Settings.model_fields)
+    assert all(ROOMS.index(needed) < ROOMS.index(room) for room, needed in NEEDS.items())
+    assert set(ROOMS) == {room for role in rooms.ROLES for room in parts(role)}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_settings_decide_first(room: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_current", settings.Settings(**{room: False}))
+    asked = f"MMCACHE_{room.upper()}=1 switches it on" if room in OPT_IN else f"switched off by the setting {room}"
+    assert decide(room, configurations) == State("off", asked)
+
+
+@pytest.mark.parametrize("room", ENGINE_ROOMS)
+def test_proof_decides_where_no_setting_does(
+    room: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proven, "TABLE", [])
+    if room == "resumed_images" and CHOSEN.runner == 2:
+        assert decide(room, configurations).state == "unneeded"
+        return
+    off = decide(room, configurations)
+    assert off.state == "off"
+    assert f"switch on with MMCACHE_{room.upper()}=1" in off.reason
+    monkeypatch.setattr(settings, "_current", settings.Settings(**{room: True}))
+    assert decide(room, configurations) == ON
+    monkeypatch.setattr(settings, "_current", settings.Settings(unproven=True))
+    assert decide(room, configurations) == ON
+    monkeypatch.setattr(settings, "_current", settings.Settings(**{"unproven": True, room: False}))
+    assert decide(room, configurations).state == "off"
+
+
+def test_the_runner_is_part_of_the_proof(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = start.engine_here(configurations["gemma3"])
+    monkeypatch.setattr(proven, "TABLE", [Row(here, ENGINE_ROOMS, "a test")])
+    assert decide("features", configurations) == ON
+    other = replace(here, scheduling="sync" if here.scheduling == "async" else "async")
+    assert "not yet proven" in decide("features", configurations, engine=other).reason
+
+
+def test_the_configuration_says_what_a_room_can_do(configurations: dict[str, Any]) -> None:
+    assert decide("image_spans", configurations, "gemma3") == ON
+    assert decide("image_spans", configurations, "qwen3-vl").state == "unneeded"
+
+
+def test_a_room_steps_aside_where_vllm_does_the_same(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The split of a vLLM that stops at the last multimodal feature by itself (56818) reads where that ends."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    assert start.why_off("image_checkpoints") == ""
+    assert decide("image_checkpoints", configurations) == ON
 
     def _mamba_block_aligned_split(self: Any, request: Any, num_new_tokens: int) -> int:
         return min(num_new_tokens, request.mm_final_end)
 
     monkeypatch.setattr(Scheduler, "_mamba_block_aligned_split", _mamba_block_aligned_split)
-    assert start.why_off("image_checkpoints").startswith("vLLM has its own")
+    found = decide("image_checkpoints", configurations)
+    assert found.state == "unneeded"
+    assert found.reason.startswith("vLLM has its own")
 
 
-@pytest.mark.parametrize("group", OVERTAKEN_BY)
-def test_a_room_steps_aside(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This vLLM does not do it itself; where all the symbols are there, the room is off and says which they are."""
-    monkeypatch.setattr(settings, "_current", settings.Settings())
-    for symbol in OVERTAKEN_BY[group]:
-        assert start.why_off(group) == ""  # with a part of them, too
+@pytest.mark.parametrize("room", OVERTAKEN_BY)
+def test_a_room_steps_aside(room: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """This vLLM does not do it itself; where all the symbols are there, the room steps aside and names them."""
+    for symbol in OVERTAKEN_BY[room]:
+        assert decide(room, configurations) == ON  # with a part of them, too
         module, _, path = symbol.partition(":")
         monkeypatch.setattr(".".join([module, path]), print, raising=False)
-    assert start.why_off(group) == f"vLLM has its own: {', '.join(OVERTAKEN_BY[group])}"
+    assert decide(room, configurations) == State("unneeded", f"vLLM has its own: {', '.join(OVERTAKEN_BY[room])}")
 
 
-def test_a_room_needs_another() -> None:
-    assert start.why_alone("lifted_bodies", {"lazy_media"}) == ""
-    assert start.why_alone("lifted_bodies", set()) == "needs lazy_media, which is off"
-    assert start.why_alone("settings", set()) == ""
+def install(monkeypatch: pytest.MonkeyPatch, **misfits: str) -> list[str]:
+    """Installs nothing, but for the rooms named fails so; returns what is asked for, as it goes on."""
+    asked: list[str] = []
+
+    def fake(group: str, members: Any, version: str) -> swap.Outcome:
+        asked.append(group)
+        reason = misfits.get(group.partition(" ")[0], "")
+        return swap.Outcome(group, "off" if reason else "on", reason)
+
+    monkeypatch.setattr(start, "_install", fake)
+    return asked
 
 
-def test_rooms_of_the_api_server_are_not_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "_install", lambda group, members, version: swap.Outcome(group, "on"))
-    monkeypatch.setattr(start, "_say", lambda version, outcomes: None)
-    for process, there in (("api", True), ("engine", False), ("worker", False)):
-        monkeypatch.setattr(start, "process_name", lambda process=process: process)
-        on = {outcome.group for outcome in start.start()}
-        assert ({"lazy_media", "lifted_bodies", "identity"} <= on) == there
-        assert "settings" in on
+def test_a_role_gets_its_own_part(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = install(monkeypatch)
+    for role in rooms.ROLES:
+        start.take_on(role, configurations["gemma3"])
+        on = {room for room, state in rooms.of(role).items() if state == ON}
+        assert set(rooms.of(role)) == set(parts(role))
+        assert f"report ({role})" in asked
+        assert {f"{room} ({role})" for room in on} | {f"report ({role})"} == {a for a in asked if f"({role})" in a}
+    assert "observe (api)" not in asked
+    assert rooms.is_on("image_spans")
 
 
-def test_required_salts_need_the_room(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_room_needs_another(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, lazy_media="symbol changed")
+    start.take_on("api", configurations["gemma3"])
+    assert rooms.of("api")["lazy_media"] == State("off", "symbol changed")
+    assert rooms.of("api")["lifted_bodies"] == State("off", "needs lazy_media, which is off")
+    foreseen = start.foresee(configurations["gemma3"])
+    assert foreseen["lifted_bodies"] == ON, "which fits here"
+
+
+def test_nothing_is_on_where_nobody_could_say_so(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, report="symbol changed")
+    start.take_on("engine", configurations["gemma3"])
+    assert set(rooms.of("engine").values()) == {State("off", "symbol changed")}
+
+
+def test_what_is_foreseen_comes_true(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    for vllm_config in configurations.values():
+        foreseen = start.foresee(vllm_config)
+        for role in rooms.ROLES:
+            start.take_on(role, vllm_config)
+        found = {room: [rooms.of(role)[room] for role in rooms.ROLES if room in rooms.of(role)] for room in ROOMS}
+        assert foreseen == {room: states[0] for room, states in found.items()}
+        assert all(len(set(states)) == 1 for states in found.values())
+
+
+def test_required_salts_need_the_room(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Off by mismatch: an error that says what it means; where salts are required, no start."""
-    outcome = swap.Outcome("identity", "off", "symbol changed")
-    monkeypatch.setattr(start, "_install", lambda group, members, version: outcome)
-    monkeypatch.setattr(start, "groups", lambda: {"identity": groups()["identity"]})
-    monkeypatch.setattr(start, "_line", "")
+    install(monkeypatch, identity="symbol changed")
+    monkeypatch.setattr(start, "stop", lambda: None)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    monkeypatch.setattr(settings, "_current", settings.Settings())
     with caplog.at_level(logging.ERROR, "vllm.mmcache"):
-        start.start()
-        start.say_pending()
-    (record,) = caplog.records
-    assert "identity is off (symbol changed): uuids of clients are trusted" in record.getMessage()
-    for off in (settings.Settings(require_salt=True), settings.Settings(require_salt=True, identity=False)):
-        monkeypatch.setattr(settings, "_current", off)
-        with pytest.raises(SwapError, match="require_salt is set"):
-            start.start()
-    monkeypatch.setattr(start, "_off", {})
+        start.take_on("api", configurations["qwen3-vl"])
+    assert "identity is off (symbol changed): uuids of clients are trusted" in caplog.text
     monkeypatch.setattr(settings, "_current", settings.Settings(require_salt=True))
-    start.refuse_without_identity()
+    with pytest.raises(SwapError, match=r"require_salt is set, but identity is off \(symbol changed\)"):
+        start.take_on("api", configurations["qwen3-vl"])
+    start.take_on("engine", configurations["qwen3-vl"])  # has no part of it
+    install(monkeypatch)
+    start.take_on("api", configurations["qwen3-vl"])
+
+
+@pytest.mark.engine
+def test_an_engine_without_proof_runs_without_the_rooms(tmp_path: Path) -> None:
+    """A real engine whose runner nobody tried: it says which rooms are off, and answers."""
+    program = f"""
+import json, pathlib
+from vllm_mmcache.upstream import proven, report
+proven.TABLE[:] = []
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.scenarios import one, picture, user
+from vllm_mmcache.upstream import swap
+from vllm_mmcache.upstream.ledger import groups
+pool = EnginePool(pathlib.Path({str(tmp_path)!r}))
+rig = pool.get(EngineConfig("qwen2-vl"))
+ask = user(picture(1), "What is it?")
+answers = [one(rig, ask), one(rig, ask)]
+same = answers[0].token_ids == answers[1].token_ids
+states = {{room: state.state for room, state in report.in_force().items()}}
+replaced = [room for room in proven.ENGINE_ROOMS for member in groups()[room] if swap.is_replaced(member.target)]
+print(json.dumps([same, answers[1].num_cached_tokens, states, rig.features is None, replaced]))
+pool.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | CHOSEN.environment() | {"VLLM_LOGGING_LEVEL": "INFO"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    same, num_cached, states, without_features, replaced = json.loads(done.stdout.splitlines()[-1])
+    assert same
+    assert num_cached > 0
+    assert without_features
+    assert not replaced
+    unneeded = {"image_spans", "resumed_images"} if CHOSEN.runner == 2 else {"image_spans"}
+    assert {room: states[room] for room in ENGINE_ROOMS} == {
+        room: "unneeded" if room in unneeded else "off" for room in ENGINE_ROOMS
+    }
+    said = done.stdout + done.stderr
+    assert "block_keys (not yet proven on vLLM" in said

@@ -14,6 +14,7 @@ from vllm_mmcache import rooms, settings
 from vllm_mmcache.upstream import agree, configuration, start
 
 _seen: list[Any] = []  # the last configuration that this process has made: what it says of us, and of the engine
+_from_command_line: settings.Settings | None = None
 _depth = 0  # executors and workers that are being built: they make configurations for parts of a model
 
 
@@ -22,10 +23,9 @@ def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     outcome = wrapped(*args, **kwargs)
     if not configuration.is_of_an_engine(instance) or _depth or rooms.process_name() != "api":
         return outcome
-    chosen = settings.load_settings(settings.config_of(instance))
-    settings.use(chosen)
-    configuration.carry(instance, chosen)
-    said = [chosen, start.engine_here(instance), instance.model_config.model]
+    _read(instance)
+    configuration.carry(instance, settings.current())
+    said = [settings.current(), start.engine_here(instance), instance.model_config.model]
     if "api" not in rooms.roles() or said != _seen:  # vLLM makes some more than once
         _seen[:] = said
         start.take_on("api", instance)
@@ -35,7 +35,7 @@ def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
 def build_executor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Executor.__init__(vllm_config): the process schedules. When the workers are there, all ranks agree."""
     vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-    _use(vllm_config)
+    _receive(vllm_config)
     configuration.carry(vllm_config, settings.current())  # where it was made without us
     start.take_on("engine", vllm_config)
     with _building():
@@ -47,13 +47,22 @@ def build_executor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def build_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of WorkerBase.__init__(vllm_config): the process runs the model."""
     vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-    _use(vllm_config)
+    _receive(vllm_config)
     start.take_on("worker", vllm_config)
     return wrapped(*args, **kwargs)
 
 
-def _use(vllm_config: Any) -> None:
-    if part := settings.config_of(vllm_config):
+def _read(vllm_config: Any) -> None:
+    """Lay what the command line says over the variables; of an engine that was here before, nothing stays."""
+    global _from_command_line
+    part = settings.config_of(vllm_config)
+    if part or settings.current() is _from_command_line:
+        _from_command_line = settings.load_settings(part)
+        settings.use(_from_command_line)
+
+
+def _receive(vllm_config: Any) -> None:
+    if "api" not in rooms.roles() and (part := settings.config_of(vllm_config)):
         settings.use(settings.received(part))
 
 

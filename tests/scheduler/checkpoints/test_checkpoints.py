@@ -19,7 +19,7 @@ from benchmarks.image_questions.workloads import demos, growing, interleaved, sh
 from tests.engine_configuration import CHOSEN
 from tests.exactness.mixed import BATCH, ask_mixed, assert_all_cold
 from tests.sizes import scaled
-from vllm_mmcache import events, settings
+from vllm_mmcache import events, rooms, settings
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_exact
 from vllm_mmcache.prove.scenarios import filler, one, picture, user
@@ -78,8 +78,8 @@ def test_without_checkpoints_the_second_question_misses(
     pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control, stock's behaviour; a tripwire, too: when this fails, vLLM keeps image boundaries itself."""
-    monkeypatch.setattr(settings, "_current", settings.load_settings({"image_checkpoints": False}))
     rig = pool.get(config)
+    monkeypatch.setitem(rooms._is_on, "image_checkpoints", False)
     found = reuse(rig, run(rig, questions(SHAPES[config.family], 1, 2)))
     assert found["cached_tokens"] == 0 < found["best_tokens"]
 

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What wrappers are told: the decision of each role of a process, and what several processes come to together."""
+
+import os
+
+import pytest
+
+from vllm_mmcache import rooms, settings
+from vllm_mmcache.rooms import ON, State
+
+OFF, NOTHING = State("off", "a reason"), State("unneeded", "no images")
+
+
+@pytest.fixture(autouse=True)
+def no_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has taken no role on."""
+    monkeypatch.setattr(rooms, "_states", {})
+    monkeypatch.setattr(rooms, "_is_on", {})
+
+
+def test_a_room_is_on_where_all_roles_of_the_process_say_so() -> None:
+    for role in rooms.ROLES:
+        rooms.begin(role)
+        rooms.put(role, "metrics", ON)
+        assert rooms.is_on("metrics")
+    for state in (OFF, NOTHING):
+        rooms.put("worker", "metrics", state)
+        assert not rooms.is_on("metrics")
+        assert rooms.of("worker")["metrics"] == state
+    rooms.put("worker", "metrics", ON)
+    assert rooms.is_on("metrics")
+
+
+def test_another_engine_begins_anew() -> None:
+    for role in rooms.ROLES:
+        rooms.begin(role)
+        rooms.put(role, "metrics", OFF)
+    rooms.begin("engine")
+    assert rooms.roles() == ("api", "engine")
+    assert rooms.of("api") == {"metrics": OFF}, "the role before it stays"
+    assert rooms.of("engine") == {} == rooms.of("worker")
+
+
+def test_a_role_that_a_process_does_not_have_is_not_asked() -> None:
+    rooms.begin("api")
+    rooms.put("engine", "metrics", OFF)
+    assert rooms.roles() == ("api",)
+    assert rooms.is_on("metrics")
+
+
+def test_before_a_decision_what_is_wanted_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rooms.is_on("features")
+    assert not rooms.is_on("observe")
+    monkeypatch.setattr(settings, "_current", settings.Settings(features=False, observe=True))
+    assert not rooms.is_on("features")
+    assert rooms.is_on("observe")
+
+
+def test_a_forked_process_has_no_role() -> None:
+    rooms.begin("api")
+    rooms.put("api", "metrics", OFF)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, f"{rooms.roles()} {rooms.is_on('metrics')}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 100) == b"() True"
+    assert rooms.process_name() == "api"
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ([], ON),
+        ([ON, ON], ON),
+        ([ON, NOTHING], ON),
+        ([NOTHING, NOTHING], NOTHING),
+        ([OFF, OFF], OFF),
+        ([OFF, State("off", "another")], State("off", "a reason (0); another (1)")),
+        ([OFF, NOTHING], State("off", "a reason (0)")),
+        ([ON, OFF, ON], State("mixed", "on in 0, 2; off: a reason (1)")),
+    ],
+)
+def test_together(states: list[State], expected: State) -> None:
+    assert rooms.combine((str(place), state) for place, state in enumerate(states)) == expected
+    assert bool(rooms.why_off((str(place), state) for place, state in enumerate(states))) == (OFF in states)
