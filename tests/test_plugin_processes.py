@@ -48,13 +48,24 @@ def test_processes(tmp_path: Path, model: Path) -> None:
     """On by default; off by configuration, in the engine's process too; nothing at all when disabled."""
     code, on = start(tmp_path, model)
     assert code == 0, on[-3000:]
-    groups = "settings, block_keys, image_spans, resumed_images, image_checkpoints, features, metrics"
-    assert f"[engine]: 7 on ({groups}), 0 off" in on
+    resumed = "resumed_images, " if CHOSEN.runner == 1 else ""
+    for role, rooms in (
+        ("api", "metrics, lazy_media, lifted_bodies, identity; off: observe"),
+        ("engine", f"block_keys, {resumed}image_checkpoints, metrics; off: observe"),
+        ("worker", f"{resumed}features, metrics; unneeded: image_spans"),
+    ):
+        (line,) = [line for line in on.splitlines() if f" [{role}] on vLLM " in line]
+        assert f": prepared: {rooms}" in line
+    (line,) = [line for line in on.splitlines() if " in force: " in line]
+    assert f" in force: block_keys, {resumed}features, lazy_media, identity; off: observe" in line
+    assert "image_checkpoints (this model keeps every block's KV)" in line
+    assert "metrics (vLLM's own statistics are off here)" in line
     assert "mmcache block keys: cumulative layout" in on
 
     code, off = start(tmp_path, model, more='additional_config={"mmcache": {"block_keys": False}}')
     assert code == 0, off[-3000:]
-    assert "mmcache block keys: stock layout (switched off by the setting block_keys)" in off
+    assert "block_keys (switched off by the setting block_keys)" in off
+    assert "mmcache block keys" not in off
 
     code, disabled = start(tmp_path, model, MMCACHE_DISABLE="1")
     assert code == 0, disabled[-3000:]
