@@ -14,6 +14,7 @@ PACKAGE = Path(vllm_mmcache.__file__).parent
 MAY_IMPORT_VLLM = {
     "upstream/__init__.py",  # asks for the version
     "upstream/start.py",  # asks for the platform
+    "upstream/proofs.py",  # asks for the device
     "cli/doctor.py",  # reports on it
     "cli/warm.py",  # starts an engine
     "cli/vllm_main.py",  # is its command line

@@ -10,6 +10,7 @@
     +-- TowerTrapped         the vision tower ran for an image whose features are stored (tests only)
     +-- LintError            a chat template or conversations that can't be read
     +-- RecordsError         no records of requests: an unknown id, a wrong key, no server, a malformed file
+    +-- ProofsUnwritable     the user's file of proofs can't be written
     +-- ZooError             an unknown model family, or a directory that can't be written
     +-- StoreError           the feature store can't do what was asked
     |   +-- StoreCorrupt         bytes that are no whole package, or are another package than their name says
@@ -58,6 +59,10 @@ class LintError(MMCacheError):
 
 class RecordsError(MMCacheError):
     """Records of requests can't be had as asked."""
+
+
+class ProofsUnwritable(MMCacheError):
+    """The file in which `mmcache prove` keeps what has passed can't be written."""
 
 
 class ZooError(MMCacheError):
