@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings: variables, the command line over them, and what is said about a wrong one."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -96,3 +97,39 @@ def test_every_field_is_documented_and_frozen() -> None:
     assert all(field.description for field in settings.Settings.model_fields.values())
     with pytest.raises(ValueError, match="frozen"):
         settings.load_settings().block_keys = False  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("variables", "config", "said"),
+    [
+        ({"REQUIRE_SALT": "1", "IDENTITY": "0"}, {}, "MMCACHE_REQUIRE_SALT = True and MMCACHE_IDENTITY = False"),
+        ({"REQUIRE_SALT": "1", "DISABLE": "1"}, {}, "MMCACHE_DISABLE = True and MMCACHE_REQUIRE_SALT = True"),
+        ({"OBSERVE": "1"}, {"metrics": False}, "MMCACHE_OBSERVE = True and additional-config mmcache.metrics = False"),
+        ({}, {"lifted_bodies": True, "lazy_media": False}, "additional-config mmcache.lifted_bodies = True and "),
+        ({"TOWER_TRAP": "1", "FEATURES": "0"}, {}, "MMCACHE_TOWER_TRAP = True and MMCACHE_FEATURES = False"),
+    ],
+)
+def test_contradictions(
+    variables: dict[str, str], config: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"MMCACHE_{name}", value)
+    with pytest.raises(SettingsError, match="contradict each other") as raised:
+        settings.load_settings(config)
+    assert said in str(raised.value)
+    for name in variables:
+        monkeypatch.delenv(f"MMCACHE_{name}")
+    settings.load_settings(dict([*config.items()][1:]))  # one of the two alone is no contradiction
+
+
+def test_settings_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was set, and nothing else; a process that gets it has the same settings, whatever its own variables say."""
+    monkeypatch.setenv("MMCACHE_FEATURE_RAM_BYTES", "1MiB")
+    sent = settings.carried(settings.load_settings({"features": False, "store": "/a/store"}))
+    assert sent == {"feature_ram_bytes": 1 << 20, "features": False, "store": "/a/store"}
+    monkeypatch.setenv("MMCACHE_FEATURE_RAM_BYTES", "2MiB")
+    monkeypatch.setenv("MMCACHE_OBSERVE", "1")
+    found = settings.received(json.loads(json.dumps(sent)))
+    assert (found.feature_ram_bytes, found.features, found.observe) == (1 << 20, False, False)
+    with pytest.raises(SettingsError, match="same version of mmcache"):
+        settings.received({"of_a_later_version": True})

@@ -265,8 +265,17 @@ def carried(settings: Settings) -> dict[str, Any]:
 
 
 def received(given: Mapping[str, Any]) -> Settings:
-    """The settings of the process that `carried` them. Variables of this one that differ are not used."""
-    read = Settings(**dict(given))
+    """The settings of the process that `carried` them. Variables of this one that differ are not used.
+
+    Raises: SettingsError where another version of mmcache has sent them.
+    """
+    try:
+        read = Settings(**dict(given))
+    except ValidationError as error:
+        raise SettingsError(
+            f"the settings that came with the configuration don't fit here: {error.errors()[0]['msg']}. Have the same "
+            "version of mmcache in every process"
+        ) from None
     own = read.model_fields_set - set(given) - ONLY_VARIABLES
     return read.model_copy(update={name: Settings.model_fields[name].default for name in own})
 

@@ -23,7 +23,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_nothing_was_run_a_room_is_off(room: str) -> None:
     assert why_unproven(room, CPU) == "" == why_unproven(room, UNKNOWN)
     for other in ({"vllm": "0.34"}, {"runner": 1}, {"scheduling": "sync"}):
-        assert f"switch on with MMCACHE_{room.upper()}=1" in why_unproven(room, replace(CPU, **other))
+        assert f"MMCACHE_{room.upper()}=1 switches it on" in why_unproven(room, replace(CPU, **other))
     for platform in ("cuda", "rocm"):
         assert bool(why_unproven(room, replace(CPU, platform=platform))) == (room in TOUCHES_TENSORS)
     assert "0.33, model runner V1 with async scheduling, cpu" in why_unproven(room, replace(CPU, runner=1))

@@ -16,7 +16,7 @@ from tests.engine_configuration import CHOSEN
 from vllm_mmcache import rooms, settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.rooms import ON, State
-from vllm_mmcache.upstream import proven, start, swap
+from vllm_mmcache.upstream import proofs, proven, start, swap
 from vllm_mmcache.upstream.ledger import NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, ROOMS, parts
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS, Engine, Row
 from vllm_mmcache.upstream.seams import SEAMS
@@ -74,7 +74,7 @@ def test_proof_decides_where_no_setting_does(
         return
     off = decide(room, configurations)
     assert off.state == "off"
-    assert f"switch on with MMCACHE_{room.upper()}=1" in off.reason
+    assert f"MMCACHE_{room.upper()}=1 switches it on" in off.reason
     monkeypatch.setattr(settings, "_current", settings.Settings(**{room: True}))
     assert decide(room, configurations) == ON
     monkeypatch.setattr(settings, "_current", settings.Settings(unproven=True))
@@ -89,6 +89,23 @@ def test_the_runner_is_part_of_the_proof(configurations: dict[str, Any], monkeyp
     assert decide("features", configurations) == ON
     other = replace(here, scheduling="sync" if here.scheduling == "async" else "async")
     assert "not yet proven" in decide("features", configurations, engine=other).reason
+
+
+def test_a_proof_of_the_users_own_counts(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On the engine, device and versions that it is of, for the same architecture, and nowhere else."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(proven, "TABLE", [])
+    assert decide("features", configurations).state == "off"
+    place = proofs.Place.of(configurations["gemma3"])
+    proofs.add(place, ["features"], "a test", [])
+    assert decide("features", configurations) == ON
+    assert decide("block_keys", configurations).state == "off"
+    assert decide("features", configurations, "qwen3-vl").state == "off"
+    proofs.forget()
+    proofs.add(replace(place, device="another"), ["features"], "a test", [])
+    assert decide("features", configurations).state == "off"
 
 
 def test_the_configuration_says_what_a_room_can_do(configurations: dict[str, Any]) -> None:

@@ -24,11 +24,16 @@ def carry(vllm_config: Any, chosen: settings.Settings) -> None:
         vllm_config.additional_config = {**additional, settings.CONFIG_KEY: settings.carried(chosen)}
 
 
+def is_carried(vllm_config: Any) -> bool:
+    """Whether a process with mmcache has had this configuration in its hands."""
+    additional = vllm_config.additional_config
+    return isinstance(additional, dict) and settings.CONFIG_KEY in additional
+
+
 def why_absent(role: Role, vllm_config: Any) -> str:
     """Why nothing can be on in this process: what gave it its configuration is without us. Empty where it is not."""
-    additional = vllm_config.additional_config
-    was_carried = not isinstance(additional, dict) or settings.CONFIG_KEY in additional
-    if was_carried or role != "worker" or "engine" in rooms.roles():
+    can_carry = isinstance(vllm_config.additional_config, dict)
+    if is_carried(vllm_config) or not can_carry or role != "worker" or "engine" in rooms.roles():
         return ""
     return "the engine's process has no mmcache, or MMCACHE_DISABLE is set there"
 

@@ -85,4 +85,4 @@ def why_unproven(room: str, engine: Engine) -> str:
     kind = engine if room in TOUCHES_TENSORS else replace(engine, platform=None)
     if any(room in row.rooms and kind.includes(row.engine) for row in TABLE):
         return ""
-    return f"not yet proven on {engine}: switch on with MMCACHE_{room.upper()}=1"
+    return f"not yet proven on {engine}: `mmcache prove` tries it here, MMCACHE_{room.upper()}=1 switches it on"

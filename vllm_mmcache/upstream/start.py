@@ -15,9 +15,9 @@ from typing import Any
 from vllm_mmcache import __version__, rooms, settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.rooms import ON, ROLES, Role, State
-from vllm_mmcache.upstream import configuration, swap, vllm_version
+from vllm_mmcache.upstream import configuration, proofs, swap, vllm_version
 from vllm_mmcache.upstream.ledger import ALWAYS, HOOKS, NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, groups, parts
-from vllm_mmcache.upstream.proven import Engine, minor_of, why_unproven
+from vllm_mmcache.upstream.proven import ENGINE_ROOMS, Engine, minor_of, why_unproven
 from vllm_mmcache.upstream.seams import SEAMS
 
 logger = logging.getLogger("vllm.mmcache")
@@ -62,6 +62,9 @@ def take_on(role: Role, vllm_config: Any) -> None:
         refuse_if_required(f"identity is off ({reason}), so {WITHOUT_IDENTITY}")
         logger.error("mmcache: identity is off (%s): %s", reason, WITHOUT_IDENTITY)
     _say(role, version, engine)
+    if role == "api" and any(why_unproven(room, engine) for room in ENGINE_ROOMS):
+        for line in [*proofs.read()[1], *proofs.why_passed_over(proofs.Place.of(vllm_config))]:
+            logger.warning("mmcache: %s", line)
 
 
 def decide(room: str, engine: Engine, vllm_config: Any) -> State:
@@ -78,7 +81,7 @@ def decide(room: str, engine: Engine, vllm_config: Any) -> State:
     if room in OVERTAKEN_WHERE and swap.reads_name(*OVERTAKEN_WHERE[room]):
         return State("unneeded", f"vLLM has its own: {OVERTAKEN_WHERE[room][0]}")
     if wanted is None and not chosen.unproven and (reason := why_unproven(room, engine)):
-        return State("off", reason)
+        return ON if room in proofs.proven_rooms(proofs.Place.of(vllm_config)) else State("off", reason)
     return ON
 
 
