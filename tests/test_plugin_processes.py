@@ -57,9 +57,9 @@ def test_processes(tmp_path: Path, model: Path) -> None:
         (line,) = [line for line in on.splitlines() if f" [{role}] on vLLM " in line]
         assert f": prepared: {rooms}" in line
     (line,) = [line for line in on.splitlines() if " in force: " in line]
-    assert f" in force: block_keys, {resumed}features, lazy_media, identity; off: observe" in line
+    assert f" in force: block_keys, {resumed}features, metrics, lazy_media, identity; off: observe" in line
     assert "image_checkpoints (this model keeps every block's KV)" in line
-    assert "metrics (vLLM's own statistics are off here)" in line
+    assert "lifted_bodies (no server here)" in line
     assert "mmcache block keys: cumulative layout" in on
 
     code, off = start(tmp_path, model, more='additional_config={"mmcache": {"block_keys": False}}')
