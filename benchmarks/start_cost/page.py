@@ -15,8 +15,8 @@ from benchmarks.summary import ROOT
 PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- made by python -m benchmarks.start_cost.page -->\n", "<!-- end -->\n"
 COLUMNS = (
-    "process", "measured", "stock", "with the plugin", "difference (range)", "the plugin's own",
-    "functions / modules / extra",
+    "process", "measured", "stock", "with the plugin", "difference (range)", "beside imports (range)",
+    "the plugin's own", "functions / rooms / modules / extra",
 )  # fmt: skip
 
 
@@ -35,14 +35,16 @@ def table(measured: dict[str, Any]) -> str:
 
 def row(process: str, name: str, found: dict[str, Any]) -> str:
     """One process in one measurement: seconds of CPU, and the modules of the plugin and beside it."""
-    least, most = found["difference_range_s"]
-    own = f"{found['functions_cpu_s']:.3f} / {found['own_modules_cpu_s']:.3f} ({found['own_modules']:.0f}) / "
-    own += f"{found['extra_modules_cpu_s']:.3f} ({found['extra_modules']:.0f})"
-    whole = f"{found['cpu_s_stock']:.2f} s | {found['cpu_s_plugin']:.2f} s | {found['difference_s']:.2f} s"
-    return (
-        f"| {process.replace('_', ' ')} | {name} | {whole} ({least:.2f} to {most:.2f}) | "
-        f"{found['plugin_own_cpu_s']:.2f} s | {own} |"
+    whole = f"{found['cpu_s_stock']:.2f} s | {found['cpu_s_plugin']:.2f} s"
+    differences = " | ".join(
+        f"{found[f'{what}_s']:.2f} s ({least:.2f} to {most:.2f})"
+        for what in ("difference", "difference_beside_imports")
+        for least, most in [found[f"{what}_range_s"]]
     )
+    own = f"{found['functions_cpu_s']:.3f} / {found['rooms_cpu_s']:.3f} / {found['own_modules_cpu_s']:.3f} "
+    own += f"({found['own_modules']:.0f}) / {found['extra_modules_cpu_s']:.3f} ({found['extra_modules']:.0f})"
+    start = f"{process.replace('_', ' ')} | {name} | {whole}"
+    return f"| {start} | {differences} | {found['plugin_own_cpu_s']:.2f} s | {own} |"
 
 
 def written(text: str) -> str:

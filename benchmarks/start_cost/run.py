@@ -4,8 +4,8 @@
 python -m benchmarks.start_cost.run [--pairs 5] [--name after] [--plugin CHECKOUT] [--save]
 
 Stock and plugin start in turn, a real server with the engine and one worker in processes of their own. A whole process
-takes 15 s with a spread of seconds, so the plugin's own part is measured directly, too (probe/sitecustomize.py): its
-functions that run at start, its modules, and the modules that a stock process has not imported by then.
+takes 10 s with a spread of a second, so the plugin's own part is measured directly, too (probe/sitecustomize.py): its
+functions and rooms that run at start, its modules, and the modules that a stock process has not imported by then.
 
 --plugin measures another checkout. The result keeps what was measured under other names.
 Target: at most 0.5 s of the plugin's own in each process.
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.machine import commit, provenance, result_options, save_result
 from benchmarks.sides import SIDES
-from benchmarks.start_cost.starts import PROCESSES, Process, compile_all, own_costs, start
+from benchmarks.start_cost.starts import PROCESSES, Process, compile_all, own_costs, rest_cpu_s, start
 from benchmarks.summary import ROOT
 from vllm_mmcache.zoo import build_cached
 
@@ -72,22 +72,27 @@ def measure(plugin: Path, num_pairs: int) -> dict[str, Any]:
 def summary(pairs: list[dict[str, Process]]) -> dict[str, Any]:
     """Medians and ranges of one process over the pairs."""
     stock, ours = ([pair[side]["whole_cpu_s"] for pair in pairs] for side in SIDES)
-    differences = [mine - theirs for theirs, mine in zip(stock, ours, strict=True)]
+    rests = [rest_cpu_s(pair["mmcache"]) - rest_cpu_s(pair["stock"]) for pair in pairs]
     costs = [own_costs(pair["stock"], pair["mmcache"]) for pair in pairs]
     own = [cost["plugin_own_cpu_s"] for cost in costs]
     return {
         "cpu_s_stock": round(median(stock), 3),
         "cpu_s_plugin": round(median(ours), 3),
-        "difference_s": round(median(differences), 3),
-        "difference_range_s": [round(min(differences), 3), round(max(differences), 3)],
-        "plugin_own_cpu_s": round(median(own), 4),
-        "plugin_own_range_s": [round(min(own), 4), round(max(own), 4)],
+        **spread("difference", [mine - theirs for theirs, mine in zip(stock, ours, strict=True)]),
+        **spread("difference_beside_imports", rests),
+        **spread("plugin_own_cpu", own),
         **{part: round(median(cost[part] for cost in costs), 4)
-           for part in ("functions_cpu_s", "own_modules_cpu_s", "extra_modules_cpu_s")},
+           for part in ("functions_cpu_s", "rooms_cpu_s", "own_modules_cpu_s", "extra_modules_cpu_s")},
         **{part: median(cost[part] for cost in costs) for part in ("own_modules", "extra_modules")},
-        **{part: most([cost[part] for cost in costs]) for part in ("own_cost", "extra_cost", "extra_by_importer")},
+        **{part: most([cost[part] for cost in costs])
+           for part in ("rooms_cost", "own_cost", "extra_cost", "extra_by_importer")},
         "all": {"cpu_s_stock": stock, "cpu_s_plugin": ours, "plugin_own_cpu_s": [round(seconds, 4) for seconds in own]},
     }  # fmt: skip
+
+
+def spread(what: str, seconds: list[float]) -> dict[str, Any]:
+    """Median and range."""
+    return {f"{what}_s": round(median(seconds), 4), f"{what}_range_s": [round(min(seconds), 4), round(max(seconds), 4)]}
 
 
 def most(costs: list[dict[str, float]]) -> dict[str, float]:

@@ -19,7 +19,7 @@ PROCESSES = ("api_server", "engine", "worker")
 ARGS = (*CPU_ARGS, "--distributed-executor-backend", "mp")
 TIMEOUT_S = 300.0
 PLUGIN = "vllm_mmcache"
-FUNCTIONS = "functions of the plugin"  # as the probe names them
+FUNCTIONS, ROOMS, VLLM = "functions of the plugin", "rooms of the plugin", "wrapped"  # as the probe names them
 
 Process = dict[str, Any]
 
@@ -85,13 +85,14 @@ def role(name: str, is_leader: bool) -> str:
 
 
 def own_costs(stock: Process, ours: Process) -> Process:
-    """CPU seconds of the plugin in one process: its functions, its modules, and modules that stock has not imported."""
+    """The plugin's CPU seconds in one process: functions, rooms, its modules, and those that stock has not imported."""
     extra = sorted(set(ours["modules"]) - set(stock["modules"]))
     own = [module for module in ours["modules"] if is_own(module)]
     others = [module for module in extra if not is_own(module)]
     cost = ours["cpu_s"]
     parts = {
         "functions_cpu_s": cost.get(FUNCTIONS, 0.0),
+        "rooms_cpu_s": sum(seconds for label, seconds in cost.items() if label.startswith(ROOMS)),
         "own_modules_cpu_s": sum(cost.get(module, 0.0) for module in own),
         "extra_modules_cpu_s": sum(cost.get(module, 0.0) for module in others),
     }
@@ -105,9 +106,15 @@ def own_costs(stock: Process, ours: Process) -> Process:
         "own_modules": len(own),
         "extra_modules": len(others),
         "own_cost": {module: cost.get(module, 0.0) for module in own},
+        "rooms_cost": {label: seconds for label, seconds in cost.items() if label.startswith(ROOMS)},
         "extra_cost": {module: cost.get(module, 0.0) for module in others},
         "extra_by_importer": by_importer,
     }
+
+
+def rest_cpu_s(process: Process) -> float:
+    """What a process took beside imports and the plugin's functions; two starts differ less in it than in the whole."""
+    return float(process["whole_cpu_s"]) - sum(seconds for label, seconds in process["cpu_s"].items() if label != VLLM)
 
 
 def is_own(module: str) -> bool:

@@ -14,7 +14,17 @@ import cloudpickle
 import pytest
 
 from benchmarks.start_cost import page, run
-from benchmarks.start_cost.starts import FUNCTIONS, PROBE, PROCESSES, first_cause, own_costs, role
+from benchmarks.start_cost.starts import (
+    FUNCTIONS,
+    PROBE,
+    PROCESSES,
+    ROOMS,
+    VLLM,
+    first_cause,
+    own_costs,
+    rest_cpu_s,
+    role,
+)
 from benchmarks.summary import ROOT
 
 
@@ -69,13 +79,18 @@ def test_what_a_wrapper_wraps_is_not_the_plugins(probe: ModuleType, clock: Clock
         return wrapped(*args, **kwargs)
 
     assert probe.Timed(wrapper)(of_vllm, None, (50,), {}) == "answer"
-    assert probe.cpu_s == {FUNCTIONS: 1, probe.VLLM: 50}
+    assert probe.cpu_s == {FUNCTIONS: 1, VLLM: 50}
 
     def plain(wrapped: Any) -> Any:
         return wrapped(5)
 
     assert probe.Timed(plain)(of_vllm) == "answer"
-    assert probe.cpu_s == {FUNCTIONS: 6, probe.VLLM: 50}, "what the plugin calls by itself is its own"
+    assert probe.cpu_s == {FUNCTIONS: 6, VLLM: 50}, "what the plugin calls by itself is its own"
+
+
+def test_the_rest_is_neither_import_nor_plugin() -> None:
+    cost = {"vllm.config": 4.0, FUNCTIONS: 1.0, f"{ROOMS}: features": 0.5, VLLM: 100.0}
+    assert rest_cpu_s({"whole_cpu_s": 8.0, "cpu_s": cost}) == 2.5
 
 
 def test_a_measured_function_travels_as_itself(probe: ModuleType) -> None:
@@ -85,11 +100,12 @@ def test_a_measured_function_travels_as_itself(probe: ModuleType) -> None:
 
 def test_what_stock_imports_too_is_not_counted() -> None:
     cost = {"vllm.early": 0.5, "vllm.extra": 0.25, "vllm.deep": 0.125, "vllm_mmcache.plugin": 1.0, FUNCTIONS: 2.0}
+    cost |= {f"{ROOMS}: features": 16.0, VLLM: 100.0}
     modules = ["vllm.early", "vllm.extra", "vllm.deep", "vllm_mmcache.plugin"]
     importer = {"vllm.deep": "vllm.extra", "vllm.extra": FUNCTIONS, "vllm.early": FUNCTIONS}
     ours = {"modules": modules, "cpu_s": cost, "importer": importer}
     found = own_costs({"modules": ["vllm.early", "vllm_mmcache.plugin"]}, ours)
-    assert found["plugin_own_cpu_s"] == 2.0 + 1.0 + 0.375
+    assert found["plugin_own_cpu_s"] == 2.0 + 16.0 + 1.0 + 0.375
     assert (found["own_modules"], found["extra_modules"]) == (1, 2)
     assert found["extra_by_importer"] == {f"{FUNCTIONS} > vllm.extra": 0.375}
     assert own_costs({"modules": []}, ours)["extra_modules_cpu_s"] == 0.875, "a stock that has imported nothing"
@@ -102,7 +118,10 @@ def test_processes_are_told_apart_by_name() -> None:
 
 
 PLUGIN = "from vllm_mmcache.upstream import start\n\ndef register():\n    start.start()\n"
-START = "def start():\n    import colorsys\n"
+ROOM = "def wrap(wrapped, instance, args, kwargs):\n    return wrapped()\n\ndef other():\n    pass\n"
+START = (
+    "def start():\n    import colorsys\n    from vllm_mmcache import room\n    room.wrap(room.other, None, (), {})\n"
+)
 PROGRAM = """
 import os, time
 from vllm_mmcache.plugin import register
@@ -121,6 +140,7 @@ def test_the_probe_in_a_process_of_its_own(tmp_path: Path) -> None:
         (package / f"{name}__init__.py").write_text(text)
     (package / "plugin.py").write_text(PLUGIN)
     (package / "upstream" / "start.py").write_text(START)
+    (package / "room.py").write_text(ROOM)
     environ = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(PROBE), str(tmp_path)]),
         "START_COST_FOLDER": str(folder),
@@ -131,6 +151,8 @@ def test_the_probe_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert found["importer"]["vllm_mmcache.upstream.start"] == "vllm_mmcache.plugin"
     assert found["importer"]["vllm_mmcache.plugin"] == ""
     assert {"vllm_mmcache.plugin", "vllm_mmcache.upstream", "colorsys"} <= set(found["modules"])
+    assert {label for label in found["cpu_s"] if " " in label} == {FUNCTIONS, f"{ROOMS}: vllm_mmcache.room.wrap"}
+    assert found["cpu_s"][VLLM] > 0
     assert found["cpu_s"][FUNCTIONS] > 0
     assert all(found["cpu_s"][module] > 0 for module in ("colorsys", "vllm_mmcache.plugin"))
 

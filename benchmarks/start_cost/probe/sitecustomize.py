@@ -14,12 +14,12 @@ import time
 from types import FunctionType, MethodType
 
 PLUGIN = "vllm_mmcache"
-STARTS = (f"{PLUGIN}.plugin", f"{PLUGIN}.upstream")  # whose functions are timed: they start the plugin
+STARTS = (f"{PLUGIN}.plugin", f"{PLUGIN}.upstream")  # here all functions are timed, in rooms those that wrap vLLM's
 WRAPPER = ("wrapped", "instance", "args", "kwargs")
-FUNCTIONS, VLLM = "functions of the plugin", "wrapped"
+FUNCTIONS, ROOMS, VLLM = "functions of the plugin", "rooms of the plugin", "wrapped"
 POLL_S = 0.1
 
-cpu_s: dict[str, float] = {}  # module, FUNCTIONS or VLLM -> own CPU seconds, without what it imports or calls
+cpu_s: dict[str, float] = {}  # module or one of these -> own CPU seconds, without what it imports or calls
 importer: dict[str, str] = {}  # module -> what was at work when it was first imported
 _here = threading.local()
 
@@ -50,18 +50,19 @@ class Span:
 
 
 class Timed:
-    """A function of the plugin's start. What it wraps is vLLM's time again. Pickles as the function itself."""
+    """A function of the plugin. What it wraps is vLLM's time again. Pickles as the function itself."""
 
-    def __init__(self, function: FunctionType) -> None:
+    def __init__(self, function: FunctionType, label: str = FUNCTIONS) -> None:
+        self.label = label
         self.__wrapped__ = function
         self.__name__, self.__qualname__ = function.__name__, function.__qualname__
         self.__module__, self.__doc__ = function.__module__, function.__doc__
-        self.wraps = function.__code__.co_varnames[: function.__code__.co_argcount] == WRAPPER
+        self.wraps = is_wrapper(function)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         if self.wraps:
             args = (_of_vllm(args[0]), *args[1:])
-        with Span(FUNCTIONS):
+        with Span(self.label):
             return self.__wrapped__(*args, **kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
@@ -69,6 +70,11 @@ class Timed:
 
     def __reduce__(self) -> tuple[object, tuple[object]]:
         return _same, (self.__wrapped__,)
+
+
+def is_wrapper(function: FunctionType) -> bool:
+    """Whether wrapt calls it in the place of a function of vLLM."""
+    return function.__code__.co_varnames[: function.__code__.co_argcount] == WRAPPER
 
 
 def _same(function: object) -> object:
@@ -90,10 +96,11 @@ def _find_and_load(name: str, import_: object) -> object:
     with Span(name) as before:
         importer.setdefault(name, before)
         module = _find_and_load_unmeasured(name, import_)
-    if name.startswith(STARTS):
+    if name.partition(".")[0] == PLUGIN:
+        starts = name.startswith(STARTS)
         for attribute, value in list(vars(module).items()):
-            if isinstance(value, FunctionType) and value.__module__ == name:
-                setattr(module, attribute, Timed(value))
+            if isinstance(value, FunctionType) and value.__module__ == name and (starts or is_wrapper(value)):
+                setattr(module, attribute, Timed(value, FUNCTIONS if starts else f"{ROOMS}: {name}.{attribute}"))
     return module
 
 
