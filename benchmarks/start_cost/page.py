@@ -36,15 +36,16 @@ def table(measured: dict[str, Any]) -> str:
 def row(process: str, name: str, found: dict[str, Any]) -> str:
     """One process in one measurement: seconds of CPU, and the modules of the plugin and beside it."""
     whole = f"{found['cpu_s_stock']:.2f} s | {found['cpu_s_plugin']:.2f} s"
-    differences = " | ".join(
-        f"{found[f'{what}_s']:.2f} s ({least:.2f} to {most:.2f})"
-        for what in ("difference", "difference_beside_imports")
-        for least, most in [found[f"{what}_range_s"]]
-    )
+    differences = f"{ranged(found, 'difference')} | {ranged(found, 'difference_beside_imports')}"
     own = f"{found['functions_cpu_s']:.3f} / {found['rooms_cpu_s']:.3f} / {found['own_modules_cpu_s']:.3f} "
     own += f"({found['own_modules']:.0f}) / {found['extra_modules_cpu_s']:.3f} ({found['extra_modules']:.0f})"
     start = f"{process.replace('_', ' ')} | {name} | {whole}"
     return f"| {start} | {differences} | {found['plugin_own_cpu_s']:.2f} s | {own} |"
+
+
+def ranged(found: dict[str, Any], what: str) -> str:
+    least, most = found[f"{what}_range_s"]
+    return f"{found[f'{what}_s']:.2f} s ({least:.2f} to {most:.2f})"
 
 
 def written(text: str) -> str:

@@ -40,7 +40,8 @@ def environment(side: str, plugin: Path, folder: Path) -> dict[str, str]:
 def start(side: str, plugin: Path, model: Path) -> dict[str, Process]:
     """By process: CPU seconds until the server is healthy, modules and what they and the plugin's functions took.
 
-    Raises: EnvironmentProblem where the server does not start; TimeoutError where a process does not report.
+    `plugin` is a checkout, absolute. Raises: EnvironmentProblem where the server does not start; TimeoutError where a
+    process does not report; RuntimeError where it has another plugin.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
@@ -57,9 +58,17 @@ def start(side: str, plugin: Path, model: Path) -> dict[str, Process]:
             wait_until_healthy(server, TIMEOUT_S)
             cpu_s = {pid: process_cpu_s(pid) for pid in living(process.pid)}
             (folder / "ready").touch()
-            return reports(folder, process.pid, cpu_s)
+            found = reports(folder, process.pid, cpu_s)
         finally:
             stop(process)
+    refuse_another(found, plugin)
+    return found
+
+
+def refuse_another(found: dict[str, Process], plugin: Path) -> None:
+    """Raises: RuntimeError where a process has the plugin from elsewhere, such as the installed one."""
+    if elsewhere := {str(report["plugin"]) for report in found.values()} - {str(plugin / PLUGIN / "__init__.py")}:
+        raise RuntimeError(f"measured {', '.join(sorted(elsewhere))}, expected the plugin of {plugin}")
 
 
 def reports(folder: Path, leader: int, cpu_s: dict[int, float]) -> dict[str, Process]:

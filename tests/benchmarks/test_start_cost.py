@@ -22,6 +22,7 @@ from benchmarks.start_cost.starts import (
     VLLM,
     first_cause,
     own_costs,
+    refuse_another,
     rest_cpu_s,
     role,
 )
@@ -115,6 +116,15 @@ def test_what_stock_imports_too_is_not_counted() -> None:
 def test_processes_are_told_apart_by_name() -> None:
     assert [role("MainProcess", True), role("EngineCore", False), role("VllmWorker-0", False)] == list(PROCESSES)
     assert role("MainProcess", False) == "", "the resource tracker"
+
+
+def test_another_plugin_than_the_one_asked_for_is_refused() -> None:
+    plugin = Path("/checkout")
+    report = {"plugin": "/checkout/vllm_mmcache/__init__.py"}
+    refuse_another({"engine": report}, plugin)
+    for elsewhere in ("/installed/vllm_mmcache/__init__.py", None):
+        with pytest.raises(RuntimeError, match="expected the plugin of /checkout"):
+            refuse_another({"engine": report, "worker": {"plugin": elsewhere}}, plugin)
 
 
 PLUGIN = "from vllm_mmcache.upstream import start\n\ndef register():\n    start.start()\n"

@@ -114,6 +114,7 @@ def _write_when_ready(folder: str) -> None:
     found = {
         "name": multiprocessing.current_process().name,
         "modules": modules,
+        "plugin": getattr(sys.modules.get(PLUGIN), "__file__", None),
         "cpu_s": dict(cpu_s),
         "importer": dict(importer),
     }
