@@ -11,7 +11,7 @@ ARGS ?=
 VLLM_PYTHON ?= $(if $(filter file,$(origin PYTHON)),python3,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test matrix lint families-page check-upstream upstream-tests gpu-check gpu-ship docker-steps settings-page bench soak bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-load bench-observe bench-warm-turn bench-table clean
+.PHONY: help venv demo test matrix lint families-page check-upstream upstream-tests gpu-check gpu-ship docker-steps settings-page bench soak bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-load bench-observe bench-start-cost bench-warm-turn bench-table clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -101,11 +101,15 @@ bench-load: $(STAMP)  ## 16 conversations with screenshots for 5 minutes, stock 
 bench-observe: $(STAMP)  ## what recording costs a warm turn
 	@$(BIN)/python -m benchmarks.observe.run $(ARGS)
 
+bench-start-cost: $(STAMP)  ## CPU time of the plugin at start in each process, stock and plugin (about 6 minutes)
+	@$(BIN)/python -m benchmarks.start_cost.run $(ARGS)
+
 bench-warm-turn: $(STAMP)  ## a warm turn about 20 images, stock and plugin (about 10 minutes)
 	@$(BIN)/python -m benchmarks.warm_turn.run $(ARGS)
 
-bench-table: $(STAMP)  ## write the README's table and the plot from the committed results
+bench-table: $(STAMP)  ## write the README's table, the plot and the table of start costs from the committed results
 	@$(BIN)/python -m benchmarks.summary --write
+	@$(BIN)/python -m benchmarks.start_cost.page --write
 	@$(BIN)/python -m benchmarks.plot
 
 clean:  ## remove .venv, built models, logs and tool caches

@@ -36,6 +36,7 @@ SHORT: dict[str, tuple[str, ...]] = {
     "identity": ("--rounds", "500", "--turns", "20", "--swaps", "1"),
     "observe": ("--turns", "10", "--pairs", "60"),
     "load": ("--seconds", "15"),
+    "start_cost": ("--pairs", "1"),
 }
 
 

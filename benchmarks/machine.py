@@ -21,13 +21,18 @@ def processor() -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
-def commit() -> str:
-    """The checkout's commit, with + where the tree is dirty; BENCH_COMMIT where the files are no checkout."""
+def commit(checkout: Path | None = None) -> str:
+    """A checkout's commit, with + where the tree is dirty; BENCH_COMMIT where the files are no checkout.
+
+    `checkout` is that of the working directory if it is not given.
+    """
     if "BENCH_COMMIT" in os.environ:
         return os.environ["BENCH_COMMIT"]
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, check=False, cwd=checkout
+        ).stdout.strip()
 
     return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
 

@@ -285,6 +285,13 @@ def load(found: Result) -> list[Row]:
     return rows
 
 
+def start_cost(found: Result) -> list[Row]:
+    last = list(found["measured"].values())[-1]["processes"]
+    seconds = " / ".join(f"{process['plugin_own_cpu_s']:.2f}" for process in last.values())
+    what = "the plugin's own CPU time at start, API server / engine / worker"
+    return [Row(what, "-", f"{seconds} s", "make bench-start-cost")]
+
+
 PARTS: tuple[Callable[[Result], list[Row]], ...] = (
     block_keys,
     gemma3_attention,
@@ -297,6 +304,7 @@ PARTS: tuple[Callable[[Result], list[Row]], ...] = (
     identity,
     observe,
     load,
+    start_cost,
 )
 
 

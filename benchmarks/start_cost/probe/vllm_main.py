@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own command line, also where its distribution is not called `vllm`; nothing of the plugin is imported here."""
+
+import importlib.metadata
+import sys
+from types import SimpleNamespace
+
+
+def main() -> None:
+    """Run it in this process."""
+    from vllm.entrypoints.cli import main as vllm_main
+    from vllm.version import __version__
+
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        vllm_main.importlib = SimpleNamespace(metadata=SimpleNamespace(version=lambda name: __version__))
+    sys.argv[0] = "vllm"
+    vllm_main.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin costs at start: each second belongs to one thing, and what stock does too is not counted."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from benchmarks.start_cost import page, run
+from benchmarks.start_cost.starts import (
+    FUNCTIONS,
+    PROBE,
+    PROCESSES,
+    ROOMS,
+    VLLM,
+    first_cause,
+    own_costs,
+    refuse_another,
+    rest_cpu_s,
+    role,
+)
+from benchmarks.summary import ROOT
+
+
+class Clock:
+    """CPU seconds of a thread, spent by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def thread_time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def probe(clock: Clock) -> ModuleType:
+    """The probe as a module of this process; without its variable it changes nothing here."""
+    spec = importlib.util.spec_from_file_location("start_cost_probe", PROBE / "sitecustomize.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.time = SimpleNamespace(thread_time=clock.thread_time)
+    return module
+
+
+def test_each_second_belongs_to_one_span(probe: ModuleType, clock: Clock) -> None:
+    clock.now += 100  # before everything: nobody's
+    with probe.Span("outer") as before:
+        clock.now += 1
+        with probe.Span("inner") as above:
+            clock.now += 10
+        clock.now += 2
+    clock.now += 100
+    with probe.Span("inner"):
+        clock.now += 20
+    assert (before, above) == ("", "outer")
+    assert probe.cpu_s == {"outer": 3, "inner": 30}
+
+
+def test_what_a_wrapper_wraps_is_not_the_plugins(probe: ModuleType, clock: Clock) -> None:
+    def of_vllm(seconds: float) -> str:
+        clock.now += seconds
+        return "answer"
+
+    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        clock.now += 1
+        return wrapped(*args, **kwargs)
+
+    assert probe.Timed(wrapper)(of_vllm, None, (50,), {}) == "answer"
+    assert probe.cpu_s == {FUNCTIONS: 1, VLLM: 50}
+
+    def plain(wrapped: Any) -> Any:
+        return wrapped(5)
+
+    assert probe.Timed(plain)(of_vllm) == "answer"
+    assert probe.cpu_s == {FUNCTIONS: 6, VLLM: 50}, "what the plugin calls by itself is its own"
+
+
+def test_the_rest_is_neither_import_nor_plugin() -> None:
+    cost = {"vllm.config": 4.0, FUNCTIONS: 1.0, f"{ROOMS}: features": 0.5, VLLM: 100.0}
+    assert rest_cpu_s({"whole_cpu_s": 8.0, "cpu_s": cost}) == 2.5
+
+
+def test_a_measured_function_travels_as_itself(probe: ModuleType) -> None:
+    timed = probe.Timed(lambda worker: f"asked {worker}")
+    assert cloudpickle.loads(cloudpickle.dumps(timed))("rank 0") == "asked rank 0"
+
+
+def test_what_stock_imports_too_is_not_counted() -> None:
+    cost = {"vllm.early": 0.5, "vllm.extra": 0.25, "vllm.deep": 0.125, "vllm_mmcache.plugin": 1.0, FUNCTIONS: 2.0}
+    cost |= {f"{ROOMS}: features": 16.0, VLLM: 100.0}
+    modules = ["vllm.early", "vllm.extra", "vllm.deep", "vllm_mmcache.plugin"]
+    importer = {"vllm.deep": "vllm.extra", "vllm.extra": FUNCTIONS, "vllm.early": FUNCTIONS}
+    ours = {"modules": modules, "cpu_s": cost, "importer": importer}
+    found = own_costs({"modules": ["vllm.early", "vllm_mmcache.plugin"]}, ours)
+    assert found["plugin_own_cpu_s"] == 2.0 + 16.0 + 1.0 + 0.375
+    assert (found["own_modules"], found["extra_modules"]) == (1, 2)
+    assert found["extra_by_importer"] == {f"{FUNCTIONS} > vllm.extra": 0.375}
+    assert own_costs({"modules": []}, ours)["extra_modules_cpu_s"] == 0.875, "a stock that has imported nothing"
+    assert first_cause("vllm.deep", {}, {"vllm.deep"}) == "vLLM > vllm.deep"
+
+
+def test_processes_are_told_apart_by_name() -> None:
+    assert [role("MainProcess", True), role("EngineCore", False), role("VllmWorker-0", False)] == list(PROCESSES)
+    assert role("MainProcess", False) == "", "the resource tracker"
+
+
+def test_another_plugin_than_the_one_asked_for_is_refused() -> None:
+    plugin = Path("/checkout")
+    report = {"plugin": "/checkout/vllm_mmcache/__init__.py"}
+    refuse_another({"engine": report}, plugin)
+    for elsewhere in ("/installed/vllm_mmcache/__init__.py", None):
+        with pytest.raises(RuntimeError, match="expected the plugin of /checkout"):
+            refuse_another({"engine": report, "worker": {"plugin": elsewhere}}, plugin)
+
+
+PLUGIN = "from vllm_mmcache.upstream import start\n\ndef register():\n    start.start()\n"
+ROOM = "def wrap(wrapped, instance, args, kwargs):\n    return wrapped()\n\ndef other():\n    pass\n"
+START = (
+    "def start():\n    import colorsys\n    from vllm_mmcache import room\n    room.wrap(room.other, None, (), {})\n"
+)
+PROGRAM = """
+import os, time
+from vllm_mmcache.plugin import register
+register()
+open(os.environ["START_COST_FOLDER"] + "/ready", "w").close()
+while not os.path.exists(f"{os.environ['START_COST_FOLDER']}/{os.getpid()}.json"):
+    time.sleep(0.01)
+"""
+
+
+def test_the_probe_in_a_process_of_its_own(tmp_path: Path) -> None:
+    package, folder = tmp_path / "vllm_mmcache", tmp_path / "folder"
+    (package / "upstream").mkdir(parents=True)
+    folder.mkdir()
+    for name, text in {"": "", "upstream/": ""}.items():
+        (package / f"{name}__init__.py").write_text(text)
+    (package / "plugin.py").write_text(PLUGIN)
+    (package / "upstream" / "start.py").write_text(START)
+    (package / "room.py").write_text(ROOM)
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(PROBE), str(tmp_path)]),
+        "START_COST_FOLDER": str(folder),
+    }
+    subprocess.run([sys.executable, "-c", PROGRAM], env=environ, check=True, timeout=60, cwd=tmp_path)
+    (found,) = (json.loads(path.read_text()) for path in folder.glob("*.json"))
+    assert found["importer"]["colorsys"] == FUNCTIONS
+    assert found["importer"]["vllm_mmcache.upstream.start"] == "vllm_mmcache.plugin"
+    assert found["importer"]["vllm_mmcache.plugin"] == ""
+    assert {"vllm_mmcache.plugin", "vllm_mmcache.upstream", "colorsys"} <= set(found["modules"])
+    assert {label for label in found["cpu_s"] if " " in label} == {FUNCTIONS, f"{ROOMS}: vllm_mmcache.room.wrap"}
+    assert found["cpu_s"][VLLM] > 0
+    assert found["cpu_s"][FUNCTIONS] > 0
+    assert all(found["cpu_s"][module] > 0 for module in ("colorsys", "vllm_mmcache.plugin"))
+
+
+def test_the_page_shows_the_committed_result() -> None:
+    text = page.PAGE.read_text()
+    assert page.written(text) == text, "run: make bench-table"
+    measured = json.loads(run.COMMITTED.read_text())["measured"]
+    changed = json.loads(json.dumps(measured))
+    changed["before"]["processes"]["engine"]["plugin_own_cpu_s"] += 1
+    assert page.table(changed) != page.table(measured)
+    assert set(measured) <= set(run.NAMES)
+
+
+@pytest.mark.engine
+def test_a_pair_of_starts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.start_cost.run", "--pairs", "1", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = json.loads((tmp_path / "start_cost.json").read_text())["measured"]
+    assert {"before", "after"} == set(measured), "what was measured before is kept"
+    for process in PROCESSES:
+        found = measured["after"]["processes"][process]
+        assert found["cpu_s_stock"] > 1, "not a process that has imported vLLM"
+        assert found["own_modules"] > 1, "the plugin is not in this process"
+        assert "vllm_mmcache.plugin" in found["own_cost"] or found["own_modules"] > run.NUM_MOST
+        assert 0 < found["functions_cpu_s"] < found["plugin_own_cpu_s"] < found["cpu_s_plugin"]
