@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
-import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a start with MODEL and vLLM's arguments would give, for `mmcache doctor`: no engine, no weights, nothing replaced.
+"""What a start with MODEL and vLLM's arguments would give, for `mmcache doctor`.
 
-In a process of its own, which imports vLLM and lets it make the VllmConfig that `vllm serve` would make.
+In a process of its own, which imports vLLM and lets it make the VllmConfig that `vllm serve` would make: no engine, no
+weights, and nothing replaced.
 """
 
 import os
