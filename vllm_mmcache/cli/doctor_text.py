@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COLOURS = {"on": "green", "off": "yellow", "mixed": "yellow", "unneeded": "dim"}
-TOLD_BY = "a server says when its engines are ready: its line `in force`, mmcache:room_info on /metrics, and /mmcache"
+TOLD_BY = "a server's line `in force`, mmcache:room_info on /metrics, and /mmcache"
 
 
 def show(facts: dict[str, Any], *, with_settings: bool) -> None:
@@ -28,8 +28,9 @@ def show(facts: dict[str, Any], *, with_settings: bool) -> None:
         console.print(escape(facts["engine"]["words"] + (f" ({vllm['device']})" if vllm["device"] else "")))
 
     if facts["rooms"]:
-        where = f"for {facts['model']}" if facts["model"] else "without a model"
-        console.print(f"\n[bold]What is foreseen {escape(where)}[/]; what is in force {TOLD_BY}")
+        is_configured = facts["engine"]["runner"] is not None
+        where = f"for {facts['model']}" if is_configured else "as far as is known without a model"
+        console.print(f"\n[bold]What is foreseen {escape(where)}.[/] What is in force, say {TOLD_BY}.")
         rooms = Table.grid(padding=(0, 2))
         for room, said in facts["rooms"].items():
             rooms.add_row(room, f"[{COLOURS[said['state']]}]{said['state']}[/]", escape(said["reason"]))
