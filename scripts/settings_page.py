@@ -18,7 +18,7 @@ HEAD = f"""# Settings
 
 Each setting is a variable `{PREFIX}<NAME>`, and a key of `--additional-config '{{"{CONFIG_KEY}": {{"name": value}}}}'`,
 which wins and reaches every process of the server. An unknown name or a value that is not allowed stops the start and
-says what is. `mmcache doctor` shows what is in force.
+says what is. `mmcache doctor --settings` shows them.
 
 A room whose default is *unset* is on where this project's tests have run it, and elsewhere off until its setting says
 true. Sizes may be written as `512MiB` or `10GiB`.

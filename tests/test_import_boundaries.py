@@ -15,6 +15,7 @@ MAY_IMPORT_VLLM = {
     "upstream/__init__.py",  # asks for the version
     "upstream/start.py",  # asks for the platform
     "cli/doctor.py",  # reports on it
+    "cli/foreseen.py",  # lets it make its configuration
     "cli/warm.py",  # starts an engine
     "cli/vllm_main.py",  # is its command line
     "attention/seam.py",  # the public registries
