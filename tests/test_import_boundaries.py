@@ -16,6 +16,7 @@ MAY_IMPORT_VLLM = {
     "upstream/start.py",  # asks for the platform
     "upstream/proofs.py",  # asks for the device
     "cli/doctor.py",  # reports on it
+    "cli/foreseen.py",  # lets it make its configuration
     "cli/warm.py",  # starts an engine
     "cli/vllm_main.py",  # is its command line
     "attention/seam.py",  # the public registries

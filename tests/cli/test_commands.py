@@ -5,7 +5,6 @@ Every mistake must end with status 2 and one line on stderr, `error: ...`, befor
 """
 
 import importlib.metadata
-import json
 import os
 import resource
 import socket
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from vllm_mmcache.cli import serve
-from vllm_mmcache.errors import UnschedulableImage
+from vllm_mmcache.errors import EnvironmentProblem, UnschedulableImage
 from vllm_mmcache.upstream import vllm_version
 
 COMMAND = [sys.executable, "-m", "vllm_mmcache.cli"]
@@ -76,7 +75,7 @@ def assert_one_line(outcome: subprocess.CompletedProcess[str], *said: str) -> No
         (["demo", "--turns", "0"], "turns"),
         (["demo", "--no-such-option"], "--no-such-option"),
         (["demo", "--family", "no-such-family"], "no-such-family"),
-        (["doctor", "surplus"], "surplus"),
+        (["doctor", "--no-such-option"], "the model comes first, seen '--no-such-option'"),
         (["zoo", "build", "no-such-family", "somewhere"], "no-such-family"),
         (["zoo", "build", "qwen3-vl"], "dir"),
         (["zoo", "build", "qwen3-vl", "somewhere", "--seed", "x"], "seed"),
@@ -150,9 +149,9 @@ def test_serve_adds_its_defaults_unless_told_otherwise(tmp_path: Path) -> None:
     assert serve.with_defaults(["--config", str(config)]) == ["--config", str(config), both[1]]
 
 
-def test_serve_keeps_features_in_the_users_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_serve_keeps_features_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
     def kept(*arguments: str, **variables: str) -> str | None:
         with monkeypatch.context() as patched:
             for name in ("MMCACHE_STORE", "XDG_CACHE_HOME"):
@@ -161,20 +160,50 @@ def test_serve_keeps_features_in_the_users_cache(
                 patched.delenv(name)
             for name, value in variables.items():
                 patched.setenv(name, value)
-            serve.keep_features(arguments)
+            said.append(serve.keep_features(arguments))
             return os.environ.get("MMCACHE_STORE")
 
     assert kept(XDG_CACHE_HOME=str(tmp_path)) == str(tmp_path / "mmcache")
-    assert f"{tmp_path}/mmcache, 10.0GiB at most" in capsys.readouterr().err
+    assert f"features kept in {tmp_path}/mmcache (" in said.pop()
     assert kept(HOME="/home/some", XDG_CACHE_HOME="relative") == "/home/some/.cache/mmcache"
-    capsys.readouterr()
+    said.clear()
     assert kept(HOME="/home/with space") is None
     assert kept(MMCACHE_STORE="/else/where") == "/else/where"
     assert kept(MMCACHE_STORE="") == ""
     assert kept(MMCACHE_FEATURES="0") is None
     assert kept(MMCACHE_DISABLE="1") is None
     assert kept("--additional-config", '{"mmcache": {"store": "/else/where"}}') is None
-    assert capsys.readouterr().err == ""
+    assert set(said) == {""}
+
+
+@pytest.mark.parametrize("named", ["", "other", "mmcache_observe"])
+def test_serve_refuses_where_vllm_would_leave_us_out(named: str, model: str) -> None:
+    """Nothing of ours would run, so nothing could refuse later, not even where salts are required."""
+    for required in ("0", "1"):
+        outcome = mmcache("serve", model, VLLM_PLUGINS=named, MMCACHE_REQUIRE_SALT=required)
+        assert_one_line(outcome, f"VLLM_PLUGINS={named} leaves mmcache out", "name mmcache in VLLM_PLUGINS")
+
+
+def test_serve_without_us_is_served_where_it_is_said(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with MMCACHE_DISABLE nothing of ours is wanted; and where we are named, all is well."""
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    monkeypatch.setenv("MMCACHE_DISABLE", "1")
+    serve.check_before_start(model, ["--port", "0"])
+    monkeypatch.setenv("MMCACHE_DISABLE", "0")
+    with pytest.raises(EnvironmentProblem, match="leaves mmcache out"):
+        serve.check_before_start(model, ["--port", "0"])
+    monkeypatch.setenv("VLLM_PLUGINS", "other,mmcache")
+    serve.check_before_start(model, ["--port", "0"])
+
+
+def test_what_is_wanted_is_one_line(model: str, tmp_path: Path) -> None:
+    """Before the start it is only a wish; and nothing is said of what was not asked for."""
+    refused = ["--port", "0", "--no-such-vllm-option", "1"]
+    said = mmcache("serve", "--observe", model, *refused, XDG_CACHE_HOME=str(tmp_path)).stderr
+    (line,) = [line for line in said.splitlines() if line.startswith("mmcache:")]
+    assert f"wanted: features kept in {tmp_path}/mmcache" in line
+    assert "requests recorded. What is so, the server says when its engines are ready" in line
+    assert "mmcache:" not in mmcache("serve", model, *refused, MMCACHE_STORE="").stderr
 
 
 def test_serve_works_with_both_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,20 +259,3 @@ def test_zoo_ls() -> None:
     outcome = mmcache("zoo", "ls")
     assert outcome.returncode == 0
     assert "qwen3-vl" in outcome.stdout.split()
-
-
-def test_doctor_json() -> None:
-    outcome = mmcache("doctor", "--json")
-    facts = json.loads(outcome.stdout)
-    assert outcome.returncode == (1 if facts["findings"] else 0)
-    assert facts["vllm"]["version"].startswith("0.3")
-    assert {row["state"] for row in facts["ledger"]} <= {"on", "off", "refused"}
-    assert set(facts["block_keys"]) == {"sha256", "sha256_cbor", "xxhash", "xxhash_cbor"}
-    assert {row["variable"] for row in facts["settings"]} >= {"MMCACHE_DISABLE", "MMCACHE_BLOCK_KEYS"}
-
-
-def test_doctor_finds_a_wrong_setting() -> None:
-    outcome = mmcache("doctor", MMCACHE_BLOCK_KEY="1")
-    assert outcome.returncode == 1
-    assert "MMCACHE_BLOCK_KEYS" in outcome.stdout
-    assert "Traceback" not in outcome.stderr

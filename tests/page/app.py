@@ -23,6 +23,16 @@ EXAMPLES = [
 ]
 
 
+IN_FORCE = {
+    "rooms": {
+        "identity": {"state": "on", "reason": ""},
+        "features": {"state": "mixed", "reason": "on in worker 0; off: <b>no</b> tower (worker 1)"},
+        "observe": {"state": "off", "reason": "MMCACHE_OBSERVE=1 switches it on"},
+    },
+    "places": {"api": {"identity": {"state": "on", "reason": ""}}},
+}
+
+
 def many(count: int) -> list[Record]:
     """The examples over and over, three seconds apart, with ids of their own."""
     now = time.time()
@@ -51,7 +61,7 @@ class Server:
 
     def __init__(self, store: RecordStore | None, *api_keys: str) -> None:
         self.store = store
-        self._app = Starlette(routes=routes(lambda: self.store, api_keys))
+        self._app = Starlette(routes=routes(lambda: self.store, api_keys, lambda: IN_FORCE))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])

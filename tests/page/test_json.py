@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.cli.test_commands import COMMAND, assert_one_line, mmcache
-from tests.page.app import EXAMPLES, Server, add, filled
+from tests.page.app import EXAMPLES, IN_FORCE, Server, add, filled
 from vllm_mmcache.observe.schema import MEANINGS, from_json, to_json
 from vllm_mmcache.observe.summary import summary
 
@@ -51,6 +51,7 @@ def test_records(server: Server) -> None:
         assert sum(facts["missed_tokens"].values()) + facts["reused_tokens"] == facts["prompt_tokens"]
     assert body(server, "/totals")["totals"]["requests"] == len(EXAMPLES)
     assert set(body(server, "/totals")["meanings"]) == set(MEANINGS)
+    assert {name: body(server, "/totals")[name] for name in IN_FORCE} == body(server, "/rooms") == IN_FORCE
 
 
 def test_cursor() -> None:
@@ -70,7 +71,7 @@ def test_cursor() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/records", "/records?since=x", f"/records/{EXAMPLES[0].id}", "/records/none", "/totals"]
+    "path", ["/records", "/records?since=x", f"/records/{EXAMPLES[0].id}", "/records/none", "/totals", "/rooms"]
 )
 def test_the_key(server: Server, path: str) -> None:
     for key in (None, "wrong", KEY + "x", KEY[:-1]):
@@ -99,6 +100,8 @@ def test_wrong_numbers(server: Server, query: str) -> None:
 
 def test_nothing_is_recorded() -> None:
     serving = Server(None)
+    assert body(serving, "/rooms") == IN_FORCE
+    assert get(serving, "/totals").status_code == 503
     assert get(serving, "/records").status_code == 503
     assert "--observe" in get(serving, "/records").json()["error"]
     assert_one_line(mmcache("explain", "--url", serving.url), "nothing is recorded")

@@ -55,7 +55,7 @@ def records(server: Server, path: str = "?full=1") -> Any:
 
 def test_the_key_guards_the_records(server: Server) -> None:
     for headers, status in (({}, 401), ({"Authorization": "Bearer wrong"}, 401), (AUTHORIZED, 200)):
-        for path in ("/mmcache/records", "/mmcache/totals", "/v1/models"):
+        for path in ("/mmcache/records", "/mmcache/totals", "/mmcache/rooms", "/v1/models"):
             assert httpx.get(server.url + path, headers=headers).status_code == status, path
     assert httpx.get(f"{server.url}/mmcache").status_code == 200  # the page itself holds nothing
 
@@ -93,6 +93,26 @@ def test_a_conversation(server: Server, page: "Page") -> None:
         assert f"{record.reused_tokens} of {record.prompt_tokens} prompt tokens reused" in told.stdout
     assert records(server)["records"][-1]["reused_tokens"] > 0
     page.screenshot(path=ARTEFACTS / "server.png", full_page=True)
+
+
+def test_what_is_in_force_is_said_everywhere_alike(server: Server, page: "Page") -> None:
+    """In the JSON, on the page, on /metrics and in the log, with where things are; the wish before it is no more."""
+    told = httpx.get(f"{server.url}/mmcache/rooms", headers=AUTHORIZED).json()
+    on = {room for room, said in told["rooms"].items() if said["state"] == "on"}
+    assert {"identity", "observe", "features"} <= on
+    assert told["rooms"]["image_spans"]["state"] == "unneeded"
+    assert {"api", "engine 0", "worker 0 of engine 0"} == set(told["places"])
+    assert told["places"]["worker 0 of engine 0"]["features"] == {"state": "on", "reason": ""}
+    metrics = httpx.get(f"{server.url}/metrics").text
+    for room, said in told["rooms"].items():
+        assert re.search(rf'mmcache:room_info{{[^}}]*room="{room}"[^}}]*state="{said["state"]}"', metrics), room
+    totals = httpx.get(f"{server.url}/mmcache/totals", headers=AUTHORIZED).json()
+    assert {name: totals[name] for name in told} == told
+    log = server.log_path.read_text(errors="replace")
+    assert log.count("mmcache: wanted: requests recorded. What is so, the server says") == 1
+    assert "mmcache: requests are recorded\n" in log
+    assert "mmcache: features are kept: RAM (2.0GiB in each worker)\n" in log
+    assert f"mmcache: the page is {server.url}/mmcache" in log
 
 
 def test_nothing_private_is_told(server: Server, page: "Page") -> None:
@@ -159,16 +179,14 @@ def test_only_where_the_operator_names_it(monkeypatch: pytest.MonkeyPatch) -> No
         if named is not None:
             monkeypatch.setenv("VLLM_PLUGINS", named)
         assert paths() == set(), named
-    with pytest.raises(EnvironmentProblem, match="leaves it out"):
-        observe_requests([])
     for named in (None, "mmcache", "mmcache,mmcache_observe"):
         monkeypatch.setenv("VLLM_PLUGINS", named or "")
         if named is None:
             monkeypatch.delenv("VLLM_PLUGINS")
-        observe_requests([])
+        observe_requests()
         assert {"mmcache", "mmcache_observe"} <= set(os.environ["VLLM_PLUGINS"].split(","))
         assert os.environ["MMCACHE_OBSERVE"] == "1"
         assert "/mmcache/records" in paths()
     monkeypatch.setenv("MMCACHE_DISABLE", "1")
     with pytest.raises(EnvironmentProblem, match="MMCACHE_DISABLE"):
-        observe_requests([])
+        observe_requests()

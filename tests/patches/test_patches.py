@@ -50,10 +50,10 @@ def counts(said: str) -> dict[str, int]:
 
 
 def outcomes_on(tree: Path) -> dict[str, tuple[str, str]]:
-    """State and reason of each group of the ledger, as `mmcache doctor` finds them on a tree."""
+    """State and reason of each room, as `mmcache doctor` finds them on a tree."""
     done = run_on(tree, "-m", "vllm_mmcache.cli", "doctor", "--json")
-    rows = json.loads(done.stdout)["ledger"]
-    return {row["group"]: (row["state"], row["reason"]) for row in rows}
+    rooms = json.loads(done.stdout)["rooms"]
+    return {room: (said["state"], said["reason"]) for room, said in rooms.items()}
 
 
 @pytest.mark.engine
@@ -75,9 +75,10 @@ def test_wrong_without_the_patches(tree: Path) -> None:
 
 def test_the_plugin_steps_aside(patched: Path) -> None:
     outcomes = outcomes_on(patched)
-    aside = {group for group, (state, reason) in outcomes.items() if reason.startswith("vLLM has its own")}
+    aside = {room for room, (_, reason) in outcomes.items() if reason.startswith("vLLM has its own")}
+    assert {outcomes[room][0] for room in aside} == {"unneeded"}
     assert aside == {"image_spans", "resumed_images", "image_checkpoints", "lazy_media"}
-    others = {group: state for group, (state, _) in outcomes.items() if group not in aside}
+    others = {room: state for room, (state, _) in outcomes.items() if room not in aside}
     assert others.pop("lifted_bodies") == "off"  # needs lazy_media
     assert others.pop("observe") == "off"  # nobody asked for it
     assert set(others.values()) == {"on"}

@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 app.command(context_settings=serve.PASS_ON)(serve.serve)
 app.command()(demo.demo)
-app.command()(doctor.doctor)
+app.command(context_settings=serve.PASS_ON)(doctor.doctor)
 app.command()(explain.explain)
 app.command()(lint.lint)
 app.add_typer(store.store_app, name="store")

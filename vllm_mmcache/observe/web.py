@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page /mmcache and its JSON: records, one record, totals. Plain Starlette routes over a store; no vLLM.
+"""The page /mmcache and its JSON: records, one record, totals, rooms. Plain Starlette routes over a store; no vLLM.
 
 Runs in the API server, on its event loop. The page's own files hold nothing of anybody and are served to all; the JSON
 asks for the server's API key, since vLLM's own middleware guards only paths such as /v1.
@@ -39,10 +39,12 @@ POLL_S = 0.2
 HERE = Path(__file__).parent / "page"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+Rooms = Callable[[], dict[str, Any]]
+"""What is in force: rooms and places; see upstream/display.py."""
 
 
-def routes(records: Callable[[], RecordStore | None], api_keys: Sequence[str]) -> list[Route]:
-    """The page and its JSON. records: gives the store, or None while nothing is recorded."""
+def routes(records: Callable[[], RecordStore | None], api_keys: Sequence[str], rooms: Rooms) -> list[Route]:
+    """The page and its JSON. records: gives the store, or None while nothing is recorded; rooms: what is in force."""
     digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     def allowed(request: Request) -> bool:
@@ -52,27 +54,42 @@ def routes(records: Callable[[], RecordStore | None], api_keys: Sequence[str]) -
         right = sum(secrets.compare_digest(given, digest) for digest in digests)
         return scheme.lower() == "bearer" and right > 0
 
-    def guarded(answer: Callable[[Request, RecordStore], Awaitable[Any]]) -> Endpoint:
+    def guarded(answer: Callable[[Request], Awaitable[Any]]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
             if digests and not allowed(request):
                 return failure(401, "the server's API key is missing or wrong")
-            store = records()
-            if store is None:
-                return failure(503, OFF)
             try:
-                return JSONResponse(await answer(request, store), headers=PRIVATE)
+                return JSONResponse(await answer(request), headers=PRIVATE)
             except Refused as refused:
                 return failure(refused.status, str(refused))
 
         return endpoint
 
+    def recorded(answer: Callable[[Request, RecordStore], Awaitable[Any]]) -> Endpoint:
+        async def from_store(request: Request) -> Any:
+            store = records()
+            if store is None:
+                raise Refused(503, OFF)
+            return await answer(request, store)
+
+        return guarded(from_store)
+
+    async def in_force(_: Request) -> dict[str, Any]:
+        return rooms()
+
+    async def totals(_: Request, store: RecordStore) -> dict[str, Any]:
+        sums = await run_in_threadpool(store.totals)
+        meanings = {str(reason): text for reason, text in MEANINGS.items()}
+        return {"totals": sums.model_dump(mode="json"), "meanings": meanings, **rooms()}
+
     return [
         Route("/mmcache", page, methods=["GET"]),
         Route("/mmcache/", to_page, methods=["GET"]),
         *(Route(f"/mmcache/{name}", static_file(name), methods=["GET"]) for name in FILES),
-        Route("/mmcache/records", guarded(list_records), methods=["GET"]),
-        Route("/mmcache/records/{record_id:path}", guarded(one_record), methods=["GET"]),
-        Route("/mmcache/totals", guarded(totals), methods=["GET"]),
+        Route("/mmcache/records", recorded(list_records), methods=["GET"]),
+        Route("/mmcache/records/{record_id:path}", recorded(one_record), methods=["GET"]),
+        Route("/mmcache/totals", recorded(totals), methods=["GET"]),
+        Route("/mmcache/rooms", guarded(in_force), methods=["GET"]),
     ]
 
 
@@ -124,11 +141,6 @@ async def one_record(request: Request, store: RecordStore) -> dict[str, Any]:
     if record is None:
         raise Refused(404, f"no record of request {record_id!r}: it is unknown, or its record had to go for newer ones")
     return to_json(record)
-
-
-async def totals(_: Request, store: RecordStore) -> dict[str, Any]:
-    sums = await run_in_threadpool(store.totals)
-    return {"totals": sums.model_dump(mode="json"), "meanings": {str(r): text for r, text in MEANINGS.items()}}
 
 
 def number(request: Request, name: str, default: float, most: float) -> float:

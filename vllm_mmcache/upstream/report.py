@@ -14,7 +14,7 @@ import msgspec
 
 from vllm_mmcache import __version__, events, rooms
 from vllm_mmcache.rooms import State
-from vllm_mmcache.upstream import agree, start, swap
+from vllm_mmcache.upstream import agree, display, start, swap
 from vllm_mmcache.upstream.ledger import ROOMS, parts
 
 logger = logging.getLogger("vllm.mmcache")
@@ -111,6 +111,8 @@ def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
     found = in_force()
     events.ROOM_INFO.show({(room, state.state, state.reason) for room, state in found.items()})
     logger.info("mmcache %s in force: %s", __version__, start.words(found.items()))
+    for line in display.whereabouts(found):
+        logger.info("mmcache: %s", line)
     without = [place for place, states in _places.items() if agree.NO_MMCACHE in {s.reason for s in states.values()}]
     if without:
         start.refuse_if_required(f"mmcache is not in {', '.join(without)}")

@@ -8,7 +8,7 @@ part in the role: is it wanted (settings), does it have something to do and can 
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,8 +47,8 @@ def take_on(role: Role, vllm_config: Any) -> None:
     """
     rooms.begin(role)
     version, engine = vllm_version(), engine_here(vllm_config)
-    telling = [member for member in groups()[ALWAYS] if member.process == role]
-    absent = configuration.why_absent(role, vllm_config) or _install(f"{ALWAYS} ({role})", telling, version).reason
+    absent = configuration.why_absent(role, vllm_config)
+    absent = absent or _install(f"{ALWAYS} ({role})", _telling(role), version).reason
     for room, members in parts(role).items():
         state = State("off", absent) if absent else decide(room, engine, vllm_config)
         if state == ON and (needed := NEEDS.get(room)) and rooms.of(role).get(needed, ON) != ON:
@@ -68,13 +68,16 @@ def take_on(role: Role, vllm_config: Any) -> None:
 
 
 def decide(room: str, engine: Engine, vllm_config: Any) -> State:
-    """What a room is to be on this engine, with this configuration; on, as far as is known without installing it."""
+    """What a room is to be on this engine, with this configuration; on, as far as is known without installing it.
+
+    Without a configuration (None) what one would say is left out.
+    """
     chosen = settings.current()
     wanted = getattr(chosen, room)
     if wanted is False:
         asked = f"MMCACHE_{room.upper()}=1 switches it on" if room in OPT_IN else f"switched off by the setting {room}"
         return State("off", asked)
-    if fixed := configuration.state_in(room, vllm_config):
+    if vllm_config is not None and (fixed := configuration.state_in(room, vllm_config)):
         return fixed
     if room in OVERTAKEN_BY and all(swap.is_there(symbol) for symbol in OVERTAKEN_BY[room]):
         return State("unneeded", f"vLLM has its own: {', '.join(OVERTAKEN_BY[room])}")
@@ -85,21 +88,31 @@ def decide(room: str, engine: Engine, vllm_config: Any) -> State:
     return ON
 
 
-def foresee(vllm_config: Any) -> dict[str, State]:
-    """What each room will be over all processes, as far as is known before there is an engine. Installs nothing."""
+def foresee(vllm_config: Any = None) -> dict[str, State]:
+    """What each room will be over all processes, as far as is known before there is an engine. Installs nothing.
+
+    Without a configuration: what it will be unless one says otherwise.
+    """
     version, engine = vllm_version(), engine_here(vllm_config)
+    nothing = misfit(groups()[HOOKS], version)
     found: dict[str, State] = {}
     for role in ROLES:
+        absent = nothing or misfit(_telling(role), version)
         for room, members in parts(role).items():
             state = found.get(room, ON)
             if state == ON:
-                state = decide(room, engine, vllm_config)
+                state = State("off", absent) if absent else decide(room, engine, vllm_config)
             if state == ON and (needed := NEEDS.get(room)) and found[needed] != ON:
                 state = State("off", f"needs {needed}, which is {found[needed].state}")
-            if state == ON and (reason := swap.misfit(members, version)):
+            if state == ON and (reason := misfit(members, version)):
                 state = State("off", reason)
             found[room] = state
     return found
+
+
+def misfit(members: Sequence[swap.Swap], version: str) -> str:
+    """Why these symbols can't all be replaced in this vLLM, with the settings in force; empty if they can."""
+    return swap.misfit(members, version, allow_untested=settings.current().allow_untested_vllm)
 
 
 def refuse_if_required(reason: str) -> None:
@@ -144,6 +157,10 @@ def words(states: Iterable[tuple[str, State]]) -> str:
         if any(state.state == kind for _, state in said)
     )
     return on + others
+
+
+def _telling(role: Role) -> list[swap.Swap]:
+    return [member for member in groups()[ALWAYS] if member.process == role]
 
 
 def _install(group: str, members: list[swap.Swap], version: str) -> swap.Outcome:

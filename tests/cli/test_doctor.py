@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mmcache doctor`: what is foreseen with and without a model, and what is a finding and what is not.
+
+Reports are made in a process of their own, several in one: importing vLLM is most of what one takes.
+"""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.cli.test_commands import assert_one_line, mmcache
+from tests.engine_configuration import CHOSEN
+from vllm_mmcache.cli import doctor
+from vllm_mmcache.upstream.ledger import LEDGER, ROOMS, parts
+from vllm_mmcache.zoo import build_cached
+
+EXAMINE = """
+import contextlib, json, logging, os, sys
+logging.disable(logging.CRITICAL)
+from vllm_mmcache.cli import doctor
+from vllm_mmcache.upstream import swap
+doctor.broken_packages = lambda: []  # seconds, and tested elsewhere
+before, said = dict(os.environ), []
+with contextlib.redirect_stdout(sys.stderr):
+    for model, arguments, variables, broken in json.loads(sys.argv[1]):
+        os.environ |= variables
+        taken = None
+        if broken:
+            owner, name = swap.resolve_owner(broken)
+            taken = vars(owner)[name]
+            delattr(owner, name)
+        said.append(doctor.examine(model, arguments, with_symbols=bool(broken)))
+        assert not swap._installed
+        if broken:
+            setattr(owner, name, taken)
+        os.environ.clear()
+        os.environ |= before
+print(json.dumps(said))
+"""
+BROKEN = next(member for member in LEDGER if member.name == "lazy_media.mm_hash")
+
+# name -> family of the zoo or None, vLLM's arguments, variables, a symbol that is not there
+CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
+    "bare": (None, [], {}, ""),
+    "gemma3": ("gemma3", [], {}, ""),
+    "qwen3-vl": ("qwen3-vl", [], {}, ""),
+    "uncached": ("qwen3-vl", ["--no-enable-prefix-caching"], {}, ""),
+    "uncached, wanted": ("qwen3-vl", ["--no-enable-prefix-caching"], {"MMCACHE_FEATURES": "1"}, ""),
+    "by command line": ("qwen3-vl", ["--additional-config", '{"mmcache": {"identity": false}}'], {}, ""),
+    "wrong command line": ("qwen3-vl", ["--additional-config", '{"mmcache": {"identy": false}}'], {}, ""),
+    "no model": ("none", [], {}, ""),
+    "wrong": (None, [], {"MMCACHE_BLOCK_KEY": "1"}, ""),
+    "contradiction": (None, [], {"MMCACHE_REQUIRE_SALT": "1", "MMCACHE_IDENTITY": "0"}, ""),
+    "disabled": (None, [], {"MMCACHE_DISABLE": "1"}, ""),
+    "left out": (None, [], {"VLLM_PLUGINS": "other", "MMCACHE_REQUIRE_SALT": "1"}, ""),
+    "rust": ("gemma3", [], {"VLLM_USE_RUST_FRONTEND": "1", "MMCACHE_REQUIRE_SALT": "1"}, ""),
+    "broken": (None, [], {}, BROKEN.target),
+    "hooks broken": (None, [], {}, "vllm.v1.worker.worker_base:WorkerBase.__init__"),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, str | None]:
+    zoo = tmp_path_factory.mktemp("zoo")
+    built = {family: str(build_cached(family, zoo)) for family in ("gemma3", "qwen3-vl")}
+    return {None: None, "none": str(zoo / "none"), **built}
+
+
+@pytest.fixture(scope="module")
+def reports(models: dict[str | None, str | None]) -> dict[str, dict[str, Any]]:
+    cases = [(models[family], arguments, variables, broken) for family, arguments, variables, broken in CASES.values()]
+    done = subprocess.run(
+        [sys.executable, "-c", EXAMINE, json.dumps(cases)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def states(report: dict[str, Any]) -> dict[str, str]:
+    return {room: said["state"] for room, said in report["rooms"].items()}
+
+
+def findings(report: dict[str, Any]) -> dict[str, str]:
+    assert all(finding["cure"] for finding in report["findings"])
+    return {finding["where"]: finding["seen"] for finding in report["findings"]}
+
+
+def test_models_differ_where_they_should(reports: dict[str, dict[str, Any]]) -> None:
+    both_ways, causal = states(reports["gemma3"]), states(reports["qwen3-vl"])
+    assert set(both_ways) == set(ROOMS)
+    assert {room for room in ROOMS if both_ways[room] != causal[room]} == {"image_spans"}
+    assert (both_ways["image_spans"], causal["image_spans"]) == ("on", "unneeded")
+    assert findings(reports["gemma3"]) == findings(reports["qwen3-vl"]) == {}
+    for report in (reports["gemma3"], reports["qwen3-vl"]):
+        assert report["engine"]["runner"] == CHOSEN.runner
+        assert report["engine"]["scheduling"] == ("async" if CHOSEN.is_async else "sync")
+        assert f"model runner V{CHOSEN.runner}" in report["engine"]["words"]
+
+
+def test_without_a_model(reports: dict[str, dict[str, Any]]) -> None:
+    report = reports["bare"]
+    assert (report["engine"]["runner"], report["engine"]["scheduling"]) == (None, None)
+    assert set(states(report)) == set(ROOMS)
+    assert states(report)["image_spans"] == "on"  # not known to be unneeded
+    assert findings(report) == {}
+
+
+def test_off_for_a_reason_is_no_finding_unless_it_was_asked_for(reports: dict[str, dict[str, Any]]) -> None:
+    for name in ("uncached", "uncached, wanted"):
+        assert reports[name]["rooms"]["features"] == {"state": "off", "reason": "prefix caching is off"}
+    assert findings(reports["uncached"]) == {}
+    assert findings(reports["uncached, wanted"]) == {
+        "MMCACHE_FEATURES": "set, but features will be off: prefix caching is off"
+    }
+
+
+def test_the_command_line_counts(reports: dict[str, dict[str, Any]]) -> None:
+    report = reports["by command line"]
+    assert report["rooms"]["identity"]["state"] == "off"
+    assert findings(report) == {}
+    value = next(row["value"] for row in report["settings"] if row["variable"] == "MMCACHE_IDENTITY")
+    assert value is False
+    assert "additional-config mmcache.identy" in findings(reports["wrong command line"])["settings"]
+
+
+def test_wrong_and_contradicting_settings(reports: dict[str, dict[str, Any]]) -> None:
+    assert "MMCACHE_BLOCK_KEYS" in findings(reports["wrong"])["settings"]
+    seen = findings(reports["contradiction"])["settings"]
+    assert "MMCACHE_REQUIRE_SALT" in seen
+    assert "MMCACHE_IDENTITY" in seen
+    assert reports["wrong"]["rooms"] == reports["contradiction"]["rooms"] == {}
+
+
+def test_a_model_that_cannot_be_resolved(reports: dict[str, dict[str, Any]]) -> None:
+    report = reports["no model"]
+    ((where, seen),) = findings(report).items()
+    assert where.endswith("/none")
+    assert "\n" not in seen
+    assert where.removeprefix("model ") in seen
+    assert "validation error" not in seen  # vLLM's sentence, not what pydantic puts around it
+    assert report["rooms"] == reports["bare"]["rooms"]
+
+
+def test_nothing_of_ours_runs(reports: dict[str, dict[str, Any]]) -> None:
+    for name, reason in (("disabled", "MMCACHE_DISABLE is set"), ("left out", "VLLM_PLUGINS=other leaves mmcache out")):
+        assert set(states(reports[name]).values()) == {"off"}
+        assert {said["reason"] for said in reports[name]["rooms"].values()} == {reason}
+    assert findings(reports["disabled"]) == {}
+    assert "require_salt is not kept" in findings(reports["left out"])["VLLM_PLUGINS"]
+
+
+def test_the_rust_frontend(reports: dict[str, dict[str, Any]]) -> None:
+    report = reports["rust"]
+    assert set(findings(report)) == {"VLLM_USE_RUST_FRONTEND", "MMCACHE_REQUIRE_SALT"}
+    here = states(report)
+    assert here["identity"] == here["lazy_media"] == here["lifted_bodies"] == "off"
+    assert here["image_spans"] == "mixed"  # it has a part in the engine
+    assert {room: state for room, state in here.items() if room not in parts("api")} == {
+        room: state for room, state in states(reports["gemma3"]).items() if room not in parts("api")
+    }
+
+
+def test_a_broken_symbol_is_a_finding(reports: dict[str, dict[str, Any]]) -> None:
+    report = reports["broken"]
+    ((where, seen),) = findings(report).items()
+    assert where == "symbols of lazy_media"
+    assert BROKEN.target in seen
+    assert (states(report)["lazy_media"], states(report)["lifted_bodies"]) == ("off", "off")
+    others = {room: state for room, state in states(report).items() if room not in ("lazy_media", "lifted_bodies")}
+    assert others == {room: state for room, state in states(reports["bare"]).items() if room in others}
+    rows = {row["name"]: row["misfit"] for row in report["symbols"]}
+    assert set(rows) == {member.name for member in LEDGER}
+    assert {name for name, misfit in rows.items() if misfit} == {BROKEN.name}
+
+
+def test_without_the_hooks_nothing_is_on(reports: dict[str, dict[str, Any]]) -> None:
+    report = reports["hooks broken"]
+    assert set(states(report).values()) == {"off"}
+    assert set(findings(report)) == {"symbols of settings"}
+
+
+def test_one_screen(models: dict[str | None, str | None]) -> None:
+    outcome = mmcache("doctor", models["gemma3"] or "", COLUMNS="100")
+    lines = outcome.stdout.splitlines()
+    assert outcome.returncode == (0 if "no findings" in lines else 1), outcome.stderr
+    assert len(lines) <= 30 + 2 * outcome.stdout.count("finding in ")
+    assert max(map(len, lines)) <= 100
+    words = [line.split() for line in lines]
+    assert [room for room in ROOMS if any(line[:1] == [room] for line in words)] == list(ROOMS)
+    assert any(line[:2] == ["image_spans", "on"] for line in words)
+    assert "Traceback" not in outcome.stderr
+
+
+def test_json_has_everything(models: dict[str | None, str | None]) -> None:
+    outcome = mmcache("doctor", models["qwen3-vl"] or "", "--max-model-len", "512", "--json")  # ours after MODEL, too
+    facts = json.loads(outcome.stdout)
+    assert outcome.returncode == (1 if facts["findings"] else 0)
+    assert facts["vllm"]["version"].startswith("0.3")
+    assert set(facts["rooms"]) == set(ROOMS)
+    assert {row["group"] for row in facts["symbols"]} >= set(ROOMS)
+    assert set(facts["block_keys"]) == {"sha256", "sha256_cbor", "xxhash", "xxhash_cbor"}
+    assert {row["variable"] for row in facts["settings"]} >= {"MMCACHE_DISABLE", "MMCACHE_BLOCK_KEYS"}
+    assert {"torch", "transformers"} <= set(facts["packages"])
+
+
+def test_arguments_that_vllm_does_not_take() -> None:
+    assert_one_line(mmcache("doctor", "some/model", "--no-such-vllm-option", "1"), "--no-such-vllm-option")
+
+
+def test_ray_is_a_note() -> None:
+    assert doctor.notes(["--tensor-parallel-size", "2"]) == []
+    for said in (["--distributed-executor-backend", "ray"], ["--data_parallel_backend=ray"]):
+        (note,) = doctor.notes(said)
+        assert "every node" in note

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server says of where things are: only what is so, and no secret."""
+
+from argparse import Namespace
+
+import pytest
+
+from vllm_mmcache import rooms, settings
+from vllm_mmcache.observe.endpoint import address
+from vllm_mmcache.rooms import ON, State
+from vllm_mmcache.upstream import display
+
+OFF = State("off", "not here")
+MIXED = State("mixed", "on in worker 0; off: not here (worker 1)")
+STORE = "/var/lib/features redis://user:secret@host:6379/0"
+
+
+@pytest.mark.parametrize("state", [ON, MIXED])
+def test_where_features_are(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_current", settings.Settings(store=STORE, feature_ram_bytes="1GiB"))
+    (line,) = display.whereabouts({"features": state, "observe": OFF})
+    assert line == (
+        "features are kept: RAM (1.0GiB in each worker), /var/lib/features (10.0GiB at most), redis://***@host:6379/0"
+    )
+    monkeypatch.setattr(settings, "_current", settings.Settings(feature_ram_bytes=0))
+    assert display.whereabouts({"features": state}) == ["features are kept: nowhere"]
+
+
+def test_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_current", settings.Settings(observe=True))
+    assert display.whereabouts({"features": OFF, "observe": ON}) == ["requests are recorded"]
+    monkeypatch.setattr(settings, "_current", settings.Settings(observe=True, observe_file="/a/file"))
+    assert display.whereabouts({"observe": ON}) == ["requests are recorded: /a/file"]
+
+
+@pytest.mark.parametrize("state", [OFF, State("unneeded", "no images")])
+def test_nothing_is_said_of_what_is_not_so(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_current", settings.Settings(store=STORE, observe=True))
+    assert display.whereabouts({"features": state, "observe": state}) == display.whereabouts({}) == []
+
+
+def test_as_json() -> None:
+    places = {"api": {"identity": ON}, "engine 0": {"features": OFF}}
+    found = {"features": rooms.combine([("engine 0", OFF)])}
+    off = {"state": "off", "reason": "not here"}
+    assert display.as_json(found, places) == {
+        "rooms": {"features": off},
+        "places": {"api": {"identity": {"state": "on", "reason": ""}}, "engine 0": {"features": off}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "http://127.0.0.1:8000/mmcache"),
+        ({"host": "gpu-7", "port": 9000}, "http://gpu-7:9000/mmcache"),
+        ({"host": "::1", "ssl_certfile": "cert.pem"}, "https://[::1]:8000/mmcache"),
+        ({"uds": "/run/vllm.sock"}, "/mmcache on /run/vllm.sock"),
+    ],
+)
+def test_where_the_page_is(given: dict[str, object], said: str) -> None:
+    assert address(Namespace(**{"host": None, "port": 8000, "uds": None, "ssl_certfile": None, **given})) == said
