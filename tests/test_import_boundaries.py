@@ -15,6 +15,7 @@ MAY_IMPORT_VLLM = {
     "upstream/__init__.py",  # asks for the version
     "upstream/start.py",  # asks for the platform
     "upstream/proofs.py",  # asks for the device
+    "upstream/report.py",  # asks for the renderer
     "cli/doctor.py",  # reports on it
     "cli/foreseen.py",  # lets it make its configuration
     "cli/warm.py",  # starts an engine

@@ -84,7 +84,8 @@ def decide(room: str, engine: Engine, vllm_config: Any) -> State:
     if room in OVERTAKEN_WHERE and swap.reads_name(*OVERTAKEN_WHERE[room]):
         return State("unneeded", f"vLLM has its own: {OVERTAKEN_WHERE[room][0]}")
     if wanted is None and not chosen.unproven and (reason := why_unproven(room, engine)):
-        return ON if room in proofs.proven_rooms(proofs.Place.of(vllm_config)) else State("off", reason)
+        own = proofs.proven_rooms(proofs.Place.of(vllm_config)) if vllm_config is not None else ()
+        return ON if room in own else State("off", reason)
     return ON
 
 
