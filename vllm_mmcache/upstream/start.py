@@ -16,7 +16,17 @@ from vllm_mmcache import __version__, rooms, settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.rooms import ON, ROLES, Role, State
 from vllm_mmcache.upstream import configuration, proofs, swap, vllm_version
-from vllm_mmcache.upstream.ledger import ALWAYS, HOOKS, NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, groups, parts
+from vllm_mmcache.upstream.ledger import (
+    ALWAYS,
+    HOOKS,
+    NEEDS,
+    OPT_IN,
+    OVERTAKEN_BY,
+    OVERTAKEN_WHERE,
+    ROOMS,
+    groups,
+    parts,
+)
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS, Engine, minor_of, why_unproven
 from vllm_mmcache.upstream.seams import SEAMS
 
@@ -108,7 +118,7 @@ def foresee(vllm_config: Any = None) -> dict[str, State]:
             if state == ON and (reason := misfit(members, version)):
                 state = State("off", reason)
             found[room] = state
-    return found
+    return {room: found[room] for room in ROOMS}
 
 
 def misfit(members: Sequence[swap.Swap], version: str) -> str:
