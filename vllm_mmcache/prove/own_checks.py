@@ -24,7 +24,7 @@ from vllm_mmcache.prove.checks import (
     place_of,
     row_of,
 )
-from vllm_mmcache.prove.engines import Answer, EnginePool, Rig
+from vllm_mmcache.prove.engines import Answer, EnginePool, Message, Rig
 from vllm_mmcache.prove.expect import Inexact, assert_equals_answer, tolerance_of
 from vllm_mmcache.prove.scenarios import one, picture, user
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS
@@ -63,54 +63,68 @@ def check(
 def rows_of(
     rig: Rig, rooms: Sequence[str], short: bool, stock: Mapping[str, Any] | None
 ) -> tuple[list[Row], dict[str, Any]]:
-    """As those of a zoo model, without an oracle: cold answers are stock's, warm ones are stock's and the cold ones.
+    """Rooms in force, what they are for, all questions cold and then warm, and the controls.
 
     Returns the rows, and the cold answers as JSON.
     """
-    tolerance = tolerance_of(rig)
     rows = [row_of(f"{room} is on", partial(assert_on, rig, room)) for room in rooms]
     rows.append(row_of("nothing else is on", lambda: assert_off(set(ENGINE_ROOMS) - set(rooms))))
     rows += [row_of(f"use of {room}", partial(USES[room], rig)) for room in rooms]
     asks = own.questions(rig)
     if short:
         asks = {name: asks[name] for name in (own.FIRST, own.AGAIN, own.OTHER)}
-    cold: dict[str, Answer] = {}
-    warm: dict[str, Answer] = {}
-
-    def ask_cold(name: str) -> None:
-        if stock is not None and name not in stock:
-            raise NotChecked("stock vLLM gave no answer")
-        rig.make_cold()
-        cold[name] = one(rig, *asks[name])
-        assert cold[name].num_cached_tokens == 0, "the caches were emptied, and it was a hit"
-        if stock is not None:
-            assert_equals_answer(cold[name], own.from_json(stock[name]), tolerance, "stock vLLM's cold run")
-
-    def ask_warm(name: str) -> None:
-        if name not in cold:
-            raise NotChecked("there is no cold answer")
-        warm[name] = one(rig, *asks[name])
-        assert_equals_answer(warm[name], cold[name], tolerance, "the own cold run")
-        if stock is not None:
-            assert_equals_answer(warm[name], own.from_json(stock[name]), tolerance, "stock vLLM's cold run")
-
-    def assert_hit() -> None:
-        assert warm[own.AGAIN].num_cached_tokens > 0, "the same request again was no hit, so nothing warm was compared"
-
-    rows += [row_of(f"cold: {name}", partial(ask_cold, name)) for name in asks]
+    answers = Answers(rig, asks, stock)
+    rows += [row_of(f"cold: {name}", partial(answers.ask_cold, name)) for name in asks]
     rig.make_cold()
-    rows += [row_of(f"warm: {name}", partial(ask_warm, name)) for name in asks]
-    rows.append(row_of("control: hits", assert_hit))
+    rows += [row_of(f"warm: {name}", partial(answers.ask_warm, name)) for name in asks]
+    rows.append(row_of("control: hits", answers.assert_hit))
+    rows.append(row_of("control: other image", answers.assert_other_image_is_seen))
+    rows.append(row_of("control: spoiled KV", lambda: assert_spoiled_kv_is_seen(rig)))
+    return rows, {name: own.as_json(answer) for name, answer in answers.cold.items()}
 
-    def assert_other_is_seen() -> None:
-        # The same words about another picture: only the picture is compared.
-        apart = replace(cold[own.OTHER], prompt_ids=cold[own.FIRST].prompt_ids)
+
+class Answers:
+    """Cold and warm answers to the same questions, compared when they are given."""
+
+    def __init__(self, rig: Rig, asks: Mapping[str, Sequence[Message]], stock: Mapping[str, Any] | None) -> None:
+        self.rig = rig
+        self.asks = asks
+        self.stock = None if stock is None else {name: own.from_json(said) for name, said in stock.items()}
+        self.tolerance = tolerance_of(rig)
+        self.cold: dict[str, Answer] = {}
+        self.warm: dict[str, Answer] = {}
+
+    def ask_cold(self, name: str) -> None:
+        """With all caches empty, as stock."""
+        if self.stock is not None and name not in self.stock:
+            raise NotChecked("stock vLLM gave no answer")
+        self.rig.make_cold()
+        self.cold[name] = one(self.rig, *self.asks[name])
+        assert self.cold[name].num_cached_tokens == 0, "the caches were emptied, and it was a hit"
+        self._assert_as_stock(name, self.cold[name])
+
+    def ask_warm(self, name: str) -> None:
+        """With what the questions before have left in the caches, as cold and as stock."""
+        if name not in self.cold:
+            raise NotChecked("there is no cold answer")
+        self.warm[name] = one(self.rig, *self.asks[name])
+        assert_equals_answer(self.warm[name], self.cold[name], self.tolerance, "the own cold run")
+        self._assert_as_stock(name, self.warm[name])
+
+    def _assert_as_stock(self, name: str, answer: Answer) -> None:
+        if self.stock is not None:
+            assert_equals_answer(answer, self.stock[name], self.tolerance, "stock vLLM's cold run")
+
+    def assert_hit(self) -> None:
+        """Control: something warm was compared."""
+        assert self.warm[own.AGAIN].num_cached_tokens > 0, "the same request again was no hit"
+
+    def assert_other_image_is_seen(self) -> None:
+        """Control: the answer to the same words about another image is out of tolerance."""
+        first, other = self.cold[own.FIRST], self.cold[own.OTHER]
         try:
-            assert_equals_answer(cold[own.FIRST], apart, tolerance, "that about another image")
+            # As if the prompts were the same: only what was answered is compared.
+            assert_equals_answer(first, replace(other, prompt_ids=first.prompt_ids), self.tolerance, "another image's")
         except Inexact:
             return
         raise AssertionError("the answer about another image was judged right")
-
-    rows.append(row_of("control: other image", assert_other_is_seen))
-    rows.append(row_of("control: spoiled KV", lambda: assert_spoiled_kv_is_seen(rig)))
-    return rows, {name: own.as_json(answer) for name, answer in cold.items()}

@@ -143,19 +143,20 @@ def exit_code(verdicts: Sequence[Verdict]) -> int:
 def sentences(verdict: Verdict) -> list[str]:
     """What this means for the next start, a line each."""
     lines = []
+    said = {room: why.rstrip(".") for room, (_, why) in verdict.rooms.items()}
     of = verdict.subject if verdict.place is None else f"{verdict.place.architecture} on {verdict.place.device}"
     if on := verdict.of(PROVEN):
         lines.append(f"On from the next start, for {of}: {', '.join(on)}.")
     for room in verdict.of(FAILED):
-        line = f"{room} failed, and stays off for {of} unless you set it: {verdict.rooms[room][1]}."
+        line = f"{room} failed, and stays off for {of} unless you set it: {said[room]}."
         if room in verdict.by_default:
             line = (
-                f"{room} failed, though this kind of engine has it on by default: {verdict.rooms[room][1]}. "
+                f"{room} failed, though this kind of engine has it on by default: {said[room]}. "
                 f"MMCACHE_{room.upper()}=0 switches it off; please report it."
             )
         lines.append(line)
     by_reason: dict[str, list[str]] = {}
     for room in verdict.of(NOT_CHECKED):
-        by_reason.setdefault(verdict.rooms[room][1], []).append(room)
+        by_reason.setdefault(said[room], []).append(room)
     lines += [f"Could not be checked for {of}: {', '.join(rooms)}: {why}." for why, rooms in by_reason.items()]
     return lines
