@@ -199,11 +199,10 @@ def list_proofs(as_json: bool) -> int:
         print(json.dumps({"proofs": [proof.as_json() for proof in found], "ignored": lines}, indent=2))
         return 0
     for number, proof in enumerate(found, 1):
-        # What a file says may hold anything, also codes that a terminal obeys.
-        words = f"{proof.place.words()}; {proof.how}, {proof.when}"
+        words = f"{proof.how}, {proof.when}"
         if proof.arguments:
             words += f"; vLLM arguments: {' '.join(proof.arguments)}"
-        print(f"{number}. {', '.join(proof.rooms)}: {words.encode('ascii', 'backslashreplace').decode()!s}")
+        print(f"{number}. {', '.join(proof.rooms)}: {proof.place.words()}; {ascii(words)[1:-1]}")
         if here := versions_differ(proof.place):
             print(f"   not used here: {here}; run `mmcache prove` again")
     for line in lines:

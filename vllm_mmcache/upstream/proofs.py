@@ -86,8 +86,8 @@ class Place:
         )
 
     def words(self, names: Iterable[str] | None = None) -> str:
-        """These of its values, or all, in words."""
-        values = asdict(self)
+        """These of its values, or all, in words. ASCII alone: a file may hold codes that a terminal obeys."""
+        values = {name: ascii(str(value))[1:-1] for name, value in asdict(self).items()}
         return ", ".join(_WORDS[name].format(values[name]) for name in (names or values))
 
 
@@ -218,7 +218,7 @@ def _entries() -> tuple[list[Any], list[str]]:
         return [], [f"{_shown()} is ignored: {_why(error)}"]
     try:
         whole = json.loads(content)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # what json raises for what is no JSON, and for endless numbers
         return [], [f"{_shown()} is ignored: it is not JSON ({error}): remove it, and {AGAIN}"]
     if not isinstance(whole, dict) or whole.get("kind") != KIND or not isinstance(whole.get("proofs"), list):
         return [], [f"{_shown()} is ignored: `mmcache prove` has not written it: remove it, and {AGAIN}"]
