@@ -17,9 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_mmcache.zoo import FAMILIES
-from vllm_mmcache.zoo.catalogue import BY_NAME
-from vllm_mmcache.zoo.configs import ZooOptions
+from vllm_mmcache.zoo import FAMILIES, architecture_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 
@@ -117,17 +115,6 @@ def modalities_of(model_class: Any) -> set[str]:
 def tested() -> dict[str, str]:
     """Architecture -> the zoo's family of it."""
     return {architecture_of(name): name for name in FAMILIES}
-
-
-def architecture_of(family: str) -> str:
-    spec = BY_NAME[family]
-    anything: Any = _AnyId()
-    return str(spec.config(anything, 8, ZooOptions())["architectures"][0])
-
-
-class _AnyId(dict[str, int]):
-    def __missing__(self, token: str) -> int:
-        return 0
 
 
 def page() -> str:

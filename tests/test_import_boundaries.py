@@ -24,9 +24,12 @@ MAY_IMPORT_VLLM = {
     "features/probe.py",
     "features/vllm_facts.py",  # asks for platform, version and ranks, beside the room's vllm_side.py
     # What starts engines, in processes of its own:
+    "prove/arguments.py",
     "prove/checks.py",
     "prove/engines.py",
-    "prove/scenarios.py",
+    "prove/look.py",
+    "prove/own.py",
+    "prove/own_checks.py",
 }
 
 

@@ -10,7 +10,6 @@ Exit codes: 0 all that could be checked passed, 1 something failed, 2 nothing co
 """
 
 import argparse
-import dataclasses
 import itertools
 import math
 import os
@@ -131,22 +130,16 @@ def run_items(
     With --seconds, what an earlier run of this commit found is not run again; second are the names that time was too
     short for. `end` is a time of time.monotonic(). Stock comes before the items that are compared with it.
     """
-    from vllm_mmcache.prove.items import How, Item, OutOfTime, plan, run, unrunnable
+    from vllm_mmcache.prove.items import MORE, How, Item, OutOfTime, plan
+    from vllm_mmcache.prove.runs import Runs
 
-    how = How(options.precision, options.short, options.log, environments(found.platform))
-    stocks: dict[Any, Any] = {}
+    runs = Runs(How(options.precision, options.short, options.log, environments(found.platform)), end)
     ran: dict[str, Any] = {}
     not_reached: list[str] = []
 
     def go(item: Item) -> dict[str, Any]:
         start = time.monotonic()
-        outcome = run(item, how, stocks.get(item.setting), end - start)
-        if item.rooms and outcome["state"] == "failed" and "engine" not in outcome and item.setting not in stocks:
-            # Was it the plugin? Stock on the same engine tells.
-            bare = dataclasses.replace(item, rooms=())
-            stock = run(bare, dataclasses.replace(how, short=True), None, end - time.monotonic())
-            if "engine" not in stock:
-                outcome = unrunnable(stock)
+        outcome = {name: value for name, value in runs.run(item).items() if name not in MORE}
         print(f"{item.name}: {outcome['state']}: {outcome['reason']} ({time.monotonic() - start:.0f} s)", flush=True)
         return {**outcome, "commit": commit()}
 
@@ -161,7 +154,7 @@ def run_items(
             known = bool(options.seconds) and items.get(item.name, {}).get("commit") == commit()
             if known or (options.rooms and name not in options.rooms):
                 if not item.rooms and item.name in items:
-                    stocks[item.setting] = items[item.name]  # what an earlier run found
+                    runs.stocks[item.setting] = items[item.name]  # what an earlier run found
             else:
                 todo.append(item)
         with ThreadPoolExecutor(options.jobs) as pool:
@@ -171,8 +164,6 @@ def run_items(
                 except OutOfTime:
                     not_reached.append(item.name)
                     continue
-                if not item.rooms:
-                    stocks[item.setting] = items[item.name]
                 save()
     return ran, not_reached
 

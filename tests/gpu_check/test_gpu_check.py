@@ -113,7 +113,7 @@ def test_the_checkout_is_a_plugin_and_nothing_is_installed(tmp_path: Path) -> No
 def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hits on other KV, a room that is off, one that should be, no use of a room, and controls that see nothing."""
     from tests.features.towers import features_by_image
-    from vllm_mmcache.prove import checks
+    from vllm_mmcache.prove import checks, workers
     from vllm_mmcache.prove.scenarios import filler, one, picture, user
     from vllm_mmcache.upstream import swap
     from vllm_mmcache.upstream.ledger import groups
@@ -146,7 +146,7 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
         row = checks.row_of("engine", lambda: checks.assert_engine(rig, "V2"))
     assert (row.state, "without async scheduling" in row.reason) == ("failed", True), row
     with monkeypatch.context() as patch:
-        patch.setattr(Rig, "features", None)
+        patch.setattr(workers, "has_features", lambda worker: False)
         row = checks.row_of("on", lambda: checks.assert_on(rig, "features"))
     assert (row.state, "no feature store" in row.reason) == ("failed", True), row
     with monkeypatch.context() as patch:
@@ -166,7 +166,7 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
     assert (row.state, "runs of the vision tower: [1, 1]" in row.reason) == ("failed", True), row
     assert not features_by_image(rig)
     with monkeypatch.context() as patch:
-        patch.setattr(Rig, "kv_tensors", lambda rig: [tensor.clone() for tensor in rig.runner.kv_caches])
+        patch.setattr(workers, "spoil_kv", lambda worker: 1)
         row = checks.row_of("control", lambda: checks.assert_spoiled_kv_is_seen(rig))
     assert (row.state, "was judged right" in row.reason) == ("failed", True)
 

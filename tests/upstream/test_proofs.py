@@ -77,6 +77,12 @@ def test_what_is_passed_over_is_said() -> None:
     assert proofs.why_passed_over(PLACE) == [], "proven again"
 
 
+def test_what_a_file_says_reaches_no_terminal_as_it_is() -> None:
+    add(replace(PLACE, device="\x1b[2J\ud800 GPU"))
+    (line,) = proofs.why_passed_over(PLACE)
+    assert "device \\x1b[2J\\ud800 GPU does not" in line
+
+
 def spoil_text(text: bytes) -> Callable[[Path], Any]:
     return lambda state: state.write_bytes(text)
 
@@ -99,6 +105,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut off": (lambda state: state.write_bytes(state.read_bytes()[:-20]), "it is not JSON (Expecting"),
     "empty": (spoil_text(b""), "it is not JSON"),
     "binary": (spoil_text(b"\xff\xfe\x00rubbish"), "it is not JSON"),
+    "endless number": (spoil_text(b"9" * 10_000), "it is not JSON"),
     "deep": (spoil_text(b"[" * 100_000), "it is not JSON"),
     "foreign": (spoil_text(b'{"proofs": []}'), "`mmcache prove` has not written it"),
     "a list": (spoil_text(b"[]"), "`mmcache prove` has not written it"),

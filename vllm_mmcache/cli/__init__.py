@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from vllm_mmcache.cli import demo, doctor, explain, lint, serve, store, zoo
+from vllm_mmcache.cli import demo, doctor, explain, lint, prove, serve, store, zoo
 from vllm_mmcache.errors import MMCacheError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command()(demo.demo)
 app.command(context_settings=serve.PASS_ON)(doctor.doctor)
 app.command()(explain.explain)
 app.command()(lint.lint)
+app.command()(prove.prove)
 app.add_typer(store.store_app, name="store")
 app.add_typer(zoo.zoo_app, name="zoo")
 

@@ -17,21 +17,20 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_mmcache import events
-from vllm_mmcache.prove import load, scenarios, workloads
+from vllm_mmcache.prove import load, scenarios, workers, workloads
 from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import Inexact, assert_detects, assert_exact
-from vllm_mmcache.prove.scenarios import filler, finds_all, one, picture, user
-from vllm_mmcache.prove.tasks import run_task
-from vllm_mmcache.upstream import start, swap
+from vllm_mmcache.prove.scenarios import filler, one, picture, user
+from vllm_mmcache.upstream import proofs, start, swap
 from vllm_mmcache.upstream.ledger import groups
-from vllm_mmcache.upstream.proven import ENGINE_ROOMS
+from vllm_mmcache.upstream.proven import ENGINE_ROOMS, why_unproven
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 
 SHORT = (scenarios.same_again, scenarios.swapped_image)
 SHAPES = {"qwen3.5": workloads.Shape((448, 448), 180), "gemma3": workloads.Shape((224, 224), 150)}
 KV_BYTES = 1 << 30
-SMALL_STEPS = 96  # tokens; an image of 64 fits such a step, two don't
+SMALL_STEPS, WHOLE_STEPS = 96, 2048  # tokens; an image of 64 fits a small one, two don't
 
 
 class NotChecked(Exception):
@@ -63,28 +62,72 @@ def row_of(check: str, run: Callable[[], Any]) -> Row:
 
 
 def check(
-    pool: EnginePool, family: str, rooms: Sequence[str], runner: str, precision: str | None, compiled: bool, short: bool
+    pool: EnginePool,
+    family: str,
+    rooms: Sequence[str],
+    runner: str | None,
+    precision: str | None,
+    compiled: bool,
+    short: bool,
+    arguments: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """All checks of an item. No rooms is stock vLLM."""
-    rig = pool.get(config_of(family, rooms, precision, compiled))
+    """All checks of an item on a zoo model. No rooms is stock vLLM; no runner is the one that vLLM takes."""
+    rig = pool.get(config_of(family, rooms, precision, compiled, arguments))
     rows = [row_of("engine", lambda: assert_engine(rig, runner)), *rows_of(rig, rooms, short)]
-    engine = {
-        "model_runner": type(rig.runner).__module__,
+    return {"engine": engine_of(rig), "rows": [asdict(row) for row in rows], **place_of(rig)}
+
+
+def engine_of(rig: Rig) -> dict[str, Any]:
+    """What the item ran on."""
+    return {
+        "model_runner": type(rig.runner).__module__ if rig.runner is not None else "in worker processes",
         "block_tokens": rig.block_tokens,
-        "dtype": str(rig.config.dtype).removeprefix("torch."),
-        "compiled": compiled,
+        "dtype": str(rig.dtype).removeprefix("torch."),
+        "compiled": not rig.vllm_config.model_config.enforce_eager,
         "async_scheduling": schedules_ahead(rig),
     }
-    return {"engine": engine, "rows": [asdict(row) for row in rows]}
 
 
-def config_of(family: str, rooms: Sequence[str], precision: str | None, compiled: bool) -> EngineConfig:
+def place_of(rig: Rig) -> dict[str, Any]:
+    """What a proof of this item is tied to, which rooms are on there without one, and what its model has a use for."""
+    place = proofs.Place.of(rig.vllm_config)
+    engine = start.engine_here(rig.vllm_config)
+    uses = {
+        "image_spans": rig.images_attend_both_ways,
+        "resumed_images": place.runner == 1 and not rig.vllm_config.model_config.is_hybrid,
+        "image_checkpoints": not rig.keeps_all_kv,
+    }
+    return {
+        "place": asdict(place),
+        "proven": [room for room in ENGINE_ROOMS if not why_unproven(room, engine)],
+        "of_use": [room for room in ENGINE_ROOMS if uses.get(room, True)],
+    }
+
+
+def arguments_of(arguments: Sequence[str], *, own: bool) -> dict[str, Any]:
+    """vLLM's arguments as the item's engine takes them; what is left out was said before the first item."""
+    if not arguments:
+        return {}
+    from vllm_mmcache.prove.arguments import given, taken
+
+    return taken(given(arguments), own=own)[0]
+
+
+def config_of(
+    family: str, rooms: Sequence[str], precision: str | None, compiled: bool, arguments: Sequence[str] = ()
+) -> EngineConfig:
     """The engine of an item; spans are whole or split only where steps are small."""
-    small = SMALL_STEPS if tuple(rooms) == ("image_spans",) else 2048
+    small = SMALL_STEPS if alone_on_small_steps(rooms) else WHOLE_STEPS
     more: tuple[tuple[str, Any], ...] = (("enforce_eager", False),) if compiled else ()
     if not current_platform.is_cpu():  # several engines share a GPU; the models are tiny
         more += (("gpu_memory_utilization", 0.05), ("kv_cache_memory_bytes", KV_BYTES))
+    more += tuple(arguments_of(arguments, own=False).items())
     return EngineConfig(family, batched_tokens=small, precision=precision, more=more)
+
+
+def alone_on_small_steps(rooms: Sequence[str]) -> bool:
+    """Whether an item is there to show that small steps don't split images."""
+    return tuple(rooms) == ("image_spans",)
 
 
 def rows_of(rig: Rig, rooms: Sequence[str], short: bool) -> list[Row]:
@@ -111,26 +154,34 @@ def rows_of(rig: Rig, rooms: Sequence[str], short: bool) -> list[Row]:
 
 def schedules_ahead(rig: Rig) -> bool:
     """Whether the next step is scheduled before the last one's tokens are known."""
-    return isinstance(rig.llm.llm_engine.engine_core.engine_core.scheduler, AsyncScheduler)
+    return isinstance(rig.scheduler, AsyncScheduler)
 
 
-def assert_engine(rig: Rig, runner: str) -> None:
+def assert_engine(rig: Rig, runner: str | None) -> None:
     """vLLM took the model runner that was asked for, and with V2 async scheduling, as it does for users."""
+    if runner is None:
+        return
     module = type(rig.runner).__module__
-    assert rig.llm.llm_engine.vllm_config.use_v2_model_runner == (runner == "V2"), f"not {runner}: {module}"
+    assert rig.vllm_config.use_v2_model_runner == (runner == "V2"), f"not {runner}: {module}"
     is_v2 = module.startswith(("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu."))
     assert is_v2 == (runner == "V2"), f"not {runner}: {module}"
     assert schedules_ahead(rig) or runner == "V1", "V2 without async scheduling is not the engine that users run"
 
 
 def assert_on(rig: Rig, room: str) -> None:
-    """The room's symbols are replaced in this process, which is that of the engine, too."""
-    missing = [member.name for member in groups()[room] if not swap.is_replaced(member.target)]
-    assert not missing, start.why_off(room) or f"not replaced: {', '.join(missing)}; is the plugin loaded?"
+    """The room's symbols are replaced in this process, which is that of the engine, too, and in each worker."""
+    members = groups()[room]
+    missing = [member.name for member in members if not swap.is_replaced(member.target)]
+    if missing and (reason := start.why_off(room)):
+        raise NotChecked(f"off here: {reason}")
+    assert not missing, f"not replaced: {', '.join(missing)}; is the plugin loaded?"
+    of_workers = [member.target for member in members if member.process == "worker"]
+    for rank, left in enumerate(rig.in_workers(workers.not_replaced, of_workers)):
+        assert not left, f"not replaced in worker {rank}: {', '.join(left)}"
     if room == "features":
-        from vllm_mmcache.features.vllm_facts import why_not
-
-        assert rig.features is not None, why_not(rig.llm.llm_engine.vllm_config, rig.runner) or "no feature store"
+        if reason := next(filter(None, rig.in_workers(workers.why_no_features)), ""):
+            raise NotChecked(f"off here: {reason}")
+        assert all(rig.in_workers(workers.has_features)), "no feature store; the engine's log says why"
 
 
 def assert_off(rooms: set[str]) -> None:
@@ -139,17 +190,25 @@ def assert_off(rooms: set[str]) -> None:
     assert not on, f"{', '.join(on)} should be off"
 
 
+def words_before(rig: Rig) -> int:
+    """Words before an image that fill more than a block, and more than a window where there is one, if that fits."""
+    managers = rig.scheduler.kv_cache_manager.coordinator.single_type_managers
+    windows = [int(getattr(manager.kv_cache_spec, "sliding_window", None) or 0) for manager in managers]
+    longest = int(rig.vllm_config.model_config.max_model_len) // 3
+    return min(max(180, rig.block_tokens * 5 // 4, max(windows) * 5 // 4), longest)
+
+
 def use_block_keys(rig: Rig) -> None:
     """The engine has the room's hasher."""
-    hasher = rig.llm.llm_engine.engine_core.engine_core.request_block_hasher
+    hasher = rig.llm.llm_engine.engine_core.engine_core.request_block_hasher  # of the engine in this process
     assert type(hasher).__module__.startswith("vllm_mmcache."), f"the engine's block hasher is {hasher}"
 
 
 def use_image_spans(rig: Rig) -> None:
     """Mixed requests on small steps: no step ends inside an image, and every answer is exact."""
-    if rig.config.family != "gemma3":
-        raise NotChecked("the family's images don't attend both ways")
-    if rig.config.batched_tokens != SMALL_STEPS:
+    if not rig.images_attend_both_ways:
+        raise NotChecked("the model's images don't attend both ways")
+    if rig.config.batched_tokens in (None, WHOLE_STEPS):
         raise NotChecked("this item's steps hold whole prompts")
     rig.make_cold()
     with load.counted(rig) as counts:
@@ -161,19 +220,20 @@ def use_image_spans(rig: Rig) -> None:
 
 def use_resumed_images(rig: Rig) -> None:
     """A request loses its blocks and its image's features, and comes back; stock's first model runner dies of it."""
-    if rig.config.family == "qwen3.5":
-        raise NotChecked("this family's hit does not cover the image in this check")
+    if rig.vllm_config.model_config.is_hybrid:
+        raise NotChecked("this model's hit does not cover the image in this check")
     rig.make_cold()
     assert_exact(rig, scenarios.resume_without_blocks(rig))
 
 
 def use_image_checkpoints(rig: Rig) -> None:
     """The second question about an image resumes at a checkpoint behind it."""
-    if finds_all(rig):
-        raise NotChecked("the family keeps every block; there is nothing to checkpoint")
+    if rig.keeps_all_kv:
+        raise NotChecked("the model keeps every block; there is nothing to checkpoint")
     rig.make_cold()
     before = events.CHECKPOINTS_USED.value
-    answers = workloads.run(rig, workloads.questions(SHAPES[rig.config.family], 3, 2))
+    shape = SHAPES.get(rig.config.family) or workloads.Shape((448, 448), words_before(rig))
+    answers = workloads.run(rig, workloads.questions(shape, 3, 2))
     assert events.CHECKPOINTS_USED.value > before, "no hit ended on a checkpoint"
     found = workloads.reuse(rig, answers)
     assert found["cached_tokens"] >= 0.98 * found["best_tokens"] > 0, f"reused: {found}"
@@ -197,9 +257,9 @@ def use_features(rig: Rig) -> None:
     answers: list[Answer] = []
     for question in ("What is it?", "And what is at its edge?"):
         rig.forget_all_but_features()
-        before = events.TOWER_IMAGES.value
+        before = max(rig.in_workers(workers.tower_images))
         answers.append(one(rig, user(filler(60), picture(42), question)))
-        runs.append(int(events.TOWER_IMAGES.value - before))
+        runs.append(max(rig.in_workers(workers.tower_images)) - before)
     assert runs == [1, 0], f"runs of the vision tower: {runs}"
     assert_exact(rig, answers)
 
@@ -226,14 +286,11 @@ def assert_other_image_is_seen(rig: Rig) -> None:
 def assert_spoiled_kv_is_seen(rig: Rig) -> None:
     """A hit on blocks that hold other values is judged wrong, so hits really read the cache, and wrong ones fail."""
     rig.make_cold()
-    ask = user(filler(180), picture(32), "What is in this picture?" + filler(20))
+    ask = user(filler(words_before(rig)), picture(32), "What is in this picture?" + filler(20))
     assert_exact(rig, [one(rig, ask)])
     one(rig, ask)  # what is compared with an own cold run has emptied the cache
-    tensors = rig.kv_tensors()
-    if not tensors:
+    if not all(rig.in_workers(workers.spoil_kv)):
         raise NotChecked("this model runner does not show its KV cache")
-    for tensor in tensors:
-        tensor.mul_(-2)
     hit = one(rig, ask)
     assert hit.num_cached_tokens > 0, "the request was no hit"
     try:
@@ -243,7 +300,3 @@ def assert_spoiled_kv_is_seen(rig: Rig) -> None:
     finally:
         rig.make_cold()
     raise AssertionError("an answer from a spoiled KV cache was judged right")
-
-
-if __name__ == "__main__":
-    run_task({"check": check})

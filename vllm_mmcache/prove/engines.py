@@ -24,6 +24,7 @@ from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
+from vllm_mmcache.prove import workers
 from vllm_mmcache.prove.oracle import Oracle
 from vllm_mmcache.zoo import BY_NAME, build_cached
 
@@ -87,7 +88,7 @@ class Rig:
     def __init__(self, config: EngineConfig, directory: Path) -> None:
         self.config = config
         self.directory = directory
-        self.oracle = Oracle(directory)
+        self.oracle: Any = Oracle(directory)  # None where a rig has nothing but its own cold runs
         self.family = BY_NAME[config.family]
         limits = {"image": config.num_images} | ({"video": 0} if self.family.takes_video else {})
         arguments: dict[str, Any] = {
@@ -117,9 +118,41 @@ class Rig:
         return self.family.bos or "" if self.family.adds_bos else ""
 
     @property
+    def vllm_config(self) -> Any:
+        """The engine's VllmConfig."""
+        return self.llm.llm_engine.vllm_config
+
+    @property
+    def scheduler(self) -> Any:
+        """The engine's scheduler, which is in this process."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the engine calculates in."""
+        found: torch.dtype = self.vllm_config.model_config.dtype
+        return found
+
+    @property
+    def has_other_kv(self) -> bool:
+        """Whether the KV cache holds less than what was calculated, as fp8 does; no oracle knows how much less."""
+        kept = str(self.vllm_config.cache_config.cache_dtype)
+        return kept not in ("auto", str(self.dtype).removeprefix("torch."))
+
+    @property
+    def keeps_all_kv(self) -> bool:
+        """Full attention in every layer: each complete block stays a hit. Others keep states at few places."""
+        return self.family.keeps_all_kv
+
+    @property
+    def images_attend_both_ways(self) -> bool:
+        """Whether an image's tokens see those behind them, in the same image."""
+        return bool(self.vllm_config.model_config.is_mm_prefix_lm)
+
+    @property
     def block_tokens(self) -> int:
         """The block size that vLLM really uses; hybrid models widen it (160 for the zoo's qwen3.5)."""
-        return int(self.llm.llm_engine.vllm_config.cache_config.block_size)
+        return int(self.vllm_config.cache_config.block_size)
 
     def render(self, messages: Sequence[Message]) -> tuple[str, tuple[Image.Image, ...]]:
         """Prompt text and images of a conversation, without the token that the tokenizer adds."""
@@ -155,11 +188,24 @@ class Rig:
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return [Answer.of(prompt, images, output) for (prompt, images), output in zip(rendered, outputs, strict=True)]
 
+    def ask_again(self, answer: Answer) -> Answer:
+        """The same prompt once more, for as many tokens."""
+        return self.ask_rendered([(answer.prompt, answer.images)], [len(answer.token_ids)])[0]
+
+    def enqueue(self, conversation: Sequence[Message], max_tokens: int) -> None:
+        """Add a conversation to the engine's queue; its steps are the caller's."""
+        prompt, images = self.render(conversation)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        self.llm.enqueue([{"prompt": prompt, "multi_modal_data": {"image": list(images)}}], params, use_tqdm=False)
+
     def make_cold(self) -> None:
         """Forget all KV blocks, encoder outputs and processed images, and the features in RAM."""
         self.forget_all_but_features()
-        if self.features is not None:
-            self.features.store.ram.clear()
+        self.in_workers(workers.forget_features)
+
+    def in_workers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What a function of the module `workers` says of each of the engine's workers, wherever they run."""
+        return list(self.llm.collective_rpc(function, args=arguments))
 
     def forget_all_but_features(self) -> None:
         """As after many other requests, and in the KV cache as after a restart."""

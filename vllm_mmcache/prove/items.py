@@ -3,6 +3,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,40 +23,53 @@ WHERE: dict[str, tuple[str, ...]] = {
     "metrics": ("qwen3-vl",),
     "features": tuple(FIRST_FAMILIES),
 }
-TIMEOUT_S = 900
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
+WORKER = "vllm_mmcache.prove.worker"
+UNTESTED = "MMCACHE_ALLOW_UNTESTED_VLLM"
+MORE = ("place", "proven", "of_use", "answers", "image_tokens")  # what an item's process says for `mmcache prove`
 
 
 @dataclass(frozen=True)
 class How:
     """What the items of a run share."""
 
-    precision: str | None
-    short: bool
+    precision: str | None = None
+    short: bool = False
     log: Path | None = None
     """A file that gets what the items' processes say on stderr."""
     environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Further variables by model runner, for a platform that needs them."""
+    arguments: tuple[str, ...] = ()
+    """vLLM's, as on its command line."""
+    own: str = ""
+    """The user's own model, in place of the families' zoo models."""
+    timeout_s: float = 900.0
+    """An item that takes longer has failed."""
 
 
 class OutOfTime(Exception):
     """The time that the command was given ended before an item did; nothing is known of it."""
 
 
-RESULT = dict[str, Any]  # state, reason, checks: name -> {state, reason}, engine
+RESULT = dict[str, Any]  # state, reason, checks: name -> {state, reason}, engine; and what else the process said
 
 
 @dataclass(frozen=True)
 class Item:
-    """One engine: a family, the rooms that are on, the model runner, and whether it is compiled."""
+    """One engine: a family, the rooms that are on, the model runner, and whether it is compiled.
+
+    Without a runner it is the one that vLLM takes by itself, in the user's environment.
+    """
 
     family: str
     rooms: tuple[str, ...]
-    runner: str
+    runner: str | None
     compiled: bool = False
+    together: bool = False
+    """Whether these are all the rooms that will be on; such an item has no excuse."""
 
     @property
-    def setting(self) -> tuple[str, str, bool]:
+    def setting(self) -> tuple[str, str | None, bool]:
         """What it shares with the stock item that it is compared with."""
         return self.family, self.runner, self.compiled
 
@@ -67,8 +81,14 @@ class Item:
         return "all rooms" if set(self.rooms) == set(ENGINE_ROOMS) else " + ".join(self.rooms)
 
     @property
+    def has_excuse(self) -> bool:
+        """Whether it is not to blame for what stock gets wrong, too."""
+        return bool(self.rooms) and not self.together and set(self.rooms) != set(ENGINE_ROOMS)
+
+    @property
     def name(self) -> str:
-        return f"{self.family}, {self.what}, {self.runner}, {'compiled' if self.compiled else 'eager'}"
+        engine = "compiled" if self.compiled else "eager" if self.runner else ""  # else it is as the arguments say
+        return ", ".join(part for part in (self.family, self.what, self.runner, engine) if part)
 
 
 def plan(families: Sequence[str], runners: Sequence[str], compiled: bool, short: bool) -> list[Item]:
@@ -88,49 +108,63 @@ def plan(families: Sequence[str], runners: Sequence[str], compiled: bool, short:
 
 
 def environment(item: Item, how: How) -> dict[str, str]:
-    """The variables of an item's process: no setting of the user's, the rooms one by one, the model runner."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("MMCACHE_", "BENCH_", "TEST_"))}
-    environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "mmcache"}
-    environ[SWITCH] = "1" if item.runner == "V2" else "0"
-    environ |= how.environments.get(item.runner, {})
+    """The variables of an item's process: the rooms one by one, no other setting of the user's, one process.
+
+    With a model runner, that one and no other plugin; without one what the user has, and the plugin where
+    VLLM_PLUGINS leaves it out.
+    """
+    not_the_users = ("MMCACHE_", "BENCH_", "TEST_") if item.runner else ("MMCACHE_",)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(not_the_users) and k != "PYTHONOPTIMIZE"}
+    if UNTESTED in os.environ:
+        environ[UNTESTED] = os.environ[UNTESTED]
+    if item.runner is not None:
+        environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_PLUGINS": "mmcache"}
+        environ[SWITCH] = "1" if item.runner == "V2" else "0"
+        environ |= how.environments.get(item.runner, {})
+    elif "mmcache" not in (plugins := environ.get("VLLM_PLUGINS", "mmcache").split(",")):
+        environ["VLLM_PLUGINS"] = ",".join([*filter(None, plugins), "mmcache"])
+    if not how.own:
+        environ["HF_HUB_OFFLINE"] = "1"
+    environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not item.rooms:
         return environ | {"MMCACHE_DISABLE": "1"}
     return environ | {f"MMCACHE_{room.upper()}": str(int(room in item.rooms)) for room in ENGINE_ROOMS}
 
 
+def task_of(item: Item, how: How, stock: RESULT | None) -> dict[str, Any]:
+    """What the item's process is to do; see checks.py and own_checks.py."""
+    shared = {"rooms": item.rooms, "short": how.short, "arguments": how.arguments}
+    if how.own:
+        known = stock or {}
+        seen = {"stock": known.get("answers"), "image_tokens": known.get("image_tokens")}
+        return {"kind": "own", "model": how.own, **shared, **seen}
+    zoo = {"family": item.family, "runner": item.runner, "precision": how.precision, "compiled": item.compiled}
+    return {"kind": "check", **zoo, **shared}
+
+
 def run(item: Item, how: How, stock: RESULT | None, left_s: float) -> RESULT:
     """Run an item in a process of its own; `stock` is what the same engine said without the plugin.
 
-    Raises: OutOfTime, where it takes longer than `left_s` seconds; longer than TIMEOUT_S is a failure.
+    Raises: OutOfTime, where it takes longer than `left_s` seconds; longer than the timeout is a failure.
     """
     if left_s <= 0:
         raise OutOfTime
     if stock is not None and "engine" not in stock:
         return unrunnable(stock)
-    task = {
-        "kind": "check",
-        "family": item.family,
-        "rooms": item.rooms,
-        "runner": item.runner,
-        "precision": how.precision,
-        "compiled": item.compiled,
-        "short": how.short,
-    }
-    command = [sys.executable, "-m", "vllm_mmcache.prove.checks"]
     try:
         done = subprocess.run(
-            command,
-            input=json.dumps(task),
+            [sys.executable, "-P", "-m", WORKER],
+            input=json.dumps(task_of(item, how, stock)),
             env=environment(item, how),
             capture_output=True,
             text=True,
             check=False,
-            timeout=min(left_s, TIMEOUT_S),
+            timeout=min(left_s, how.timeout_s),
         )
     except subprocess.TimeoutExpired:
-        if left_s < TIMEOUT_S:
+        if left_s < how.timeout_s:
             raise OutOfTime from None
-        return {"state": "failed", "reason": f"took longer than {TIMEOUT_S} s"}
+        return {"state": "failed", "reason": f"took longer than {how.timeout_s:.0f} s"}
     if how.log is not None:
         with open(how.log, "a") as file:
             file.write(f"== {item.name}: exit code {done.returncode}\n{done.stderr[-20_000:]}\n")
@@ -138,7 +172,8 @@ def run(item: Item, how: How, stock: RESULT | None, left_s: float) -> RESULT:
         # Without an engine there is nothing to hold against stock itself: the platform or this machine can't run it.
         return {"state": "failed" if item.rooms else "not checked", "reason": last_error(done.stderr, done.returncode)}
     said = json.loads(done.stdout.strip().splitlines()[-1])
-    return judge(item, said, stock)
+    more = {name: said[name] for name in MORE if name in said}
+    return {**judge(item, said, stock), **more}
 
 
 def unrunnable(stock: RESULT) -> RESULT:
@@ -148,6 +183,8 @@ def unrunnable(stock: RESULT) -> RESULT:
 
 def last_error(stderr: str, returncode: int) -> str:
     """The last error that a process named on stderr, from its line on."""
+    if returncode < 0:
+        return f"killed by {signal.Signals(-returncode).name}; the kernel does that where memory runs out"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     starts = [i for i, line in enumerate(lines) if line.partition(":")[0].endswith(("Error", "Exception", "Interrupt"))]
     said = lines[starts[-1] :] if starts else lines[-1:]
@@ -163,7 +200,7 @@ def judge(item: Item, said: Mapping[str, Any], stock: RESULT | None) -> RESULT:
     checks: dict[str, dict[str, str]] = {}
     for row in said["rows"]:
         state, reason = row["state"], row["reason"]
-        if row["inexact"] and item.rooms and item.what != "all rooms":
+        if row["inexact"] and item.has_excuse:
             wrong = stock_is_wrong(row["check"], stock)
             if wrong:
                 state, reason = "not checked", f"stock vLLM's own answers are wrong here: {wrong}"

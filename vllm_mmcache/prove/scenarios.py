@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 from PIL import Image
-from vllm import SamplingParams
 
 from vllm_mmcache.prove.engines import Answer, Message, Rig
 from vllm_mmcache.prove.pictures import ellipses
@@ -46,11 +46,6 @@ def one(rig: Rig, *messages: Message, max_tokens: int = 8) -> Answer:
     return rig.ask(messages, max_tokens=max_tokens)[0]
 
 
-def finds_all(rig: Rig) -> bool:
-    """Full attention everywhere: each complete block is kept. Others keep states at few places."""
-    return rig.family.keeps_all_kv
-
-
 def full_blocks(rig: Rig, num_tokens: int) -> int:
     return num_tokens // rig.block_tokens * rig.block_tokens
 
@@ -68,7 +63,7 @@ def same_again(rig: Rig) -> list[Answer]:
     again = one(rig, ask)
     assert cold.num_cached_tokens == 0
     assert again.num_cached_tokens > 0
-    if finds_all(rig):
+    if rig.keeps_all_kv:
         assert again.num_cached_tokens >= rig.image_spans(again)[0][1] // rig.block_tokens * rig.block_tokens
     assert again.token_ids == cold.token_ids
     return [cold, again]
@@ -89,7 +84,7 @@ def text_turn(rig: Rig) -> list[Answer]:
     for question in ("How many of them can you see?", "And what is at the edge?" + filler(30)):
         talk += [assistant(answers[-1].text), user(question)]
         answers.append(one(rig, *talk))
-        if finds_all(rig):
+        if rig.keeps_all_kv:
             assert answers[-1].num_cached_tokens >= full_blocks(rig, rig.image_spans(answers[-1])[0][1])
     return answers
 
@@ -101,7 +96,7 @@ def image_on_later_turn(rig: Rig) -> list[Answer]:
     for number in (2, 3):
         talk += [assistant(answers[-1].text), user("Here is one:", picture(number), "What is it?" + filler(20))]
         answers.append(one(rig, *talk))
-        if finds_all(rig):
+        if rig.keeps_all_kv:
             assert answers[-1].num_cached_tokens > 0
     return answers
 
@@ -129,7 +124,7 @@ def swapped_image(rig: Rig) -> list[Answer]:
     first, second, third = ask(picture(6)), ask(picture(7)), ask(picture(6))
     start = rig.image_spans(second)[0][0]
     assert second.num_cached_tokens <= start, f"{second.num_cached_tokens} cached, the new picture starts at {start}"
-    if finds_all(rig):
+    if rig.keeps_all_kv:
         assert second.num_cached_tokens > 0
         assert third.num_cached_tokens > start
     return [first, second, third]
@@ -181,7 +176,7 @@ def ends_around_block_edge(rig: Rig) -> list[Answer]:
         question = "And what else?" + filler(40)
         hit = one(rig, user("See" + filler(num_words, remainder), picture(11), question))
         swapped = one(rig, user("See" + filler(num_words, remainder), picture(12), question))
-        if finds_all(rig):
+        if rig.keeps_all_kv:
             assert hit.num_cached_tokens == full_blocks(rig, num_shared(first, hit))
         assert swapped.num_cached_tokens <= rig.image_spans(swapped)[0][0]
         answers += [first, hit, swapped]
@@ -233,21 +228,20 @@ def preempted_soon(rig: Rig) -> list[Answer]:
 def resume_without_blocks(rig: Rig) -> list[Answer]:
     """A request that starts on a hit over its picture loses its KV blocks and the encoder output, and comes back."""
     engine = rig.llm.llm_engine
-    ask = [user(picture(70), "What is in this picture?" + filler(80))]
+    ask = [user(picture(70), "What is in this picture?" + filler(max(80, rig.block_tokens * 5 // 4)))]
     (cold,) = rig.ask(ask)
-    prompt, images = rig.render(ask)
-    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    engine.add_request("resumed", {"prompt": prompt, "multi_modal_data": {"image": list(images)}}, params)
+    rig.enqueue(ask, max_tokens=8)
+    outputs: list[Any] = []
     try:
-        while not (outputs := engine.step()):
-            pass
-        assert outputs[0].num_cached_tokens >= rig.image_spans(cold)[0][1], "the hit must cover the image"
+        while not any(request.num_output_tokens for request in rig.scheduler.running):
+            outputs += engine.step()
         assert rig.llm.reset_prefix_cache(reset_running_requests=True)
         engine.reset_encoder_cache()
         while engine.has_unfinished_requests():
             outputs += engine.step()
     finally:
-        engine.abort_request(["resumed"])
+        engine.abort_request(list(rig.scheduler.requests), internal=True)
+    assert outputs[-1].num_cached_tokens >= rig.image_spans(cold)[0][1], "its first hit must cover the image"
     resumed = tuple(outputs[-1].outputs[0].token_ids)
     assert resumed == cold.token_ids, f"{resumed} after it came back, {cold.token_ids} cold"
     return [cold]

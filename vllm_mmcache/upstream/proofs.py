@@ -8,6 +8,7 @@ at start. Only the command writes, under a lock and in one step.
 
 import errno
 import fcntl
+import importlib.metadata
 import json
 import os
 import stat
@@ -64,7 +65,6 @@ class Place:
     @classmethod
     def of(cls, vllm_config: Any) -> "Place":
         """The place of an engine with this VllmConfig in this process. Makes no CUDA context."""
-        import torch
         from vllm.platforms import current_platform
 
         from vllm_mmcache.upstream import vllm_version
@@ -77,7 +77,7 @@ class Place:
             platform=platform_name(),
             runner=2 if vllm_config.use_v2_model_runner else 1,
             scheduling="async" if vllm_config.scheduler_config.async_scheduling else "sync",
-            torch=str(torch.__version__),
+            torch=torch_version(),
             mmcache=__version__,
             device=str(current_platform.get_device_name()),
             architecture=str(named[0]) if named else "unknown architecture",
@@ -86,8 +86,8 @@ class Place:
         )
 
     def words(self, names: Iterable[str] | None = None) -> str:
-        """These of its values, or all, in words."""
-        values = asdict(self)
+        """These of its values, or all, in words. ASCII alone: a file may hold codes that a terminal obeys."""
+        values = {name: ascii(str(value))[1:-1] for name, value in asdict(self).items()}
         return ", ".join(_WORDS[name].format(values[name]) for name in (names or values))
 
 
@@ -104,6 +104,11 @@ class Proof:
     def as_json(self) -> dict[str, Any]:
         """What is kept of it in the file."""
         return {**asdict(self), "rooms": list(self.rooms), "arguments": list(self.arguments)}
+
+
+def torch_version() -> str:
+    """The full version of the installed torch, without importing it."""
+    return importlib.metadata.version("torch")
 
 
 def path() -> Path:
@@ -213,7 +218,7 @@ def _entries() -> tuple[list[Any], list[str]]:
         return [], [f"{_shown()} is ignored: {_why(error)}"]
     try:
         whole = json.loads(content)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # what json raises for what is no JSON, and for endless numbers
         return [], [f"{_shown()} is ignored: it is not JSON ({error}): remove it, and {AGAIN}"]
     if not isinstance(whole, dict) or whole.get("kind") != KIND or not isinstance(whole.get("proofs"), list):
         return [], [f"{_shown()} is ignored: `mmcache prove` has not written it: remove it, and {AGAIN}"]

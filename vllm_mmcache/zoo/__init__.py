@@ -9,7 +9,15 @@ Importing this package loads neither torch nor Transformers; building a model do
 """
 
 from vllm_mmcache.zoo.build import FORMAT_VERSION, build, build_cached
-from vllm_mmcache.zoo.catalogue import BY_NAME, FAMILIES, FIRST_FAMILIES, MORE_FAMILIES, REFUSED, TRAINED
+from vllm_mmcache.zoo.catalogue import (
+    BY_NAME,
+    FAMILIES,
+    FIRST_FAMILIES,
+    MORE_FAMILIES,
+    REFUSED,
+    TRAINED,
+    architecture_of,
+)
 from vllm_mmcache.zoo.configs import ZooOptions
 
 __all__ = [
@@ -21,6 +29,7 @@ __all__ = [
     "REFUSED",
     "TRAINED",
     "ZooOptions",
+    "architecture_of",
     "build",
     "build_cached",
 ]

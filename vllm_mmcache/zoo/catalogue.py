@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from vllm_mmcache.zoo import families
+from vllm_mmcache.zoo.configs import ZooOptions
 from vllm_mmcache.zoo.family import Family
 from vllm_mmcache.zoo.gemma4 import GEMMA4, GEMMA4_CAUSAL
 from vllm_mmcache.zoo.glm4v import GLM4V
@@ -25,3 +26,13 @@ FAMILIES: tuple[str, ...] = FIRST_FAMILIES + MORE_FAMILIES
 # Models that vLLM runs wrongly and mmcache refuses; no test of answers runs them.
 REFUSED: tuple[str, ...] = tuple(family.name for family in _REFUSED)
 TRAINED: tuple[str, ...] = tuple(family.name for family in families.TRAINED)
+
+
+def architecture_of(family: str) -> str:
+    """The architecture that a family's config names."""
+    return str(BY_NAME[family].config(_AnyId(), 8, ZooOptions())["architectures"][0])
+
+
+class _AnyId(dict[str, int]):
+    def __missing__(self, token: str) -> int:
+        return 0

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is proven of which items: a failed item, a room that was not seen at work, an engine of another place."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from vllm_mmcache import __version__
+from vllm_mmcache.cli import prove as verb
+from vllm_mmcache.errors import EnvironmentProblem
+from vllm_mmcache.prove import arguments, items, look, proving
+from vllm_mmcache.prove.items import How, Item
+from vllm_mmcache.prove.runs import Runs
+from vllm_mmcache.upstream import proofs
+from vllm_mmcache.upstream.proofs import Place
+from vllm_mmcache.upstream.proven import ENGINE_ROOMS
+from vllm_mmcache.zoo import architecture_of
+
+PLACE = Place("0.33.0", "cuda", 2, "async", "2.14.0", __version__, "Some GPU", architecture_of("qwen3-vl"), 1, 1)
+OF_USE = ["block_keys", "metrics", "features"]
+
+Said = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Item]]:
+    """Items that pass without an engine, but for what `change` makes of them; returns those that were run."""
+
+    def start(change: Callable[[Item, Said], Any] = lambda item, said: None, place: Place = PLACE) -> list[Item]:
+        ran: list[Item] = []
+
+        def run(item: Item, how: How, stock: Any, left_s: float) -> Said:
+            ran.append(item)
+            said: Said = {"state": "passed", "reason": "9 checks", "engine": {}, "place": asdict(place)}
+            said |= {"proven": ["metrics", "image_spans"], "of_use": OF_USE}
+            said["checks"] = {f"use of {room}": {"state": "passed"} for room in item.rooms}
+            change(item, said)
+            return said
+
+        monkeypatch.setattr(items, "run", run)
+        return ran
+
+    return start
+
+
+def prove(rooms: tuple[str, ...] = ENGINE_ROOMS, compiled: bool = False) -> proving.Verdict:
+    return proving.prove(Runs(How()), "qwen3-vl", "zoo family qwen3-vl", rooms, compiled=compiled)
+
+
+def fail(*rooms: str, together: bool = False) -> Callable[[Item, Said], Any]:
+    """These rooms' own items fail, or all together."""
+
+    def change(item: Item, said: Said) -> None:
+        if item.rooms and (item.together if together else not item.together and set(item.rooms) & set(rooms)):
+            said |= {"state": "failed", "reason": "same_again: log-probabilities differ by 2.31e+00 > 1e-03"}
+
+    return change
+
+
+def test_all_that_passed_is_kept(started: Callable[..., list[Item]]) -> None:
+    ran = started()
+    verdict = prove(compiled=True)
+    assert [(item.rooms, item.compiled, item.together) for item in ran] == [
+        ((), False, False),
+        (("block_keys",), False, False),
+        (("metrics",), False, False),
+        (("features",), False, False),
+        ((), True, False),
+        (ENGINE_ROOMS, True, True),
+    ]
+    assert proofs.proven_rooms(PLACE) == set(ENGINE_ROOMS)
+    assert verdict.rooms["image_spans"] == ("proven", "together with the others; this model has no use for it")
+    assert proving.exit_code([verdict]) == 0
+    (line,) = proving.sentences(verdict)
+    assert line.startswith(f"On from the next start, for {PLACE.architecture} on Some GPU: block_keys, image_spans, ")
+    for other in (replace(PLACE, vllm="0.33.1"), replace(PLACE, device="Other GPU"), replace(PLACE, runner=1)):
+        assert proofs.proven_rooms(other) == frozenset()
+
+
+def test_a_room_that_fails_stays_off_and_says_what_differed(started: Callable[..., list[Item]]) -> None:
+    ran = started()
+    prove()
+    ran = started(fail("features", "metrics"))
+    verdict = prove()
+    assert ran[-1].rooms == tuple(room for room in ENGINE_ROOMS if room not in ("features", "metrics"))
+    assert proofs.proven_rooms(PLACE) == set(ENGINE_ROOMS) - {"features", "metrics"}, "what was proven is taken back"
+    assert proving.exit_code([verdict]) == 1
+    said = proving.sentences(verdict)
+    assert any(
+        line.startswith("features failed, and stays off for") and "same_again: log-probabilities differ by 2.31" in line
+        for line in said
+    )
+    assert any("metrics failed, though" in line and "MMCACHE_METRICS=0 switches it off" in line for line in said)
+
+
+def test_one_room_is_tried_beside_those_that_are_on_by_default(started: Callable[..., list[Item]]) -> None:
+    ran = started()
+    verdict = prove(("features",))
+    assert [item.rooms for item in ran] == [(), ("features",), ("image_spans", "metrics", "features")]
+    assert list(verdict.rooms) == ["features"]
+    assert proofs.proven_rooms(PLACE) == {"features"}
+
+
+def test_what_fails_together_proves_nothing(started: Callable[..., list[Item]]) -> None:
+    started(fail(together=True))
+    verdict = prove()
+    assert proofs.read() == ([], [])
+    assert verdict.rooms["features"] == (
+        "failed",
+        "with the other rooms: same_again: log-probabilities differ by 2.31e+00 > 1e-03",
+    )
+    assert proving.exit_code([verdict]) == 1
+
+
+def test_a_room_must_be_seen_at_work_and_at_one_place(started: Callable[..., list[Item]]) -> None:
+    def idle(item: Item, said: Said) -> None:
+        if "features" in item.rooms:
+            said["checks"]["use of features"] = {"state": "not checked", "reason": "nothing to see"}
+
+    started(idle)
+    verdict = prove()
+    assert verdict.rooms["features"] == ("not checked", "it was not seen at work: nothing to see")
+    assert "features" not in proofs.proven_rooms(PLACE)
+    assert "block_keys" in proofs.proven_rooms(PLACE)
+
+    def elsewhere(item: Item, said: Said) -> None:
+        if item.rooms == ("block_keys",):
+            said["place"] = asdict(replace(PLACE, scheduling="sync"))
+
+    started(elsewhere)
+    state, why = prove().rooms["block_keys"]
+    assert (state, "its engine was another than stock's" in why) == ("not checked", True)
+
+
+def test_what_stock_does_not_run_is_not_checked(started: Callable[..., list[Item]]) -> None:
+    def refuse(item: Item, said: Said) -> None:
+        said.clear()
+        said |= {"state": "not checked", "reason": "RuntimeError: out of memory"}
+
+    ran = started(refuse)
+    verdict = prove()
+    assert len(ran) == 1
+    assert proving.exit_code([verdict]) == 2
+    (line,) = proving.sentences(verdict)
+    assert line.startswith("Could not be checked for qwen3-vl: block_keys, ")
+    assert "stock vLLM does not run this: RuntimeError: out of memory" in line
+
+
+def test_where_only_one_room_makes_images_right_the_others_are_tried_with_it(
+    started: Callable[..., list[Item]],
+) -> None:
+    """On the CPU, models whose images attend both ways."""
+
+    def both_ways(item: Item, said: Said) -> None:
+        said["of_use"] = ["image_spans", "metrics"]
+
+    ran = started(both_ways, replace(PLACE, platform="cpu"))
+    prove(("metrics",))
+    assert [item.rooms for item in ran][1] == ("image_spans", "metrics")
+    ran = started(both_ways)
+    prove(("metrics",))
+    assert [item.rooms for item in ran][1] == ("metrics",)
+
+
+def test_ctrl_c_keeps_what_has_passed(
+    started: Callable[..., list[Item]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(item: Item, said: Said) -> None:
+        if item.family == "gemma3":
+            raise KeyboardInterrupt
+
+    started(stop)
+    monkeypatch.setattr(look, "look", lambda *given: look.Seen("0.33.0", "cuda", "Some GPU", (), False, ""))
+    code = verb.run(None, [], False, ENGINE_ROOMS, ("qwen3-vl", "gemma3"), False, None, False)
+    assert code == 130
+    assert proofs.proven_rooms(PLACE) == set(ENGINE_ROOMS)
+    said = capsys.readouterr().out
+    assert "[2/6] qwen3-vl, block_keys: passed: 9 checks (0 s)" in said
+    assert "stopped; kept is what was found for: qwen3-vl" in said
+
+
+def test_the_users_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_PLUGINS", "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "SOME")
+    monkeypatch.setenv("MMCACHE_STORE", "/somewhere")
+    monkeypatch.setenv("MMCACHE_DISABLE", "1")
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    item = Item("gemma3", ("features",), None)
+    environ = items.environment(item, How())
+    assert environ["VLLM_ATTENTION_BACKEND"] == "SOME"
+    assert [environ[f"MMCACHE_{room}"] for room in ("FEATURES", "METRICS")] == ["1", "0"]
+    gone = {"MMCACHE_STORE", "MMCACHE_DISABLE", "PYTHONOPTIMIZE", "VLLM_PLUGINS", "VLLM_USE_V2_MODEL_RUNNER"}
+    assert not gone & set(environ)
+    assert environ["HF_HUB_OFFLINE"] == "1"
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert "HF_HUB_OFFLINE" not in items.environment(item, How(own="some/model")), "its files may not be here yet"
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    assert items.environment(item, How())["VLLM_PLUGINS"] == "another,mmcache"
+    assert items.environment(replace(item, rooms=()), How())["MMCACHE_DISABLE"] == "1"
+
+
+def test_vllms_arguments() -> None:
+    """Its own parser reads them; what is not said stays unsaid; what an item can't take is named."""
+    pytest.importorskip("vllm")
+    found = arguments.given(["--no-enforce-eager", "--max_model_len", "2k", "-tp", "2", "--seed", "7"])
+    assert found == {"enforce_eager": False, "max_model_len": 2000, "tensor_parallel_size": 2, "seed": 7}
+    kept, (line,) = arguments.taken(found, own=False)
+    assert kept == {"enforce_eager": False, "tensor_parallel_size": 2}
+    assert line.startswith("left out of vLLM's arguments: --max-model-len, --seed; the zoo's model and")
+    assert "max_model_len" in arguments.taken(found, own=True)[0]
+    more = arguments.given(["--additional-config", json.dumps({"mmcache": {"features": True}, "other": 1})])
+    kept, (line,) = arguments.taken(more, own=True)
+    assert (kept, "each item switches rooms itself" in line) == ({"additional_config": {"other": 1}}, True)
+    for wrong, words in (
+        (["--port", "80"], "unrecognized arguments: --port 80: give those of its engine"),
+        (["--block-size", "many"], "invalid"),
+        (["--model", "x"], "name the model first"),
+    ):
+        with pytest.raises(EnvironmentProblem, match=words):
+            arguments.given(wrong)
+
+
+def test_the_zoos_family_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Gemma3ForConditionalGeneration"]}')
+    assert look.architecture_in(str(tmp_path), {}) == "Gemma3ForConditionalGeneration"
+    assert look.families_of("Gemma3ForConditionalGeneration") == ["gemma3"]
+    assert look.families_of("Gemma4ForConditionalGeneration") == ["gemma4", "gemma4-causal"]
+    with pytest.raises(EnvironmentProblem, match="mmcache prove /m --own"):
+        verb.subjects_of("/m", False, (), "LlavaForConditionalGeneration")
+    for text in ("", "[]", "{}", '{"architectures": []}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(EnvironmentProblem, match="can't be read"):
+            look.architecture_in(str(tmp_path), {})
+
+
+def test_the_table_and_show(started: Callable[..., list[Item]], capsys: pytest.CaptureFixture[str]) -> None:
+    started(fail("features"))
+    verb.report(Console(width=200), [prove()])
+    said = capsys.readouterr().out
+    assert "features" in said
+    assert "Kept in " in said
+    assert verb.list_proofs(as_json=False) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("1. block_keys, image_spans, resumed_images, image_checkpoints, metrics: vLLM 0.33.0, ")
+    assert "not used here: it is for vllm 0.33.0, installed is" in said
+    proofs.path().write_text("rubbish")
+    assert verb.list_proofs(as_json=False) == 0
+    assert "is ignored: it is not JSON" in capsys.readouterr().out

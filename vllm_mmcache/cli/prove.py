@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mmcache prove [MODEL] [-- VLLM ARGUMENTS]`: shows on this machine which rooms are exact, and switches those on.
+
+Runs items in processes of their own, one after the other (vllm_mmcache/prove); imports no vLLM itself. What passed is
+kept in the user's state directory (upstream/proofs.py), model by model, so that Ctrl-C loses only the one it is at.
+"""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vllm_mmcache.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+    from vllm_mmcache.prove.items import RESULT, Item
+    from vllm_mmcache.prove.proving import Verdict
+
+ZOO_TIMEOUT_S, OWN_TIMEOUT_S = 900.0, 3600.0  # of an item; large models load for minutes
+
+
+def prove(
+    model: Annotated[
+        str | None, typer.Argument(help="check the zoo's model of its family [default: the first five families]")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- VLLM ARGUMENTS]...", help="the server's own, after --")
+    ] = None,
+    own: Annotated[bool, typer.Option("--own", help="check MODEL itself, cold against warm and against stock")] = False,
+    rooms: Annotated[list[str] | None, typer.Option(help="these rooms alone, with commas between")] = None,
+    families: Annotated[list[str] | None, typer.Option(help="these families of the zoo, with commas")] = None,
+    short: Annotated[bool, typer.Option("--short", help="few scenarios in each item")] = False,
+    log: Annotated[Path | None, typer.Option(help="a file for all that the engines' processes say")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object; progress goes to stderr")] = False,
+    show: Annotated[bool, typer.Option("--show", help="list what is proven, and what is ignored")] = False,
+    forget: Annotated[str | None, typer.Option(metavar="all|NUMBER", help="remove what is proven")] = None,
+) -> None:
+    """Prove on this machine which rooms are exact; those are on from the next start.
+
+    Exit status: 0 all that could be checked passed, 1 something failed, 2 nothing could be checked.
+    """
+    if show or forget is not None:
+        if show and forget is not None:
+            raise EnvironmentProblem("--show and --forget: give one of the two")
+        raise typer.Exit(list_proofs(as_json) if show else remove(str(forget)))
+    if model is not None and model.startswith("-"):  # typer drops the --, and takes what follows for the model
+        arguments = [model, *(arguments or [])]
+        model = None
+    chosen = check_choice(model, own, rooms, families)
+    raise typer.Exit(run(model, arguments or [], own, *chosen, short, log, as_json))
+
+
+def check_choice(
+    model: str | None, own: bool, rooms: Sequence[str] | None, families: Sequence[str] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The rooms and families that are asked for; no family where the model says which. Raises: EnvironmentProblem."""
+    from vllm_mmcache.upstream.proven import ENGINE_ROOMS
+    from vllm_mmcache.zoo import FAMILIES, FIRST_FAMILIES
+
+    if own and model is None:
+        raise EnvironmentProblem("--own checks a model of yours, and none is named: mmcache prove MODEL --own")
+    if families and model is not None:
+        raise EnvironmentProblem(f"--families and the model {model} are both given: give one of the two")
+    if importlib.util.find_spec("vllm") is None:
+        raise EnvironmentProblem(f"{sys.executable} has no vLLM: install it there, or run mmcache with its Python")
+    found = tuple(listed("--rooms", rooms, ENGINE_ROOMS)) or ENGINE_ROOMS
+    return found, tuple(listed("--families", families, FAMILIES)) or (() if model else FIRST_FAMILIES)
+
+
+def listed(option: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """The names in an option, in the order of `known`. Raises: EnvironmentProblem for one that is not known."""
+    names = {name.strip() for text in given or () for name in text.split(",") if name.strip()}
+    if unknown := sorted(names - set(known)):
+        raise EnvironmentProblem(f"{option} has {', '.join(unknown)}; choose of {', '.join(known)}")
+    return [name for name in known if name in names]
+
+
+def run(
+    model: str | None,
+    arguments: Sequence[str],
+    own: bool,
+    rooms: Sequence[str],
+    families: Sequence[str],
+    short: bool,
+    log: Path | None,
+    as_json: bool,
+) -> int:
+    """Run the items and say what they prove; returns the exit status. Raises: EnvironmentProblem, ProofsUnwritable."""
+    from rich.console import Console
+
+    from vllm_mmcache import __version__
+    from vllm_mmcache.prove.items import How
+    from vllm_mmcache.prove.look import look
+    from vllm_mmcache.prove.proving import exit_code
+    from vllm_mmcache.prove.proving import prove as prove_one
+    from vllm_mmcache.prove.runs import Runs
+
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    seen = look(model or "", own, arguments)
+    console.print(f"vLLM {seen.vllm} on {seen.platform} ({seen.device}), mmcache {__version__}")
+    for line in seen.lines:
+        console.print(line)
+    subjects = subjects_of(model, own, families, seen.architecture)
+    whose = str(model) if own else ""
+    timeout_s = OWN_TIMEOUT_S if own else ZOO_TIMEOUT_S
+    how = How(short=short, log=log, arguments=tuple(arguments), own=whose, timeout_s=timeout_s)
+    runs = Runs(how)
+    compiled = not own and seen.platform != "cpu" and not seen.is_eager
+    verdicts: list[Verdict] = []
+    try:
+        for subject, words in subjects:
+            with progress(console) as tell:
+                verdicts.append(prove_one(runs, subject, words, rooms, compiled=compiled, tell=tell))
+    except KeyboardInterrupt:
+        kept = ", ".join(verdict.subject for verdict in verdicts) or "nothing"
+        console.print(f"stopped; kept is what was found for: {kept}")
+        if verdicts:
+            report(console, verdicts)
+        return 130
+    if as_json:
+        print(json.dumps([verdict.as_json() for verdict in verdicts], indent=2))
+    report(console, verdicts)
+    return exit_code(verdicts)
+
+
+def subjects_of(model: str | None, own: bool, families: Sequence[str], architecture: str) -> list[tuple[str, str]]:
+    """What is checked, and each in words. Raises: EnvironmentProblem where the zoo has nothing like the model."""
+    from vllm_mmcache.prove.look import families_of
+
+    if own:
+        return [(Path(str(model)).name, f"own model {model}")]
+    if not families:
+        families = families_of(architecture)
+        if not families:
+            raise EnvironmentProblem(
+                f"the zoo has no model of {architecture}, the architecture of {model}: check the model itself with "
+                f"mmcache prove {model} --own"
+            )
+    return [(family, f"zoo family {family}") for family in families]
+
+
+@contextmanager
+def progress(console: "Console") -> Iterator[Any]:
+    """A line for each item when it ends, and on a terminal what is running."""
+    status: Status | None = None
+
+    def tell(number: str, item: "Item", outcome: "RESULT | None", seconds: float) -> None:
+        nonlocal status
+        if status is not None:
+            status.stop()
+            status = None
+        if outcome is None:
+            if console.is_terminal:
+                status = console.status(f"[{number}] {item.name}")
+                status.start()
+            return
+        console.print(f"[{number}] {item.name}: {outcome['state']}: {outcome['reason']} ({seconds:.0f} s)")
+
+    try:
+        yield tell
+    finally:
+        if status is not None:
+            status.stop()
+
+
+def report(console: "Console", verdicts: "Sequence[Verdict]") -> None:
+    """One table, then what it means."""
+    from rich.table import Table
+
+    from vllm_mmcache.prove.proving import sentences
+    from vllm_mmcache.upstream import proofs
+
+    table = Table("model", "room", "state", "why")
+    for verdict in verdicts:
+        for room, (state, why) in verdict.rooms.items():
+            table.add_row(verdict.subject, room, state, why)
+    console.print(table)
+    for verdict in verdicts:
+        for line in sentences(verdict):
+            console.print(line)
+    if any(verdict.of("proven") for verdict in verdicts):
+        console.print(f"Kept in {proofs.path()}; `mmcache prove --show` lists it.")
+
+
+def list_proofs(as_json: bool) -> int:
+    """Print the proofs with their numbers, and what is ignored; returns the exit status."""
+    from vllm_mmcache.upstream import proofs
+
+    found, lines = proofs.read()
+    if as_json:
+        print(json.dumps({"proofs": [proof.as_json() for proof in found], "ignored": lines}, indent=2))
+        return 0
+    for number, proof in enumerate(found, 1):
+        words = f"{proof.how}, {proof.when}"
+        if proof.arguments:
+            words += f"; vLLM arguments: {' '.join(proof.arguments)}"
+        print(f"{number}. {', '.join(proof.rooms)}: {proof.place.words()}; {ascii(words)[1:-1]}")
+        if here := versions_differ(proof.place):
+            print(f"   not used here: {here}; run `mmcache prove` again")
+    for line in lines:
+        print(line)
+    if not found and not lines:
+        print("nothing is proven: run `mmcache prove`")
+    return 0
+
+
+def versions_differ(place: Any) -> str:
+    """What of a proof's versions is not what is installed, in words; the rest is known once an engine starts."""
+    from vllm_mmcache import __version__
+    from vllm_mmcache.upstream import vllm_version
+    from vllm_mmcache.upstream.proofs import torch_version
+
+    installed = {"vllm": vllm_version(), "mmcache": __version__, "torch": torch_version()}
+    return ", ".join(
+        f"it is for {name} {getattr(place, name)}, installed is {value}"
+        for name, value in installed.items()
+        if getattr(place, name) != value
+    )
+
+
+def remove(which: str) -> int:
+    """Forget the proof of a number, or all; returns the exit status. Raises: EnvironmentProblem, ProofsUnwritable."""
+    from vllm_mmcache.upstream import proofs
+
+    count = len(proofs.read()[0])
+    if which == "all":
+        print(f"{proofs.forget()} proofs are forgotten")
+        return 0
+    try:
+        proofs.forget(int(which))
+    except (ValueError, IndexError):
+        known = f"a number from 1 to {count}" if count else "nothing else, since nothing is proven"
+        raise EnvironmentProblem(f"--forget {which}: give `all`, or {known} (see `mmcache prove --show`)") from None
+    print(f"proof {which} is forgotten; {count - 1} are left")
+    return 0

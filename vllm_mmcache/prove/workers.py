@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the checks ask of an engine's workers. Worker process; with one worker that is the engine's own.
+
+Each function gets vLLM's worker first, and is sent by its name: `Rig.in_workers(workers.spoil_kv)`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+_FEATURES = "_mmcache_features"
+
+
+def forget_features(worker: Any) -> None:
+    """Empty the RAM tier of the feature store, where there is one."""
+    room = getattr(worker.model_runner, _FEATURES, None)
+    if room is not None:
+        room.store.ram.clear()
+
+
+def has_features(worker: Any) -> bool:
+    """Whether this worker has a feature store."""
+    return getattr(worker.model_runner, _FEATURES, None) is not None
+
+
+def why_no_features(worker: Any) -> str:
+    """Why this worker's configuration has no feature store; empty if it may have one."""
+    from vllm_mmcache.features.vllm_facts import why_not
+
+    return why_not(worker.vllm_config, worker.model_runner)
+
+
+def not_replaced(worker: Any, targets: list[str]) -> list[str]:
+    """Those of vLLM's symbols that this process has as they are."""
+    from vllm_mmcache.upstream import swap
+
+    return [target for target in targets if not swap.is_replaced(target)]
+
+
+def tower_images(worker: Any) -> int:
+    """Images that this worker's vision tower has run for since it started."""
+    from vllm_mmcache import events
+
+    return int(events.totals()["tower_images"])
+
+
+def spoil_kv(worker: Any) -> int:
+    """Change every value in this worker's KV cache. Returns the number of tensors; 0 where it shows none."""
+    found = list(_tensors(getattr(worker.model_runner, "kv_caches", None)))
+    for tensor in found:
+        if tensor.is_floating_point() and tensor.element_size() > 1:
+            tensor.mul_(-2)
+        else:  # quantised: the bytes of other numbers
+            tensor.zero_()
+    return len(found)
+
+
+def _tensors(held: Any) -> Iterator[Any]:
+    import torch
+
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, list | tuple):
+        for one in held:
+            yield from _tensors(one)
