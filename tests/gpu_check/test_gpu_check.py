@@ -20,8 +20,9 @@ from scripts import matrix
 from vllm_mmcache import events, settings
 from vllm_mmcache.prove import items
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
+from vllm_mmcache.rooms import ON, State
 from vllm_mmcache.upstream import proven
-from vllm_mmcache.upstream.report import report
+from vllm_mmcache.upstream.start import foresee
 from vllm_mmcache.zoo import FIRST_FAMILIES
 
 PASSED = {"state": "passed", "reason": "4 checks", "engine": {"async_scheduling": True}}
@@ -115,8 +116,7 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
     from tests.features.towers import features_by_image
     from vllm_mmcache.prove import checks, workers
     from vllm_mmcache.prove.scenarios import filler, one, picture, user
-    from vllm_mmcache.upstream import swap
-    from vllm_mmcache.upstream.ledger import groups
+    from vllm_mmcache.upstream import report
 
     rig = pool.get(config)
 
@@ -146,20 +146,22 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
         row = checks.row_of("engine", lambda: checks.assert_engine(rig, "V2"))
     assert (row.state, "without async scheduling" in row.reason) == ("failed", True), row
     with monkeypatch.context() as patch:
-        patch.setattr(workers, "has_features", lambda worker: False)
+        patch.setitem(report._places["worker 0 of engine 0"], "features", State("off", "a test"))
         row = checks.row_of("on", lambda: checks.assert_on(rig, "features"))
-    assert (row.state, "no feature store" in row.reason) == ("failed", True), row
+        assert (row.state, row.reason) == ("not checked", "off here: a test"), row
+        patch.setitem(report._places["worker 0 of engine 0"], "metrics", State("off", "a test"))
+        row = checks.row_of("on", lambda: checks.assert_on(rig, "metrics"))
+    assert (row.state, "on in api, engine 0; off: a test" in row.reason) == ("failed", True), row
     with monkeypatch.context() as patch:
         patch.setattr(events, "_travel", lambda name, amount: None)
         row = checks.row_of("use", lambda: checks.use_metrics(rig))
     assert (row.state, "grew by 0" in row.reason) == ("failed", True), row
     row = checks.row_of("off", lambda: checks.assert_off({"features"}))
     assert (row.state, row.reason) == ("failed", "AssertionError: features should be off")
-    undone = groups()["block_keys"][0].target
     with monkeypatch.context() as patch:
-        patch.setattr(swap, "is_replaced", lambda target: target != undone)
+        patch.setattr(report, "_places", {})
         row = checks.row_of("on", lambda: checks.assert_on(rig, "block_keys"))
-    assert (row.state, "not replaced: block_keys.hasher" in row.reason) == ("failed", True)
+    assert (row.state, "is the plugin loaded?" in row.reason) == ("failed", True)
     with monkeypatch.context() as patch:  # the tower runs again where nothing is kept
         patch.setattr(rig.features.store.ram, "save", lambda *given: None)
         row = checks.row_of("use", lambda: checks.use_features(rig))
@@ -300,10 +302,8 @@ def test_doctor_on_a_platform_without_evidence(monkeypatch: pytest.MonkeyPatch) 
     """The engine's rooms are off and say how to switch them on; those of the API server are on."""
     monkeypatch.setattr(proven, "TABLE", [])
     monkeypatch.setattr(settings, "_current", settings.Settings())
-    states = {row["group"]: (row["state"], row["reason"]) for row in report()}
+    states = foresee()
     for room in proven.ENGINE_ROOMS:
-        assert states[room][0] == "off"
-        assert re.fullmatch(
-            rf"not yet proven on vLLM .*, cpu: switch on with MMCACHE_{room.upper()}=1", states[room][1]
-        )
-    assert {states[room] for room in ("lazy_media", "lifted_bodies", "identity")} == {("on", "")}
+        said = rf"off: not yet proven on vLLM .*, cpu: .*, MMCACHE_{room.upper()}=1 switches it on"
+        assert re.fullmatch(said, str(states[room]))
+    assert {states[room] for room in ("lazy_media", "lifted_bodies", "identity")} == {ON}

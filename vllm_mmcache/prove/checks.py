@@ -21,8 +21,7 @@ from vllm_mmcache.prove import load, scenarios, workers, workloads
 from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import Inexact, assert_detects, assert_exact
 from vllm_mmcache.prove.scenarios import filler, one, picture, user
-from vllm_mmcache.upstream import proofs, start, swap
-from vllm_mmcache.upstream.ledger import groups
+from vllm_mmcache.upstream import proofs, report, start
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS, why_unproven
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
@@ -169,24 +168,17 @@ def assert_engine(rig: Rig, runner: str | None) -> None:
 
 
 def assert_on(rig: Rig, room: str) -> None:
-    """The room's symbols are replaced in this process, which is that of the engine, too, and in each worker."""
-    members = groups()[room]
-    missing = [member.name for member in members if not swap.is_replaced(member.target)]
-    if missing and (reason := start.why_off(room)):
-        raise NotChecked(f"off here: {reason}")
-    assert not missing, f"not replaced: {', '.join(missing)}; is the plugin loaded?"
-    of_workers = [member.target for member in members if member.process == "worker"]
-    for rank, left in enumerate(rig.in_workers(workers.not_replaced, of_workers)):
-        assert not left, f"not replaced in worker {rank}: {', '.join(left)}"
-    if room == "features":
-        if reason := next(filter(None, rig.in_workers(workers.why_no_features)), ""):
-            raise NotChecked(f"off here: {reason}")
-        assert all(rig.in_workers(workers.has_features)), "no feature store; the engine's log says why"
+    """The report of this deployment, which asks every process, says that the room is on, or has nothing to do."""
+    found = report.in_force()
+    assert found, "no process has reported: is the plugin loaded?"
+    assert found[room].state != "mixed", str(found[room])
+    if found[room].state == "off":
+        raise NotChecked(f"off here: {found[room].reason}")
 
 
 def assert_off(rooms: set[str]) -> None:
     """A room that should be off would lend its name's pass to another."""
-    on = [room for room in ENGINE_ROOMS if room in rooms and all(swap.is_replaced(m.target) for m in groups()[room])]
+    on = [room for room, found in report.in_force().items() if room in rooms and found.state in ("on", "mixed")]
     assert not on, f"{', '.join(on)} should be off"
 
 

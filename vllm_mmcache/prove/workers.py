@@ -17,25 +17,6 @@ def forget_features(worker: Any) -> None:
         room.store.ram.clear()
 
 
-def has_features(worker: Any) -> bool:
-    """Whether this worker has a feature store."""
-    return getattr(worker.model_runner, _FEATURES, None) is not None
-
-
-def why_no_features(worker: Any) -> str:
-    """Why this worker's configuration has no feature store; empty if it may have one."""
-    from vllm_mmcache.features.vllm_facts import why_not
-
-    return why_not(worker.vllm_config, worker.model_runner)
-
-
-def not_replaced(worker: Any, targets: list[str]) -> list[str]:
-    """Those of vLLM's symbols that this process has as they are."""
-    from vllm_mmcache.upstream import swap
-
-    return [target for target in targets if not swap.is_replaced(target)]
-
-
 def tower_images(worker: Any) -> int:
     """Images that this worker's vision tower has run for since it started."""
     from vllm_mmcache import events
