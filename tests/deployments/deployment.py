@@ -2,7 +2,6 @@
 """Real deployments of `vllm serve`, what they say of the rooms, what they answer, and that nothing of them is left."""
 
 import contextlib
-import importlib.util
 import os
 import re
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine_configuration import CHOSEN
@@ -30,6 +30,8 @@ NUM_LOGPROBS = 5
 TOLERANCE = 1e-3  # of log-probabilities in float32, as in the exactness tests
 
 _MARK = "TEST_DEPLOYMENT"  # a variable that each process of a deployment has, wherever it moved to
+
+larger = pytest.mark.skipif(os.environ.get("TEST_MATRIX") != "1", reason="`make matrix` runs it: TEST_MATRIX=1")
 
 Room = tuple[str, str]
 """State and reason, as mmcache:room_info shows them."""
@@ -201,7 +203,3 @@ def installed_plugin(folder: Path, name: str, source: str) -> Path:
     (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
     (folder / f"{name}.py").write_text(source)
     return folder
-
-
-def has(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None

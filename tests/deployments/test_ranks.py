@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments.deployment import TWO_RANKS, Answer, Deployment, deployed, plant, refused
+from tests.deployments.deployment import TWO_RANKS, Answer, Deployment, deployed, larger, plant, refused
 from vllm_mmcache.upstream.ledger import ROOMS, parts
 
 pytestmark = pytest.mark.engine
@@ -49,7 +49,7 @@ def test_alike(model: Path, stock: list[Answer], tmp_path: Path) -> None:
         assert server.total("tower_images_avoided") == 1  # of the rank that answers the engine
 
 
-@pytest.mark.parametrize("found", list(UNFIT))
+@pytest.mark.parametrize("found", ["before the tower runs", pytest.param("after", marks=larger)])
 def test_a_room_is_off_in_one_rank(model: Path, stock: list[Answer], tmp_path: Path, found: str) -> None:
     path = plant(tmp_path / "site", "vllm_mmcache.features.vllm_side", "VllmWorker-1", UNFIT[found])
     with deployed(model, tmp_path / "log", *TWO_RANKS, paths=[path]) as server:

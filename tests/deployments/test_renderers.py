@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments.deployment import Answer, deployed, installed_plugin, refused
+from tests.deployments.deployment import Answer, deployed, installed_plugin, larger, refused
 
 pytestmark = pytest.mark.engine
 
@@ -49,6 +49,7 @@ def test_of_a_third_party(model: Path, stock: list[Answer], tmp_path: Path) -> N
     assert "require_salt is set, but identity is off (the renderer ThirdRenderer" in said
 
 
+@larger
 def test_another_of_vllm(model: Path, tmp_path: Path) -> None:
     """DeepSeek's; its prompts are not this model's, so what it answers is of no interest here."""
     with deployed(model, tmp_path / "log", "--tokenizer-mode", "deepseek_v32", MMCACHE_REQUIRE_SALT="1") as server:
