@@ -46,35 +46,54 @@ def watch_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return model
 
 
-def open_after_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of Worker.load_model: opens the store and takes the fingerprint of the weights."""
-    outcome = wrapped(*args, **kwargs)
-    runner = instance.model_runner
-    if not rooms.is_on("features"):
-        return outcome
+def look_at(worker: Any) -> None:
+    """Say why this worker can have no store, as far as it is known without a run of the tower."""
     try:
-        room = _open(instance.vllm_config, runner)
+        _tower_of(worker)
     except Unfit as reason:
-        logger.info("mmcache: no feature store: %s", reason)
-        rooms.put("worker", "features", State("off", str(reason)))
-        return outcome
+        _say_off(reason)
+
+
+def open_in(worker: Any) -> None:
+    """Open the store of a worker whose model is loaded, and take the fingerprint of its weights; or say why not.
+
+    It runs the tower, whose ranks wait for each other: all of them are told to do this, or none (upstream/agree.py).
+    """
+    runner = worker.model_runner
+    if getattr(runner, _ROOM, None) is not None:
+        return
+    try:
+        room = _open(worker)
+    except Unfit as reason:
+        _say_off(reason)
+        return
     for owner in (runner, getattr(runner, "model_state", None)):  # V2 encodes in its model state
         if owner is not None:
             setattr(owner, _ROOM, room)
     _rooms.add(room)
     # Where nobody shuts the worker down: what is saved is written before the process ends.
     weakref.finalize(runner, room.store.close)
-    return outcome
 
 
-def _open(vllm_config: Any, runner: Any) -> Room:
-    """The store of the runner's model. Raises: Unfit, saying why there is none."""
-    if reason := why_not(runner):
+def _say_off(reason: Unfit) -> None:
+    logger.info("mmcache: no feature store: %s", reason)
+    rooms.put("worker", "features", State("off", str(reason)))
+
+
+def _tower_of(worker: Any) -> Tower:
+    """The tower of the worker's model. Raises: Unfit, saying why there can be no store for it."""
+    if reason := why_not(worker.model_runner):
         raise Unfit(reason)
-    model = runner.get_model()
-    tower = watched(model)
+    tower = watched(worker.model_runner.get_model())
     if tower is None:
-        raise Unfit(f"load format {vllm_config.load_config.load_format} makes models in a way of its own")
+        raise Unfit(f"load format {worker.vllm_config.load_config.load_format} makes models in a way of its own")
+    return tower
+
+
+def _open(worker: Any) -> Room:
+    """The store of the worker's model. Raises: Unfit, saying why there is none."""
+    vllm_config, runner, tower = worker.vllm_config, worker.model_runner, _tower_of(worker)
+    model = runner.get_model()
     start = time.perf_counter()
     try:
         kind = probe(vllm_config, model, tower, runner.device)

@@ -2,8 +2,9 @@
 """All ranks of an engine have the same rooms: asked once, when the model is loaded. Engine and worker processes.
 
 The engine asks each worker what its rooms are, through the executor that it has anyway, and a room that is off in one
-rank is switched off in all, before any of them could wait for another. The question is sent by value, since a worker
-may be without us. What was found goes to the API servers with the engine's ready message (report.py).
+rank is switched off in all. Only then do workers begin what is the same in all of them, such as trying the vision
+tower, whose ranks wait for each other; and they are asked again. The question is sent by value, since a worker may be
+without us. What was found goes to the API servers with the engine's ready message (report.py).
 """
 
 import logging
@@ -32,7 +33,12 @@ def agree(executor: Any, vllm_config: Any) -> None:
     """Switch a room off in all ranks where it is off in one, or in the engine. Engine process, before any request."""
     if vllm_config.parallel_config.node_rank_within_dp > 0:
         return  # the leader asks the workers of this node, too
-    found = _ask(executor, {})
+    _settle(executor, are_alike=False)
+    setattr(executor, _WORKERS, _settle(executor, are_alike=True))
+
+
+def _settle(executor: Any, *, are_alike: bool) -> dict[int, dict[str, State]]:
+    found = _ask(executor, {}, are_alike)
     off = {}
     for room in dict.fromkeys([*parts("engine"), *parts("worker")]):
         places = [(f"worker {rank}", states[room]) for rank, states in found.items() if room in states]
@@ -45,8 +51,8 @@ def agree(executor: Any, vllm_config: Any) -> None:
     some = [room for room in off if any(states.get(room) == ON for states in found.values())]
     if some:
         logger.warning("mmcache: off in all ranks: %s", "; ".join(f"{room}: {off[room]}" for room in some))
-        found = _ask(executor, off)
-    setattr(executor, _WORKERS, found)
+        found = _ask(executor, off, are_alike)
+    return found
 
 
 def send_report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -65,11 +71,18 @@ def of_engine(engine_core: Any) -> dict[str, Told]:
     return {process: told(states) for process, states in processes.items()}
 
 
-def of_worker(off: Mapping[str, str]) -> Told:
-    """What is told of this worker, after the rooms named were switched off. Worker process, asked by the engine."""
+def of_worker(worker: Any, off: Mapping[str, str], are_alike: bool) -> Told:
+    """What is told of this worker, after the rooms named were switched off. Worker process, asked by the engine.
+
+    are_alike: all ranks have the same rooms, so what they do together can begin. Until then each looks by itself.
+    """
     for room, reason in off.items():
-        if rooms.of("worker").get(room) == ON:
-            rooms.put("worker", room, State("off", reason))
+        if room in rooms.of("worker") and rooms.of("worker")[room].state != "unneeded":
+            rooms.put("worker", room, State("off", reason))  # the same reason everywhere, with the ranks it is of
+    if rooms.is_on("features"):
+        from vllm_mmcache.features.vllm_side import look_at, open_in
+
+        (open_in if are_alike else look_at)(worker)
     return told(rooms.of("worker"))
 
 
@@ -86,15 +99,16 @@ def read(said: Told | None, parts: Mapping[str, Any]) -> dict[str, State]:
     return {room: State(state, reason) for room, (state, reason) in said["rooms"].items()}
 
 
-def _ask(executor: Any, off: Mapping[str, str]) -> dict[int, dict[str, State]]:
-    answers = executor.collective_rpc(_question(dict(off)))
+def _ask(executor: Any, off: Mapping[str, str], are_alike: bool) -> dict[int, dict[str, State]]:
+    answers = executor.collective_rpc(_question(dict(off), are_alike))
     return {rank: read(said, parts("worker")) for rank, said in answers}
 
 
-def _question(off: dict[str, str]) -> Callable[[Any], tuple[int, Told | None]]:
-    def question(worker: Any) -> tuple[int, Told | None]:  # of a function: so it is pickled by value
+def _question(off: dict[str, str], are_alike: bool) -> Callable[[Any], tuple[int, Told | None]]:
+    def question(wrapper: Any) -> tuple[int, Told | None]:  # of a function: so it is pickled by value
         ours: Any = sys.modules.get("vllm_mmcache.upstream.agree")
         is_ours = ours is not None and ours.rooms.of("worker")
-        return getattr(worker, "worker", worker).rank, ours.of_worker(off) if is_ours else None
+        worker = getattr(wrapper, "worker", wrapper)
+        return worker.rank, ours.of_worker(worker, off, are_alike) if is_ours else None
 
     return question

@@ -39,13 +39,6 @@ FEATURES: tuple[Swap, ...] = (
         upstream="none: enable_mm_processor_stats times requests, and waits for the device to do so",
         remove_when="vLLM counts the images that its encoder ran for",
     ),
-    _feature(
-        name="features.open",
-        target="vllm.v1.worker.gpu_worker:Worker.load_model",
-        make="vllm_mmcache.features.vllm_side:open_after_load",
-        args_used=(),
-        why="the store belongs to one model, and its identity holds a digest of the vision weights as loaded",
-    ),
     _of_v1(
         name="features.take",
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._batch_mm_inputs_from_scheduler",

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fork with our patches: what vLLM does itself there is not needed, and the report of a running server says so."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.deployments.deployment import Answer, deployed
+from tests.patches.tree import apply, copy_installed
+
+pytestmark = pytest.mark.engine
+
+
+def test_a_fork_with_our_patches(model: Path, stock: list[Answer], tmp_path: Path) -> None:
+    tree = copy_installed(tmp_path / "fork")
+    assert apply(tree).returncode == 0
+    with deployed(model, tmp_path / "log", paths=[tree]) as server:
+        rooms = server.rooms()
+        own = {room for room, (state, why) in rooms.items() if state == "unneeded" and "vLLM has its own: " in why}
+        assert {"resumed_images", "image_checkpoints", "lazy_media"} <= own
+        assert rooms["lifted_bodies"] == ("off", "needs lazy_media, which is unneeded")
+        assert rooms["identity"] == rooms["features"] == rooms["block_keys"] == ("on", "")
+        assert server.ask(0).equals(stock[0])
+        assert server.ask(0).equals(stock[0])
+        assert server.ask(1).equals(stock[1])

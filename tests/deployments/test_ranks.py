@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two tensor-parallel ranks that are not alike: a room that is off in one is off in all, and the report says which."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.deployments.deployment import TWO_RANKS, Answer, Deployment, deployed, larger, plant, refused
+from vllm_mmcache.upstream.ledger import ROOMS, parts
+
+pytestmark = pytest.mark.engine
+
+# What one rank finds out by itself, and what it finds out only when all have run the vision tower.
+UNFIT = {
+    "before the tower runs": """
+module.why_not = lambda runner: "it is unlike the others, says a test"
+""",
+    "after": """
+from vllm_mmcache.features.probe import Unfit
+probe = module.probe
+def unlike(*args):
+    probe(*args)
+    raise Unfit("it is unlike the others, says a test")
+module.probe = unlike
+""",
+}
+NEVER = "module.register = lambda: None"
+
+
+def assert_exact(server: Deployment, stock: list[Answer]) -> None:
+    """Cold, as a prefix hit, and with features alone."""
+    assert server.ask(0).equals(stock[0])
+    again = server.ask(0)
+    assert again.equals(stock[0])
+    assert again.num_cached > 0
+    server.forget()
+    assert server.ask(0).equals(stock[0])
+    assert server.ask(1).equals(stock[1])
+
+
+def test_alike(model: Path, stock: list[Answer], tmp_path: Path) -> None:
+    """Negative control of the others."""
+    with deployed(model, tmp_path / "log", *TWO_RANKS) as server:
+        rooms = server.rooms()
+        assert rooms["features"] == ("on", "")
+        (line,) = server.in_force()
+        assert "features" in line.partition(";")[0]
+        assert_exact(server, stock)
+        assert server.total("tower_images_avoided") == 1  # of the rank that answers the engine
+
+
+@pytest.mark.parametrize("found", ["before the tower runs", pytest.param("after", marks=larger)])
+def test_a_room_is_off_in_one_rank(model: Path, stock: list[Answer], tmp_path: Path, found: str) -> None:
+    path = plant(tmp_path / "site", "vllm_mmcache.features.vllm_side", "VllmWorker-1", UNFIT[found])
+    with deployed(model, tmp_path / "log", *TWO_RANKS, paths=[path]) as server:
+        reason = "it is unlike the others, says a test (worker 1)"
+        assert server.rooms()["features"] == ("off", reason)
+        (line,) = server.in_force()
+        assert f"off: features ({reason})" in line
+        assert "mmcache: off in all ranks: features: it is unlike the others" in server.log()
+        assert server.rooms()["block_keys"] == ("on", "")
+        assert_exact(server, stock)
+        assert server.total("tower_images_avoided") == 0
+
+
+def test_one_rank_without_us(model: Path, stock: list[Answer], tmp_path: Path) -> None:
+    path = plant(tmp_path / "site", "vllm_mmcache.plugin", "VllmWorker-1", NEVER)
+    with deployed(model, tmp_path / "log", *TWO_RANKS, paths=[path]) as server:
+        rooms = server.rooms()
+        assert set(rooms) == set(ROOMS)
+        on = {room for room, (state, _) in rooms.items() if state == "on"}
+        assert not on & set(parts("worker"))
+        assert {"identity", "block_keys", "lazy_media"} <= on
+        assert "it has no mmcache (worker 1" in rooms["features"][1]
+        assert_exact(server, stock)
+    said = refused(model, tmp_path / "refused", *TWO_RANKS, paths=[path])
+    assert "require_salt is set, but mmcache is not in worker 1 of engine 0" in said
