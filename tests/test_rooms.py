@@ -72,7 +72,7 @@ def test_a_forked_process_has_no_role() -> None:
 @pytest.mark.parametrize(
     ("states", "expected"),
     [
-        ([], ON),
+        ([], State("off", "no process has said what it is")),
         ([ON, ON], ON),
         ([ON, NOTHING], ON),
         ([NOTHING, NOTHING], NOTHING),

@@ -98,8 +98,10 @@ def combine(found: Places) -> State:
     on = [place for place, one in places if one.state == "on"]
     if reason := why_off(places):
         return State("mixed", f"on in {', '.join(on)}; off: {reason}") if on else State("off", reason)
-    if on or not places:
+    if on:
         return ON
+    if not places:
+        return State("off", "no process has said what it is")
     return State("unneeded", "; ".join(dict.fromkeys(one.reason for _, one in places)))
 
 

@@ -32,6 +32,7 @@ LEFT_OUT: dict[str, str] = {
     "load": "its server is one of the CPU",
     "soak": "large random tests and memory, on the CPU engine",
     "gemma3_attention": "measures the plugin's attention for vLLM's CPU backend; other platforms keep vLLM's own",
+    "start_cost": "measures what the plugin does before the model runs",
     "restart": "measures disk and Redis; what depends on the platform is in gallery",
 }
 TIMEOUT_S = 1800
