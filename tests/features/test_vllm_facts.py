@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_mmcache import rooms
+from vllm_mmcache.features import vllm_side
+from vllm_mmcache.features.probe import Unfit
 from vllm_mmcache.features.vllm_facts import why_not
 from vllm_mmcache.upstream.configuration import state_in
 
@@ -53,3 +56,26 @@ def test_model_runners() -> None:
         runner.supports_mm_inputs = takes_images
         assert why_not(runner) == reason
     assert why_not(SimpleNamespace()).startswith("not written for this model runner, types")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Unfit("it has no tower"), "it has no tower"),
+        (OSError("no space left"), "the store could not be opened: no space left"),
+    ],
+)
+def test_a_store_that_can_t_be_opened_is_off(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is served without it, and the report says why."""
+
+    def fail(worker: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(rooms, "_states", {})
+    monkeypatch.setattr(rooms, "_is_on", {})
+    monkeypatch.setattr(vllm_side, "_open", fail)
+    rooms.begin("worker")
+    rooms.put("worker", "features", rooms.ON)
+    vllm_side.open_in(SimpleNamespace(model_runner=SimpleNamespace()))
+    assert rooms.of("worker")["features"] == rooms.State("off", said)
+    assert not rooms.is_on("features")

@@ -67,6 +67,10 @@ def open_in(worker: Any) -> None:
     except Unfit as reason:
         _say_off(reason)
         return
+    except Exception as error:  # of a store or a model that can't be used, which must not keep the model from serving
+        logger.exception("mmcache could not open the feature store")
+        _say_off(Unfit(f"the store could not be opened: {error}"))
+        return
     for owner in (runner, getattr(runner, "model_state", None)):  # V2 encodes in its model state
         if owner is not None:
             setattr(owner, _ROOM, room)
