@@ -108,6 +108,28 @@ def test_a_proof_of_the_users_own_counts(
     assert decide("features", configurations).state == "off"
 
 
+def test_what_is_ignored_of_the_users_proofs_is_said(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    def said() -> str:
+        caplog.clear()
+        start.take_on("api", configurations["gemma3"])
+        return " ".join(record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+
+    assert said() == ""
+    place = proofs.Place.of(configurations["gemma3"])
+    proofs.add(replace(place, vllm="0.31.0"), ["features"], "a test", [])
+    assert said() == "", "a proof is not asked for where the room is on anyway"
+    monkeypatch.setattr(proven, "TABLE", [])
+    assert "a proof of features for vLLM 0.31.0 does not hold for vLLM" in said()
+    proofs.path().write_text("{")
+    assert "proofs.json is ignored: it is not JSON" in said()
+
+
 def test_the_configuration_says_what_a_room_can_do(configurations: dict[str, Any]) -> None:
     assert decide("image_spans", configurations, "gemma3") == ON
     assert decide("image_spans", configurations, "qwen3-vl").state == "unneeded"

@@ -242,9 +242,11 @@ def setting_rows(chosen: "Settings | None") -> list[dict[str, Any]]:
 
 
 def notes(arguments: Sequence[str]) -> list[str]:
-    """What can't be checked from here."""
+    """What can't be checked from here, and what of the user's proofs is ignored."""
     from vllm_mmcache.cli.serve import option
+    from vllm_mmcache.upstream import proofs
 
+    _, found = proofs.read()
     if any(option(arguments, name) == "ray" for name in RAY_OPTIONS):
-        return ["Ray: settings travel with the configuration; vllm-mmcache must be installed on every node"]
-    return []
+        found.append("Ray: settings travel with the configuration; vllm-mmcache must be installed on every node")
+    return found

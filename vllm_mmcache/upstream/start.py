@@ -72,9 +72,8 @@ def take_on(role: Role, vllm_config: Any) -> None:
         refuse_if_required(f"identity is off ({reason}), so {WITHOUT_IDENTITY}")
         logger.error("mmcache: identity is off (%s): %s", reason, WITHOUT_IDENTITY)
     _say(role, version, engine)
-    if role == "api" and any(why_unproven(room, engine) for room in ENGINE_ROOMS):
-        for line in [*proofs.read()[1], *proofs.why_passed_over(proofs.Place.of(vllm_config))]:
-            logger.warning("mmcache: %s", line)
+    if role == "api":
+        _say_of_proofs(engine, vllm_config)
 
 
 def decide(room: str, engine: Engine, vllm_config: Any) -> State:
@@ -186,6 +185,15 @@ def _install(group: str, members: list[swap.Swap], version: str) -> swap.Outcome
         swap.undo(group)
         return swap.Outcome(group, "off", str(error))
     return outcome
+
+
+def _say_of_proofs(engine: Engine, vllm_config: Any) -> None:
+    """What of the user's proofs can't be used, and, where a proof would help, which ones hold elsewhere alone."""
+    _, lines = proofs.read()
+    if any(why_unproven(room, engine) for room in ENGINE_ROOMS):
+        lines += proofs.why_passed_over(proofs.Place.of(vllm_config))
+    for line in lines:
+        logger.warning("mmcache: %s", line)
 
 
 def _say(role: Role, version: str, engine: Engine) -> None:
