@@ -252,7 +252,7 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 def url(stock: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log_path = tmp_path_factory.mktemp("log") / "log"
     with serve(model, log_path=log_path, env=ENV, args=ARGS) as server:
-        assert re.search(r"\[api\]: \d+ on \(.*lazy_media, lifted_bodies.*\), 0 off", log_path.read_text())
+        assert re.search(r" in force: .*lazy_media, lifted_bodies", log_path.read_text())
         assert counters(server.url)["images_lifted"] == 0
         yield server.url
 
