@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments.deployment import ARGS, Answer, command, deployed, environment, refused, start
+from tests.deployments.deployment import ARGS, Answer, command, deployed, environment, larger, refused, start
 from vllm_mmcache.demo.server import free_port
 from vllm_mmcache.upstream.ledger import parts
 
@@ -29,6 +29,7 @@ def second_node(model: Path, log_path: Path, rpc_port: int, **variables: str) ->
         yield
 
 
+@larger
 def test_a_node_without_us(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     port = free_port()
     with (

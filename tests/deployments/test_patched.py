@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments.deployment import Answer, deployed
+from tests.deployments.deployment import Answer, deployed, larger
 from tests.patches.tree import apply, copy_installed
 
 pytestmark = pytest.mark.engine
 
 
+@larger
 def test_a_fork_with_our_patches(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     tree = copy_installed(tmp_path / "fork")
     assert apply(tree).returncode == 0

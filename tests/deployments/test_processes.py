@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.deployments.deployment import environment, left_of, plant
+from tests.deployments.deployment import environment, larger, left_of, plant
 from vllm_mmcache.upstream.ledger import parts
 
 pytestmark = pytest.mark.engine
@@ -62,6 +62,7 @@ def run(
     return json.loads(line), roles, said
 
 
+@larger
 def test_forked_spawned_and_alone(tmp_path: Path, model: Path) -> None:
     answers = []
     keeps_fork = plant(tmp_path / "site", "vllm.platforms.cpu", ".*", KEEP_FORK)
