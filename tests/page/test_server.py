@@ -33,7 +33,8 @@ SECRET = "Nobody may read this sentence."
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = build_cached("qwen3-vl", tmp_path_factory.mktemp("zoo"))
     args = (*CPU_ARGS, "--served-model-name", "zoo", "--api-key", KEY, "--observe")
-    with serve(model, log_path=tmp_path_factory.mktemp("logs") / "server.log", args=args) as serving:
+    environ = {"VLLM_LOGGING_LEVEL": "INFO"}  # other tests' engines are quieter
+    with serve(model, log_path=tmp_path_factory.mktemp("logs") / "server.log", env=environ, args=args) as serving:
         yield serving
 
 
