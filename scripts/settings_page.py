@@ -17,9 +17,9 @@ HEAD = f"""# Settings
 <!-- written by scripts/settings_page.py from vllm_mmcache/settings.py; change it there -->
 
 Each setting is a variable `{PREFIX}<NAME>`, and a key of `--additional-config '{{"{CONFIG_KEY}": {{"name": value}}}}'`,
-which wins. What was set travels with vLLM's configuration to every engine and worker, also on other machines. (So it is
-a part of that configuration's hash: a setting that changes has vLLM compile once more.) An unknown name, a value that
-is not allowed, or two settings that contradict each other stop the start; the message says what is allowed.
+which wins. What was set travels with vLLM's configuration to every engine and worker, also on other machines. An
+unknown name, a value that is not allowed, or two settings that contradict each other stop the start; the message says
+what is allowed.
 `mmcache doctor --settings` shows them.
 
 A room whose default is *unset* is on where this project's tests have run it, or `mmcache prove` has; elsewhere it is

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rooms are on: by setting, by what the configuration says, by where the room was exercised, by what fits."""
 
+import copy
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +18,7 @@ from tests.engine_configuration import CHOSEN
 from vllm_mmcache import rooms, settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.rooms import ON, State
-from vllm_mmcache.upstream import proofs, proven, start, swap
+from vllm_mmcache.upstream import configuration, proofs, proven, start, swap
 from vllm_mmcache.upstream.ledger import NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, ROOMS, parts
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS, Engine, Row
 from vllm_mmcache.upstream.seams import SEAMS
@@ -160,6 +162,21 @@ def test_a_room_steps_aside(room: str, configurations: dict[str, Any], monkeypat
         module, _, path = symbol.partition(":")
         monkeypatch.setattr(".".join([module, path]), print, raising=False)
     assert decide(room, configurations) == State("unneeded", f"vLLM has its own: {', '.join(OVERTAKEN_BY[room])}")
+
+
+def test_settings_travel_beside_the_configuration(configurations: dict[str, Any]) -> None:
+    """Pickled and copied, also to processes without us; what it says, and vLLM's hash of it, stay as they are."""
+    vllm_config = copy.deepcopy(configurations["qwen3-vl"])
+    vllm_config.additional_config = {"of": "another plugin"}
+    before = vllm_config.compute_hash()
+    assert configuration.carried(vllm_config) is None
+    assert "has no mmcache" in configuration.why_absent("worker", vllm_config)
+    configuration.carry(vllm_config, settings.load_settings({"features": False}))
+    for one in (pickle.loads(pickle.dumps(vllm_config)), copy.deepcopy(vllm_config)):
+        assert configuration.carried(one) == {"features": False}
+        assert one.additional_config == {"of": "another plugin"}
+        assert one.compute_hash() == before
+        assert configuration.why_absent("worker", one) == ""
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **misfits: str) -> list[str]:

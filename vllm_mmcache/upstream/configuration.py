@@ -4,36 +4,42 @@
 Any process, at start.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from vllm_mmcache import rooms, settings
 from vllm_mmcache.rooms import Role, State
 
+_CARRIED = "mmcache_settings"  # attribute of an additional_config
+
 _NO_IMAGES = "this deployment takes no images"
 _NOT_CACHED = "prefix caching is off"
 
 
 def carry(vllm_config: Any, chosen: settings.Settings) -> None:
-    """Put all that was set into the configuration, as if --additional-config had said it: so every process has it.
+    """Lay all that was set beside a configuration, so that every process that gets it has it.
 
-    Also where nothing was set: a configuration with no part of ours comes from a process that is without us.
+    Also where nothing was set: a configuration without it comes from a process that is without us. What it says stays
+    as it is, and so does vLLM's hash of it, which clients see. An OrderedDict keeps an attribute when it is pickled,
+    and any process can read it.
     """
-    additional = vllm_config.additional_config
-    if isinstance(additional, dict):
-        vllm_config.additional_config = {**additional, settings.CONFIG_KEY: settings.carried(chosen)}
+    if isinstance(vllm_config.additional_config, dict):
+        beside = OrderedDict(vllm_config.additional_config)
+        vars(beside)[_CARRIED] = settings.carried(chosen)
+        vllm_config.additional_config = beside
 
 
-def is_carried(vllm_config: Any) -> bool:
-    """Whether a process with mmcache has had this configuration in its hands."""
-    additional = vllm_config.additional_config
-    return isinstance(additional, dict) and settings.CONFIG_KEY in additional
+def carried(vllm_config: Any) -> dict[str, Any] | None:
+    """What a process with mmcache has laid beside a configuration; None where none has."""
+    found: dict[str, Any] | None = getattr(vllm_config.additional_config, _CARRIED, None)
+    return found
 
 
 def why_absent(role: Role, vllm_config: Any) -> str:
     """Why nothing can be on in this process: what gave it its configuration is without us. Empty where it is not."""
     can_carry = isinstance(vllm_config.additional_config, dict)
-    if is_carried(vllm_config) or not can_carry or role != "worker" or "engine" in rooms.roles():
+    if carried(vllm_config) is not None or not can_carry or role != "worker" or "engine" in rooms.roles():
         return ""
     return "the engine's process has no mmcache, or MMCACHE_DISABLE is set there"
 

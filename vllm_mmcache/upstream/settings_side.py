@@ -62,8 +62,8 @@ def _read(vllm_config: Any) -> None:
 
 
 def _receive(vllm_config: Any) -> None:
-    if "api" not in rooms.roles() and configuration.is_carried(vllm_config):
-        settings.use(settings.received(settings.config_of(vllm_config)))
+    if "api" not in rooms.roles() and (given := configuration.carried(vllm_config)) is not None:
+        settings.use(settings.received(given))
 
 
 @contextlib.contextmanager
