@@ -11,7 +11,7 @@ ARGS ?=
 VLLM_PYTHON ?= $(if $(filter file,$(origin PYTHON)),python3,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test matrix lint families-page check-upstream upstream-tests gpu-check gpu-ship docker-steps settings-page bench soak bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-identity bench-load bench-observe bench-start-cost bench-warm-turn bench-table clean
+.PHONY: help venv demo test matrix lint families-page check-upstream upstream-tests gpu-check gpu-ship docker-steps settings-page bench soak chaos bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-features bench-feature-costs bench-feature-steps bench-identity bench-load bench-observe bench-processor bench-start-cost bench-upstream-connectors bench-warm-turn bench-table clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,7 @@ demo: $(STAMP)  ## the same conversation with and without the plugin, side by si
 
 test: $(STAMP)  ## all tests that this machine can run, then a part on model runner V2; ARGS="-k block_keys" for some
 	@scripts/find_chromium
+	@scripts/find_programs
 	@$(BIN)/python -m pytest $(ARGS); v1=$$?; \
 	TEST_ENGINE=v2-async $(BIN)/python -m pytest $(ARGS); v2=$$?; \
 	test $$v1 = 0 && test $$v2 = 0
@@ -58,6 +59,10 @@ gpu-check:  ## each room on an NVIDIA GPU: exactness, then benchmarks; VLLM_PYTH
 gpu-ship: $(STAMP)  ## the same on a machine without a network, in pieces: ARGS='pack --facts facts.json'; docs/gpu_check.md
 	@$(BIN)/python -m benchmarks.gpu_check.ship $(ARGS)
 
+.PHONY: first-minutes
+first-minutes:  ## do in a clean directory what docs/first_minutes.md walks through, timed (about 5 minutes)
+	@$(PYTHON) scripts/first_minutes.py $(ARGS)
+
 docker-steps: $(STAMP)  ## do in a clean directory what docker/cpu.Dockerfile says, down to a healthy server (about 4 minutes)
 	@$(BIN)/python scripts/docker_steps.py $(ARGS)
 
@@ -70,8 +75,11 @@ families-page: $(STAMP)  ## write docs/families.md by a walk through vLLM's regi
 bench: $(STAMP)  ## all benchmarks in a short form: table, plot, JSON in .artifacts/bench (under 15 minutes)
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
 
-soak: $(STAMP)  ## larger random tests on all families, 5 minutes of load, memory over 2,000 images (most of an hour)
+soak: $(STAMP)  ## larger random tests on all families, 5 minutes of load, memory over 2,000 images, a million fuzzed inputs (over an hour)
 	@$(BIN)/python -m benchmarks.soak.run $(ARGS)
+
+chaos: $(STAMP)  ## a server whose stores are damaged and taken away, and which is killed 20 times (15 to 20 minutes)
+	@$(BIN)/python -m benchmarks.chaos.measure $(ARGS)
 
 bench-agents: $(STAMP)  ## agents and pipelines: tokens reused, runs of the vision tower, time (about 8 minutes)
 	@$(BIN)/python -m benchmarks.agents.run $(ARGS)
@@ -92,6 +100,13 @@ bench-features: $(STAMP)  ## images in rotation and after a restart, stock and p
 	@$(BIN)/python -m benchmarks.gallery.run $(ARGS)
 	@$(BIN)/python -m benchmarks.restart.run $(ARGS)
 
+bench-feature-costs: $(STAMP)  ## which tier of features is faster than the tower: measures this machine, writes tables and plot (5 minutes)
+	@$(BIN)/python -m benchmarks.feature_costs.measure --save $(ARGS)
+	@$(BIN)/python -m benchmarks.feature_costs.page --write
+
+bench-feature-steps: $(STAMP)  ## what the feature store takes in a step, and what its loads do to others' decoding (about 8 minutes)
+	@$(BIN)/python -m benchmarks.feature_steps.measure $(ARGS)
+
 bench-identity: $(STAMP)  ## identity work per image, and conversations that name images by uuid alone
 	@$(BIN)/python -m benchmarks.identity.run $(ARGS)
 
@@ -101,8 +116,16 @@ bench-load: $(STAMP)  ## 16 conversations with screenshots for 5 minutes, stock 
 bench-observe: $(STAMP)  ## what recording costs a warm turn
 	@$(BIN)/python -m benchmarks.observe.run $(ARGS)
 
+bench-processor: $(STAMP)  ## what an image costs before the model sees it, stock and plugin; goes on where it was cut off (about 90 minutes)
+	@$(BIN)/python -m benchmarks.processor.measure --save $(ARGS)
+	@$(BIN)/python -m benchmarks.processor.page --write
+
 bench-start-cost: $(STAMP)  ## CPU time of the plugin at start in each process, stock and plugin (about 6 minutes)
 	@$(BIN)/python -m benchmarks.start_cost.run $(ARGS)
+
+bench-upstream-connectors: $(STAMP)  ## the feature store beside vLLM's own encoder-cache connectors (about 6 minutes)
+	@$(BIN)/python -m benchmarks.upstream_connectors.compare --save $(ARGS)
+	@$(BIN)/python -m benchmarks.upstream_connectors.page --write
 
 bench-warm-turn: $(STAMP)  ## a warm turn about 20 images, stock and plugin (about 10 minutes)
 	@$(BIN)/python -m benchmarks.warm_turn.run $(ARGS)

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a running process takes: CPU seconds and resident memory, read from /proc; and memory watched over time."""
+"""What a running process takes: CPU seconds, memory and open files, read from /proc; and memory watched over time."""
 
 import os
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from vllm_mmcache.demo.server import Server, living
 
 MIB = 1 << 20
 INTERVAL_S = 0.5
 NUM_KEPT = 60  # samples in a result
+
+Number = TypeVar("Number", int, float)
 
 
 def process_cpu_s(pid: int) -> float:
@@ -28,13 +31,27 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def server_cpu_s(server: Server) -> dict[str, float]:
+    """CPU seconds so far of the API server, and of all other processes of its group together: the engine."""
+    return _by_process(server, process_cpu_s)
+
+
 def server_memory(server: Server) -> dict[str, int]:
-    """Resident bytes of the API server, and of all other processes of its group together: the engine."""
-    sizes = {"api_server": 0, "engine": 0}
+    """Resident bytes, alike."""
+    return _by_process(server, resident_bytes)
+
+
+def server_open_files(server: Server) -> dict[str, int]:
+    """Open file descriptors, alike."""
+    return _by_process(server, lambda pid: len(os.listdir(f"/proc/{pid}/fd")))
+
+
+def _by_process(server: Server, measure: Callable[[int], Number]) -> dict[str, Number]:
+    found: dict[str, Number] = {"api_server": 0, "engine": 0}
     for pid in living(server.process.pid):
         with suppress(OSError):  # it has just ended
-            sizes["api_server" if pid == server.process.pid else "engine"] += resident_bytes(pid)
-    return sizes
+            found["api_server" if pid == server.process.pid else "engine"] += measure(pid)
+    return found
 
 
 class MemoryWatch:

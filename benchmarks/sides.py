@@ -17,10 +17,13 @@ from typing import Any
 SIDES = ("stock", "mmcache")
 
 
-def run_worker(module: str, side: str, task: dict[str, Any]) -> Any:
-    """Run one task on one side in a fresh process. Raises: RuntimeError with the end of the worker's stderr."""
+def run_worker(module: str, side: str, task: dict[str, Any], more: Mapping[str, str] | None = None) -> Any:
+    """Run one task on one side in a fresh process, with more variables where they are given.
+
+    Raises: RuntimeError with the end of the worker's stderr.
+    """
     environ = {k: v for k, v in os.environ.items() if not k.startswith("MMCACHE_")}
-    environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", **(more or {})}
     if side == "stock":
         environ["MMCACHE_DISABLE"] = "1"
     else:

@@ -7,6 +7,7 @@ python -m benchmarks.summary --write  # put it into the README; a test compares
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -323,19 +324,33 @@ def table(results: Mapping[str, Result]) -> str:
     """The table in Markdown, with the machines that it was measured on."""
     lines = ["| what | stock | mmcache | command |", "|---|---|---|---|"]
     lines += [f"| {row.what} | {row.stock} | {row.mmcache} | `{row.command}` |" for row in rows_of(results)]
-    seen = {(found["machine"], found["vllm"]) for found in results.values()}
-    machines = "; ".join(f"{machine}, vLLM {version}" for machine, version in sorted(seen))
-    note = f"Measured on: {machines}. Tiny random models: ratios and exactness matter, not milliseconds."
+    note = f"Measured on {machines_of(results)}. Tiny random models: ratios and exactness matter, not milliseconds."
     return "\n".join([*lines, "", note, ""])
+
+
+def machines_of(results: Mapping[str, Result]) -> str:
+    """The machines of results, each once: cores, the processors that had so many, and vLLM's version."""
+    seen: dict[tuple[str, str], set[str]] = {}
+    for found in results.values():
+        name, _, cores = found["machine"].rpartition(", ")  # as machine.py writes it
+        seen.setdefault((cores, found["vllm"]), set()).add(re.sub(r"\((R|TM)\)|\s+(CPU|Processor)\b", "", name))
+    return "; ".join(
+        f"{cores} of {' or '.join(sorted(names))}, vLLM {version}" for (cores, version), names in sorted(seen.items())
+    )
+
+
+def between_marks(text: str, begin: str, content: str) -> str:
+    """A page's text with `content` between the marks `begin` and END. Raises: ValueError where it lacks them."""
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise ValueError(f"the page lacks the marks {begin.strip()} and {END.strip()}")
+    return before + begin + content + END + after
 
 
 def written(text: str) -> str:
     """The README's text with today's table between the marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise ValueError(f"{README.name} lacks the marks {BEGIN.strip()} and {END.strip()}")
-    return before + BEGIN + table(committed()) + LINKS + END + after
+    return between_marks(text, BEGIN, table(committed()) + LINKS)
 
 
 def main() -> None:

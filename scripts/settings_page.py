@@ -6,8 +6,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
-from pydantic import ByteSize
+from pydantic import ByteSize, SecretStr
 
+from vllm_mmcache.durations import Duration
 from vllm_mmcache.settings import CONFIG_KEY, ONLY_VARIABLES, PREFIX, Settings
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
@@ -19,8 +20,7 @@ HEAD = f"""# Settings
 Each setting is a variable `{PREFIX}<NAME>`, and a key of `--additional-config '{{"{CONFIG_KEY}": {{"name": value}}}}'`,
 which wins. What was set travels with vLLM's configuration to every engine and worker, also on other machines. An
 unknown name, a value that is not allowed, or two settings that contradict each other stop the start; the message says
-what is allowed.
-`mmcache doctor --settings` shows them.
+what is allowed. `mmcache doctor --settings` shows them.
 
 A room whose default is *unset* is on where this project's tests have run it, or `mmcache prove` has; elsewhere it is
 off until its setting says true. Sizes may be written as `512MiB` or `10GiB`.
@@ -41,7 +41,15 @@ def page() -> str:
 
 def kind(annotation: Any) -> str:
     """The type in words."""
-    names = {bool: "true or false", int: "number", float: "number", str: "text", ByteSize: "size in bytes"}
+    names = {
+        bool: "true or false",
+        int: "number",
+        float: "number",
+        str: "text",
+        SecretStr: "text",
+        ByteSize: "size in bytes",
+        Duration: "length of time",
+    }
     kinds = [names[part] for part in get_args(annotation) or (annotation,) if part is not NoneType]
     return " or ".join(kinds)
 
@@ -52,6 +60,8 @@ def default(value: Any) -> str:
         return "unset"
     if isinstance(value, ByteSize):
         return value.human_readable().replace(".0", "")
+    if isinstance(value, Duration):
+        return value.words()
     return str(value).lower()
 
 

@@ -8,7 +8,6 @@ run Triton's kernels: on V2 all of them, on V1 none, where nothing interprets Tr
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests.engine_configuration import CHOSEN
-from tests.sizes import scaled
+from tests.sizes import WHOLE, scaled
 
 if TYPE_CHECKING:
     from vllm_mmcache.prove.engines import EnginePool
@@ -38,6 +37,16 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
     engines.close()
 
 
+@pytest.fixture
+def no_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has taken no role on, without settings."""
+    from vllm_mmcache.settings import Settings
+
+    monkeypatch.setattr("vllm_mmcache.rooms._states", {})
+    monkeypatch.setattr("vllm_mmcache.rooms._is_on", {})
+    monkeypatch.setattr("vllm_mmcache.settings._current", Settings())
+
+
 def pytest_report_header() -> str:
     return f"engines: {CHOSEN}"
 
@@ -51,7 +60,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that share engines come last, grouped by configuration; the sort is stable, all else keeps its place."""
-    marker = "engine" if os.environ.get("TEST_MATRIX") == "1" else "any_engine"
+    marker = "engine" if WHOLE else "any_engine"
 
     def belongs(item: pytest.Item) -> bool:
         if item.get_closest_marker("interpreter") is not None:

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the random tests are: TEST_SCALE times what CI runs. `make soak` sets it."""
+"""How much is run: CI a part, `make matrix` (TEST_MATRIX=1) all; random tests TEST_SCALE times (`make soak`)."""
 
 import os
 
+import pytest
+
 SCALE = int(os.environ.get("TEST_SCALE", "1"))
+WHOLE = os.environ.get("TEST_MATRIX") == "1"
+
+larger = pytest.mark.skipif(not WHOLE, reason="`make matrix` runs it: TEST_MATRIX=1")
 
 
 def scaled(number: int) -> int:

@@ -14,6 +14,7 @@ PACKAGE = Path(vllm_mmcache.__file__).parent
 MAY_IMPORT_VLLM = {
     "upstream/__init__.py",  # asks for the version
     "upstream/start.py",  # asks for the platform
+    "upstream/settings_side.py",  # asks who names the images
     "upstream/proofs.py",  # asks for the device
     "upstream/report.py",  # asks for the renderer
     "cli/doctor.py",  # reports on it
@@ -21,8 +22,18 @@ MAY_IMPORT_VLLM = {
     "cli/warm.py",  # starts an engine
     "cli/vllm_main.py",  # is its command line
     "attention/seam.py",  # the public registries
+    "media/origin.py",  # opens media in any process
+    "media/video/recorded.py",  # vLLM's pair of media and bytes
     "features/probe.py",
-    "features/vllm_facts.py",  # asks for platform, version and ranks, beside the room's vllm_side.py
+    "features/scheduler.py",  # the room's vllm_side.py in the engine
+    "features/runner.py",  # and in a worker
+    "features/vllm_facts.py",  # asks for platform, version and ranks
+    # What is made of vLLM's items, by vLLM's processor:
+    "pixels/item.py",
+    "pixels/record.py",
+    "pixels/processing.py",
+    "pixels/cache.py",
+    "pixels/making.py",
     # What starts engines, in processes of its own:
     "prove/arguments.py",
     "prove/checks.py",
@@ -75,9 +86,18 @@ def test_the_client_is_cheap() -> None:
 
 
 def test_the_feature_store_loads_what_it_needs() -> None:
-    found = loaded_by("vllm_mmcache.features.directory, vllm_mmcache.features.record")
-    assert not found & {"torch", "vllm", "redis", "pydantic"}
+    found = loaded_by(
+        "vllm_mmcache.features.directory, vllm_mmcache.features.package, vllm_mmcache.features.message, "
+        "vllm_mmcache.features.threads"
+    )
+    assert not found & {"torch", "numpy", "vllm", "redis", "pydantic", "safetensors"}
+    found = loaded_by("vllm_mmcache.features.disk, vllm_mmcache.features.remote")
+    assert not found & {"torch", "numpy", "vllm", "safetensors"}
+    found = loaded_by("vllm_mmcache.records.disk, vllm_mmcache.media.records")
+    assert not found & {"torch", "numpy", "vllm", "redis", "safetensors", "PIL"}
     found = loaded_by("vllm_mmcache.features.store, vllm_mmcache.features.disk")
+    assert not found & {"torch", "vllm", "redis"}
+    found = loaded_by("vllm_mmcache.features.engine, vllm_mmcache.features.copies")
     assert not found & {"vllm", "redis"}
 
 

@@ -8,14 +8,9 @@ import pytest
 from vllm_mmcache import rooms, settings
 from vllm_mmcache.rooms import ON, State
 
+pytestmark = pytest.mark.usefixtures("no_role")
+
 OFF, NOTHING = State("off", "a reason"), State("unneeded", "no images")
-
-
-@pytest.fixture(autouse=True)
-def no_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has taken no role on."""
-    monkeypatch.setattr(rooms, "_states", {})
-    monkeypatch.setattr(rooms, "_is_on", {})
 
 
 def test_a_room_is_on_where_all_roles_of_the_process_say_so() -> None:
@@ -46,6 +41,25 @@ def test_a_role_that_a_process_does_not_have_is_not_asked() -> None:
     rooms.put("engine", "metrics", OFF)
     assert rooms.roles() == ("api",)
     assert rooms.is_on("metrics")
+
+
+def test_no_answer_is_missing_while_another_is_put() -> None:
+    """Of two rooms that are off, one is asked for while the first is being looked at: as from another thread."""
+    seen = []
+
+    class Asking(str):
+        def __eq__(self, other: object) -> bool:
+            seen.append(rooms.is_on("metrics"))
+            return super().__eq__(other)
+
+        __hash__ = str.__hash__
+
+    rooms.begin("engine")
+    for room, state in (("features", State(Asking("off"))), ("metrics", OFF)):  # type: ignore[arg-type]
+        rooms.put("engine", room, state)
+    seen.clear()
+    rooms.put("engine", "metrics", OFF)
+    assert seen == [False]
 
 
 def test_before_a_decision_what_is_wanted_counts(monkeypatch: pytest.MonkeyPatch) -> None:

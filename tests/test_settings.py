@@ -30,10 +30,14 @@ def test_command_line_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MMCACHE_STORE", "~no-such-user/a", ["MMCACHE_STORE", "no user of '~no-such-user/a'"]),
         ("MMCACHE_STORE", "/a /b", ["MMCACHE_STORE", "only one directory"]),
         ("MMCACHE_STORE", "redis://a,redis://b", ["MMCACHE_STORE", "only one URL"]),
-        ("MMCACHE_STORE_REMOTE_TTL_S", "0", ["MMCACHE_STORE_REMOTE_TTL_S", "greater than or equal to 1"]),
+        ("MMCACHE_STORE_TTL", "soon", ["MMCACHE_STORE_TTL", "'soon'", "such as 7d", "default 604800"]),
+        ("MMCACHE_STORE_TTL", "-1", ["MMCACHE_STORE_TTL", "'-1'", "no length of time"]),
+        ("MMCACHE_STORE_TTL", "7y", ["MMCACHE_STORE_TTL", "'7y'", "s, m, h, d or w"]),
+        ("MMCACHE_STORE_TTL", "999999999999d", ["MMCACHE_STORE_TTL", "up to 100 years"]),
         ("MMCACHE_LAZY_MEDIA", "maybe", ["MMCACHE_LAZY_MEDIA", "maybe", "allowed: 1, true", "default None"]),
         ("MMCACHE_MEDIA_RECORDS", "0", ["MMCACHE_MEDIA_RECORDS", "'0'", "greater than or equal to 1", "default 65536"]),
         ("MMCACHE_MEDIA_RECORDS_BYTES", "much", ["MMCACHE_MEDIA_RECORDS_BYTES", "'much'", "such as 512MiB"]),
+        ("MMCACHE_RECORDS_DISK_BYTES", "-1", ["MMCACHE_RECORDS_DISK_BYTES", "'-1'", "such as 512MiB"]),
         ("MMCACHE_BLOKC_KEYS", "1", ["MMCACHE_BLOKC_KEYS", "did you mean MMCACHE_BLOCK_KEYS"]),
     ],
 )
@@ -62,6 +66,32 @@ def test_sizes_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MMCACHE_FEATURE_RAM_BYTES", "512MiB")
     assert settings.load_settings({"store_disk_bytes": 1000}).feature_ram_bytes == 512 * 1024**2
     assert settings.load_settings({"store_disk_bytes": 1000}).store_disk_bytes == 1000
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds", "words"),
+    [
+        ("0", 0, "0 days"),
+        ("90", 90, "90 seconds"),
+        (" 90m ", 5400, "90 minutes"),
+        ("1h", 3600, "1 hour"),
+        ("7d", 604800, "7 days"),
+        ("2w", 1209600, "14 days"),
+        (60, 60, "1 minute"),
+    ],
+)
+def test_lengths_of_time(given: object, seconds: int, words: str) -> None:
+    """Also from the command line, as a number, and over to another process."""
+    read = settings.load_settings({"store_ttl": given})
+    assert (read.store_ttl, read.store_ttl.words()) == (seconds, words)
+    carried = json.loads(json.dumps(settings.carried(read)))
+    assert settings.received(carried).store_ttl == seconds
+
+
+@pytest.mark.parametrize("given", [True, 1.5, None, "", "1.5d", "7 d d", [7]])
+def test_what_is_no_length_of_time(given: object) -> None:
+    with pytest.raises(SettingsError, match="such as 7d"):
+        settings.load_settings({"store_ttl": given})
 
 
 @pytest.mark.parametrize(
@@ -106,7 +136,6 @@ def test_every_field_is_documented_and_frozen() -> None:
         ({"REQUIRE_SALT": "1", "DISABLE": "1"}, {}, "MMCACHE_DISABLE = True and MMCACHE_REQUIRE_SALT = True"),
         ({"OBSERVE": "1"}, {"metrics": False}, "MMCACHE_OBSERVE = True and additional-config mmcache.metrics = False"),
         ({}, {"lifted_bodies": True, "lazy_media": False}, "additional-config mmcache.lifted_bodies = True and "),
-        ({"TOWER_TRAP": "1", "FEATURES": "0"}, {}, "MMCACHE_TOWER_TRAP = True and MMCACHE_FEATURES = False"),
     ],
 )
 def test_contradictions(

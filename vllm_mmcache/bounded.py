@@ -20,6 +20,14 @@ class Budget(NamedTuple):
     size_bytes: int
 
 
+class Size(NamedTuple):
+    """A table now. Units: bytes of memory or disk; None where it is not counted, or has no bound of its own."""
+
+    entries: int | None = None
+    bytes: int | None = None
+    budget_bytes: int | None = None
+
+
 class Bounded(Generic[K, V]):
     """Least recently used goes first. Units: cost_bytes is what one entry counts for.
 
@@ -82,3 +90,7 @@ class Bounded(Generic[K, V]):
     def size_bytes(self) -> int:
         """What the entries count for together."""
         return len(self._entries) * self._cost_bytes
+
+    def size(self) -> Size:
+        """What it holds, and what it may hold by the budget that ends first."""
+        return Size(len(self), self.size_bytes, self._limit() * self._cost_bytes)

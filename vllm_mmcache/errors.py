@@ -7,14 +7,15 @@
     +-- CausalImages         the attention backend would run a model's images causally, silently wrong
     +-- UnschedulableImage   an image of the model is longer than a step may be
     |   +-- UnschedulableRequest an image of one request is; to that client an error 400
-    +-- TowerTrapped         the vision tower ran for an image whose features are stored (tests only)
     +-- LintError            a chat template or conversations that can't be read
     +-- RecordsError         no records of requests: an unknown id, a wrong key, no server, a malformed file
     +-- ProofsUnwritable     the user's file of proofs can't be written
     +-- ZooError             an unknown model family, or a directory that can't be written
     +-- StoreError           the feature store can't do what was asked
     |   +-- StoreCorrupt         bytes that are no whole package, or are another package than their name says
-    |   +-- StoreUnusable        a directory that is no store, or not ours
+    |   |   +-- StoreSealed          bytes that are encrypted with another key
+    |   +-- StoreUnusable        a directory that is no store, or not ours, or kept locked
+    |   +-- ArenaUnusable        the engine's shared memory can't be made, or is not to be had here
     +-- SwapError            a vLLM symbol could not be replaced
         +-- VersionUnsupported   this vLLM is outside the tested range
         +-- SymbolMissing        the symbol is not there
@@ -49,10 +50,6 @@ class UnschedulableRequest(UnschedulableImage, ValueError):
     """An image of this request is longer than a step may be. vLLM answers a ValueError with the status 400."""
 
 
-class TowerTrapped(MMCacheError):
-    """The vision tower was entered for an image whose features are stored, and the setting tower_trap is on."""
-
-
 class LintError(MMCacheError):
     """What was given to `mmcache lint` can't be read; a conversation's message names the file and the line."""
 
@@ -77,8 +74,16 @@ class StoreCorrupt(StoreError):
     """These bytes are no whole package of this format, or are another package than their name says."""
 
 
+class StoreSealed(StoreCorrupt):
+    """These bytes are encrypted with another key than the one that is given, if any is."""
+
+
 class StoreUnusable(StoreError):
-    """This directory is not there, or not ours to use as a store."""
+    """This directory is not there, or not ours to use as a store, or its lock is not given back."""
+
+
+class ArenaUnusable(StoreError):
+    """The shared memory of the engine's features can't be made, or what lies at its address is not it."""
 
 
 class SwapError(MMCacheError):

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from vllm_mmcache import rooms
 
@@ -115,6 +115,32 @@ class TierCounter(LabelledCounter):
         super().add(amount, tier)
 
 
+class Gauge:
+    """A size that is now; `mmcache:<name>` on /metrics. API server. `mode` is how prometheus joins processes."""
+
+    def __init__(self, name: str, meaning: str, mode: Literal["mostrecent"]) -> None:
+        self.name = name
+        self.meaning = meaning
+        self._mode = mode
+        self._prometheus: Any = None
+        self._lock = threading.Lock()
+
+    def show(self, size: float) -> None:
+        """Say how large it is now."""
+        self.expose()
+        self._prometheus.set(size)
+
+    def expose(self) -> None:
+        """Make the prometheus side, if it is not there yet."""
+        with self._lock:
+            if self._prometheus is None:
+                import prometheus_client
+
+                self._prometheus = prometheus_client.Gauge(
+                    f"mmcache:{self.name}", self.meaning, multiprocess_mode=self._mode
+                )
+
+
 class Info:
     """What holds here, as labels of a gauge that is 1; `mmcache:<name>` on /metrics. API server."""
 
@@ -148,14 +174,23 @@ ROOM_INFO = Info(
 IMAGES_DECODED = Counter("images_decoded", "Images whose pixels were decoded.")
 IMAGES_AVOIDED = Counter("images_avoided", "Images that were known and handed on undecoded.")
 IMAGES_DECODED_LATE = Counter("images_decoded_late", "Images handed on undecoded whose pixels were needed after all.")
+VIDEOS_DECODED = Counter("videos_decoded", "Videos whose frames were decoded.")
+VIDEOS_AVOIDED = Counter("videos_avoided", "Videos that were known and handed on undecoded.")
+VIDEOS_DECODED_LATE = Counter("videos_decoded_late", "Videos handed on undecoded whose frames were needed after all.")
 BYTES_LIFTED = Counter("bytes_lifted", "Bytes of base64 text taken out of request bodies before parsing.")
 IMAGES_LIFTED = Counter("images_lifted", "Images taken out of request bodies before parsing.")
+BODIES_FAILED = Counter("bodies_failed", "Request bodies that an error of mmcache left as they came.")
 BODY_SECONDS = Counter("body_seconds", "Seconds spent on taking images out of request bodies.")
-MEDIA_SECONDS = Counter("media_seconds", "Seconds spent on opening images, decoding included, over all threads.")
+MEDIA_SECONDS = Counter(
+    "media_seconds", "Seconds spent on opening images and videos, decoding included, over all threads."
+)
 
 ALIASES_REBOUND = Counter("aliases_rebound", "Uuids that a tenant gave to other content than before.")
 ALIASES_OF_OTHERS = Counter("aliases_of_others", "Uuids without content that only another tenant had bound.")
 ALIASES_TOO_LONG = Counter("aliases_too_long", "Uuids refused because of their length.")
+
+ITEMS_PROCESSED = Counter("items_processed", "Images and videos that went through vLLM's processor in an API server.")
+ITEMS_DEFERRED = Counter("items_deferred", "Images and videos that went to the engine as their record and their bytes.")
 
 CHECKPOINTS_MADE = EngineCounter("checkpoints_made", "Image boundaries kept as positions to resume at.")
 CHECKPOINTS_USED = EngineCounter("checkpoints_used", "Prefix hits that ended on a checkpoint.")
@@ -166,10 +201,16 @@ CHECKPOINT_REQUESTS_BACKED_OFF = EngineCounter(
     "checkpoint_requests_backed_off", "Requests with images for which a kind of checkpoint was given up."
 )
 
-TOWER_IMAGES = EngineCounter("tower_images", "Images that went through the vision tower.")
-TOWER_TOKENS = EngineCounter("tower_tokens", "Image tokens that the vision tower made.")
+TOWER_IMAGES = EngineCounter("tower_images", "Images and videos that went through the vision tower.")
+TOWER_TOKENS = EngineCounter("tower_tokens", "Tokens of images and videos that the vision tower made.")
 TOWER_SECONDS = EngineCounter("tower_seconds", "Seconds in the vision tower.")
-TOWER_IMAGES_AVOIDED = EngineCounter("tower_images_avoided", "Images whose features were stored, so no tower ran.")
+TOWER_IMAGES_AVOIDED = EngineCounter(
+    "tower_images_avoided", "Images and videos whose features were stored, so no tower ran."
+)
+
+PIXELS_MADE = EngineCounter("pixels_made", "Images and videos whose pixels were made after they had come without.")
+PIXELS_MADE_LATE = EngineCounter("pixels_made_late", "Those of them that were made in a step, which waited.")
+PIXELS_LATE_SECONDS = EngineCounter("pixels_late_seconds", "Seconds that steps waited for pixels.")
 
 TIER_COUNTERS = {
     count: TierCounter(f"features_{name}", meaning)
@@ -185,8 +226,25 @@ TIER_COUNTERS = {
         ("dropped", "dropped", "Packages not written: too large, or the writer was behind."),
         ("load_s", "load_seconds", "Seconds of loading packages."),
         ("save_s", "save_seconds", "Seconds of saving packages."),
+        ("not_asked", "not_asked", "Packages that a tier was not asked for: the tower is faster."),
+        ("expected_load_s", "expected_load_seconds", "Seconds that loading was expected to take, at each decision."),
+        ("expected_tower_s", "expected_tower_seconds", "Seconds that the tower was expected to take, at the same."),
     )
 }
+
+RECORD_COUNTERS = {
+    name: LabelledCounter(f"record_{name}", meaning, ("place",))
+    for name, meaning in (
+        ("hits", "Records that a place had."),
+        ("misses", "Records that a place did not have."),
+        ("saved", "Records that a place took."),
+        ("corrupt", "Records that were not whole, or of another key or format: each is a miss."),
+        ("dropped", "Records not kept: too large, or the place was full, behind or failing."),
+        ("errors", "Reads and writes that a place could not do."),
+    )
+}
+RECORD_DISK_BYTES = Gauge("record_disk_bytes", "Bytes in use of the records' file.", "mostrecent")
+RECORD_DISK_BUDGET_BYTES = Gauge("record_disk_budget_bytes", "Bytes that the records' file may use.", "mostrecent")
 
 # With the setting observe. The values are those of observe/schema.py, so there are few.
 PROMPT_TOKENS = LabelledCounter(
@@ -194,6 +252,7 @@ PROMPT_TOKENS = LabelledCounter(
     "Prompt tokens by outcome (reused, computed) and by the reason for computing.",
     ("outcome", "reason"),
 )
+OBSERVED_DROPPED = Counter("observed_dropped", "Records of requests that did not go into the file: behind, or failing.")
 PROMPT_IMAGES = LabelledCounter("prompt_images", "Images of prompts, by where their features came from.", ("features",))
 
 ENGINE_COUNTERS = {
@@ -205,6 +264,9 @@ ENGINE_COUNTERS = {
         CHECKPOINT_BLOCKS,
         CHECKPOINT_TOKENS_SAVED,
         CHECKPOINT_REQUESTS_BACKED_OFF,
+        PIXELS_MADE,
+        PIXELS_MADE_LATE,
+        PIXELS_LATE_SECONDS,
         TOWER_IMAGES,
         TOWER_TOKENS,
         TOWER_SECONDS,
@@ -218,13 +280,18 @@ COUNTERS = (
     IMAGES_DECODED,
     IMAGES_AVOIDED,
     IMAGES_DECODED_LATE,
+    VIDEOS_DECODED,
+    VIDEOS_AVOIDED,
+    VIDEOS_DECODED_LATE,
     BYTES_LIFTED,
     IMAGES_LIFTED,
+    BODIES_FAILED,
     BODY_SECONDS,
     MEDIA_SECONDS,
     ALIASES_REBOUND,
     ALIASES_OF_OTHERS,
     ALIASES_TOO_LONG,
+    OBSERVED_DROPPED,
     *ENGINE_COUNTERS.values(),
 )
 
@@ -233,8 +300,10 @@ def expose() -> None:
     """Show all counters, also those that are still zero."""
     for counter in COUNTERS:
         counter.expose()
-    for by_tier in TIER_COUNTERS.values():
-        by_tier.expose()
+    for labelled in (*TIER_COUNTERS.values(), *RECORD_COUNTERS.values()):
+        labelled.expose()
+    for gauge in (RECORD_DISK_BYTES, RECORD_DISK_BUDGET_BYTES):
+        gauge.expose()
 
 
 class guarded:  # noqa: N801 -- a context manager, as those of contextlib

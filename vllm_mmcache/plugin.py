@@ -21,6 +21,7 @@ def register() -> None:
     """
     if _is_set("MMCACHE_DISABLE") and not _is_set("MMCACHE_REQUIRE_SALT"):  # both is a contradiction, which start says
         return
+    import vllm_mmcache.background  # noqa: F401  notes the cores before vLLM binds threads to some
     from vllm_mmcache.upstream.start import start
 
     start()

@@ -36,7 +36,7 @@ class State:
 ON = State("on")
 
 _states: dict[Role, dict[str, State]] = {}
-_is_on: dict[str, bool] = {}  # of _states, for the wrappers
+_is_on: dict[str, bool] = {}  # of _states, for the wrappers; replaced whole, since other threads read it meanwhile
 
 
 def is_on(room: str) -> bool:
@@ -106,15 +106,17 @@ def combine(found: Places) -> State:
 
 
 def _refresh() -> None:
-    _is_on.clear()
+    global _is_on
+    found: dict[str, bool] = {}
     for states in _states.values():
         for room, state in states.items():
-            _is_on[room] = _is_on.get(room, True) and state.state == "on"
+            found[room] = found.get(room, True) and state.state == "on"
+    _is_on = found
 
 
 def _forget() -> None:
     _states.clear()
-    _is_on.clear()
+    _refresh()
 
 
 os.register_at_fork(after_in_child=_forget)  # a forked engine is not the API server that it was

@@ -7,22 +7,22 @@ that variables don't reach, as Ray's actors. The model is frozen and swapped who
 change. Runs in every process.
 """
 
-import difflib
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
-from pydantic import ByteSize, Field, ValidationError, field_validator
+from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from vllm_mmcache.durations import Duration
 from vllm_mmcache.errors import SettingsError
+from vllm_mmcache.places import check_key, host_and_port
+from vllm_mmcache.places import store_places as store_places
+from vllm_mmcache.places import without_secrets as without_secrets
+from vllm_mmcache.settings_messages import allowed, check_together, known
 
 PREFIX = "MMCACHE_"
 CONFIG_KEY = "mmcache"
-
-REMOTE_SCHEMES = ("redis://", "rediss://", "valkey://", "valkeys://", "unix://")
 
 
 class Settings(BaseSettings):
@@ -71,8 +71,16 @@ class Settings(BaseSettings):
     lazy_media: bool | None = Field(
         default=None,
         description=(
-            "Leave an image undecoded whose bytes this process has decoded before, until its pixels are needed. "
-            "Unset: on, unless vLLM has lazy media of its own."
+            "Leave an image or a video undecoded whose bytes this process has decoded before, until its pixels are "
+            "needed. Unset: on, unless vLLM has lazy media of its own."
+        ),
+    )
+    pixels: bool | None = Field(
+        default=None,
+        description=(
+            "Process images side by side, and send an image whose record is known to the engine without its pixels, "
+            "which are made there if the vision tower needs them. Unset: on where lazy_media is on, which it needs; "
+            "pixels stay behind where features are kept, and identity is on."
         ),
     )
     lifted_bodies: bool | None = Field(
@@ -85,12 +93,28 @@ class Settings(BaseSettings):
     media_records: int = Field(
         default=65536,
         ge=1,
-        description="How many images, and how many base64 texts, a process may know at a time.",
+        description=(
+            "How many images, how many videos, and how many base64 texts, a process may know at a time, if "
+            "media_records_bytes has room for them: the default has it for 10,922 images and 2,978 videos."
+        ),
     )
     media_records_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),
         ge=1 << 16,
-        description="How many bytes what is known about images may take, and the same for base64 texts.",
+        description="How many bytes what is known about images may take, and the same for videos and for base64 texts.",
+    )
+    records_ram_bytes: ByteSize = Field(
+        default=ByteSize(64 << 20),
+        ge=0,
+        description="Budget of an API server's records in RAM: what saves a decode, or a run of the processor.",
+    )
+    records_disk_bytes: ByteSize = Field(
+        default=ByteSize(1 << 30),
+        ge=0,
+        description=(
+            "Budget of the records in the store's directory; those used longest ago go first. They are an SQLite file, "
+            "which needs a local disk; 0 keeps none there."
+        ),
     )
     identity: bool = Field(
         default=True,
@@ -116,6 +140,29 @@ class Settings(BaseSettings):
     observe: bool = Field(
         default=False,
         description="Record for each request what of its prompt was reused, and why the rest was not.",
+    )
+    admin_key: SecretStr | None = Field(
+        default=None,
+        description=(
+            "The key that /mmcache asks for: 16 printable ASCII characters or more, none of them a space. Without one "
+            "nothing is told there; `mmcache serve --observe` makes one. It is another key than the clients' API key. "
+            "Only as the variable MMCACHE_ADMIN_KEY, which is shown nowhere."
+        ),
+    )
+    admin_key_file: str | None = Field(
+        default=None,
+        description="A file whose first line is the admin key; MMCACHE_ADMIN_KEY wins. Read once, by an API server.",
+    )
+    observe_listen: str | None = Field(
+        default=None,
+        description="HOST:PORT on which /mmcache is served, without TLS, instead of on vLLM's own port.",
+    )
+    observe_across_salts: bool = Field(
+        default=False,
+        description=(
+            "Compare requests of different cache_salts, too, so that a record says what is known under another one "
+            "(`other_salt`). Who reads records can then find out what another tenant has sent."
+        ),
     )
     observe_records: int = Field(default=2000, ge=1, description="How many records an API server keeps.")
     observe_bytes: ByteSize = Field(
@@ -150,7 +197,10 @@ class Settings(BaseSettings):
     feature_ram_bytes: ByteSize = Field(
         default=ByteSize(2 * 1024**3),
         ge=0,
-        description="Budget of the features kept in RAM by each worker process, such as 512MiB. 0 keeps none there.",
+        description=(
+            "Budget of the features kept in RAM, such as 512MiB: by each engine for all of its workers on this host. 0 "
+            "keeps none there, and takes 256 MiB for what is on its way."
+        ),
     )
     store: str | None = Field(
         default=None,
@@ -162,20 +212,40 @@ class Settings(BaseSettings):
     store_disk_bytes: ByteSize = Field(
         default=ByteSize(10 * 1024**3),
         ge=0,
-        description="Budget of the store's directory; the packages used longest ago go first.",
+        description=(
+            "Budget of the store's directory; the packages used longest ago go first. One package may have a quarter "
+            "of it."
+        ),
     )
-    store_remote_ttl_s: int = Field(
-        default=7 * 24 * 3600, ge=1, description="Seconds that Redis or Valkey keeps a package after it was written."
+    store_ttl: Duration = Field(
+        default=Duration(7 * 86400),
+        description=(
+            "What was not used for so long is removed from the directory, and expires in Redis or Valkey, features and "
+            "records: seconds, or a number with s, m, h, d or w after it. 0 keeps it until there is no room."
+        ),
+    )
+    store_key_file: str | None = Field(
+        default=None,
+        description=(
+            "A file with a key of 32 bytes (as they are, 64 hex digits, or base64): features and records are encrypted "
+            "with it in the directory and in Redis or Valkey. Needs the extra `encryption`; what was stored before is "
+            "not used."
+        ),
     )
     store_remote_max_bytes: ByteSize = Field(
-        default=ByteSize(64 * 1024**2), ge=0, description="Packages larger than this do not go to Redis or Valkey."
+        default=ByteSize(512 * 1024**2),
+        ge=0,
+        description=(
+            "Packages larger than this do not go to Redis or Valkey; these take no more than 512 MiB themselves, "
+            "unless they are told to. Packages travel in pieces of 4 MiB."
+        ),
     )
     store_remote_timeout_s: float = Field(
         default=0.02,
         gt=0,
         le=10,
         description=(
-            "Seconds that a request waits for Redis or Valkey to accept a connection, and for each read from it. "
+            "Seconds that a load waits for Redis or Valkey to accept a connection, and for the next bytes to come. "
             "After a failure it is left alone for 5 s, doubling up to 60 s."
         ),
     )
@@ -186,9 +256,22 @@ class Settings(BaseSettings):
             "last bit, and peak memory is that of one image."
         ),
     )
-    tower_trap: bool = Field(
-        default=False,
-        description="Fail the run if the vision tower is entered for an image whose features are stored; for tests.",
+    store_wait_s: float | None = Field(
+        default=None,
+        ge=0,
+        le=60,
+        description=(
+            "Longest time that a request is held back, while others go on, for features that are read from the store. "
+            "Unset: as long as the vision tower would take, and a tier that would take longer is not asked."
+        ),
+    )
+    store_step_wait_s: float = Field(
+        default=0.002,
+        ge=0,
+        le=1,
+        description=(
+            "Longest time in one step that the scheduler itself waits for features, where no other request is running."
+        ),
     )
     unproven: bool = Field(
         default=False,
@@ -211,33 +294,37 @@ class Settings(BaseSettings):
         store_places(value)
         return value
 
+    @field_validator("observe_listen")
+    @classmethod
+    def _address_is_one(cls, value: str | None) -> str | None:
+        if value is not None:
+            host_and_port(value)
+        return value
 
-# These decide whether register() replaces anything, before any command line is seen.
-ONLY_VARIABLES = frozenset({"disable", "allow_untested_vllm"})
+    @field_validator("admin_key")
+    @classmethod
+    def _admin_key_is_one(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            check_key(value.get_secret_value())
+        return value
 
-# Pairs that can't both be meant: (name, value), (name, value), and why.
-_CONTRADICTIONS: tuple[tuple[tuple[str, bool], tuple[str, bool], str], ...] = (
-    (("disable", True), ("require_salt", True), "nothing would keep tenants apart"),
-    (("require_salt", True), ("identity", False), "nothing would keep tenants apart"),
-    (("lifted_bodies", True), ("lazy_media", False), "what is lifted out of a body is opened by the lazy media"),
-    (("observe", True), ("metrics", False), "records travel the way that the metrics do"),
-    (("attention_reference", True), ("image_spans", False), "the reference is a form of that attention"),
-    (("tower_trap", True), ("features", False), "nothing is stored that the trap could spring for"),
-)
+
+# Two decide whether register() replaces anything, before any command line is seen; a key is to be in no command line.
+ONLY_VARIABLES = frozenset({"disable", "allow_untested_vllm", "admin_key"})
 
 
 def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
     """Read the variables, then lay `config` over them.
 
     Raises: SettingsError naming the field, the value seen and what is allowed, also for an unknown name; naming both,
-    where two settings contradict each other.
+    where two settings contradict each other; for a key of the store that can't be used.
     """
     names = set(Settings.model_fields)
     for variable in sorted(os.environ):
         if variable.startswith(PREFIX):
-            _known(variable, variable.removeprefix(PREFIX).lower(), names, lambda name: PREFIX + name.upper())
+            known(variable, variable.removeprefix(PREFIX).lower(), names, lambda name: PREFIX + name.upper())
     for key in config or {}:
-        _known(f"additional-config {CONFIG_KEY}.{key}", key, names - ONLY_VARIABLES, str)
+        known(f"additional-config {CONFIG_KEY}.{key}", key, names - ONLY_VARIABLES, str)
 
     def spelled(name: str) -> str:
         return f"additional-config {CONFIG_KEY}.{name}" if name in (config or {}) else PREFIX + name.upper()
@@ -247,15 +334,13 @@ def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else "?"
+        seen = "***" if name == "admin_key" else repr(without_secrets(first["input"]))
         raise SettingsError(
-            f"{spelled(name)} = {without_secrets(first['input'])!r} is not allowed: "
+            f"{spelled(name)} = {seen} is not allowed: "
             f"{first['msg'].removeprefix('Value error, ')} "
-            f"({_allowed(name)}; default {Settings.model_fields[name].default!r})"
+            f"({allowed(name, Settings.model_fields[name])}; default {Settings.model_fields[name].default!r})"
         ) from None
-    for one, other, why in _CONTRADICTIONS:
-        if all(getattr(read, name) is value for name, value in (one, other)):
-            said = " and ".join(f"{spelled(name)} = {value}" for name, value in (one, other))
-            raise SettingsError(f"{said} contradict each other: {why}. Leave out one of the two")
+    check_together(read, spelled)
     return read
 
 
@@ -297,41 +382,6 @@ def config_of(vllm_config: Any) -> Mapping[str, Any]:
     return part
 
 
-def store_places(store: str | None) -> tuple[str | None, str | None]:
-    """The directory and the URL that the setting `store` names, each None where it names none.
-
-    Raises: ValueError for a part that is neither, or for two of a kind.
-    """
-    directory = url = None
-    for part in re.split(r"[\s,]+", store or ""):
-        if part.startswith(REMOTE_SCHEMES):
-            if url is not None:
-                raise ValueError("only one URL can be given")
-            url = part
-            _check_port(url)
-        elif part.startswith(("/", "~")):
-            if directory is not None:
-                raise ValueError("only one directory can be given")
-            directory = os.path.expanduser(part)
-            if not directory.startswith("/"):
-                raise ValueError(f"there is no user of {part!r}")
-        elif part:
-            raise ValueError(f"{without_secrets(part)!r} is neither an absolute directory nor a URL that is known")
-    return directory, url
-
-
-def _check_port(url: str) -> None:
-    try:
-        _ = urlsplit(url).port
-    except ValueError:  # its message can quote a piece of the password
-        raise ValueError("its port is no number from 0 to 65535 (a / in a password is written %2F)") from None
-
-
-def without_secrets(value: Any) -> Any:
-    """`value` as it may be shown: a URL's user and password are hidden."""
-    return re.sub(r"//\S*@", "//***@", value) if isinstance(value, str) else value
-
-
 _current: Settings | None = None
 
 
@@ -347,23 +397,3 @@ def use(settings: Settings) -> None:
     """Put `settings` in force in this process."""
     global _current
     _current = settings
-
-
-def _known(where: str, name: str, names: set[str] | frozenset[str], spell: Any) -> None:
-    if name in names:
-        return
-    near = difflib.get_close_matches(name, names, n=1)
-    guess = f"did you mean {spell(near[0])}? " if near else ""
-    raise SettingsError(f"unknown setting {where}: {guess}allowed are {', '.join(spell(n) for n in sorted(names))}")
-
-
-def _allowed(name: str) -> str:
-    annotation = Settings.model_fields[name].annotation
-    if annotation in (bool, bool | None):
-        return "allowed: 1, true, yes, on, 0, false, no, off"
-    if annotation is ByteSize:
-        return "allowed: a number of bytes, or a size such as 512MiB or 10GiB"
-    if name == "store":
-        return f"allowed: a directory such as /path, a URL with {', '.join(REMOTE_SCHEMES)}, or one of each"
-    bounds = [str(bound) for bound in Settings.model_fields[name].metadata]
-    return ", ".join([f"allowed: {getattr(annotation, '__name__', annotation)}", *bounds])

@@ -87,11 +87,9 @@ def look(wanted: str) -> Found:
         raise Refused(
             f"vLLM ({distribution}) can't be imported by {sys.executable}: {error!r}. Reinstall it."
         ) from error
-    from packaging.specifiers import SpecifierSet
+    from vllm_mmcache.upstream.swap import TESTED_VLLM, version_supported
 
-    from vllm_mmcache.upstream.swap import TESTED_VLLM
-
-    if __version__.partition("+")[0] not in SpecifierSet(TESTED_VLLM):
+    if not version_supported(__version__, TESTED_VLLM):
         raise Refused(
             f"vLLM {__version__} is outside {TESTED_VLLM}, which the plugin is written for. Install one inside."
         )

@@ -27,7 +27,7 @@ from vllm_mmcache.upstream.proven import ENGINE_ROOMS
 from vllm_mmcache.zoo import FIRST_FAMILIES
 
 EVERY_PLATFORM = {
-    "lazy_media, lifted_bodies, identity": "run in the API server, which has no CUDA part; `make test` covers them",
+    "lazy_media, lifted_bodies, identity, pixels": "in the API server, which has no CUDA part; `make test` covers them",
     "more than one GPU": "every engine here has one",
 }
 CPU = {

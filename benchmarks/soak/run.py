@@ -45,6 +45,7 @@ PARTS: dict[str, Part] = {
         ),
         scale=15,
     ),
+    "fuzz": Part(("tests/fuzz/test_random.py",), scale=80),
     "random-load": Part(("tests/exactness/test_random.py",), scale=10),
     "random-load-checkpoints": Part(
         ("tests/scheduler/checkpoints/test_checkpoints.py", "-k", "mixed_requests"), scale=3
@@ -53,6 +54,7 @@ PARTS: dict[str, Part] = {
     "records": Part(("tests/observe/test_random.py",), scale=3),
     "load": Part(("benchmarks.load.run", "--seconds", "300"), result="load.json"),
     "memory": Part(("benchmarks.soak.memory", "--distinct", "2000"), result="memory.json"),
+    "chaos": Part(("benchmarks.chaos.measure",), result="chaos.json"),
 }
 
 

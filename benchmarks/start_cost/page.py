@@ -10,10 +10,10 @@ import json
 from typing import Any
 
 from benchmarks.start_cost.run import COMMITTED
-from benchmarks.summary import ROOT
+from benchmarks.summary import ROOT, between_marks
 
 PAGE = ROOT / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- made by python -m benchmarks.start_cost.page -->\n", "<!-- end -->\n"
+BEGIN = "<!-- made by python -m benchmarks.start_cost.page -->\n"
 COLUMNS = (
     "process", "measured", "stock", "with the plugin", "difference (range)", "beside imports (range)",
     "the plugin's own", "functions / rooms / modules / extra",
@@ -50,11 +50,7 @@ def ranged(found: dict[str, Any], what: str) -> str:
 
 def written(text: str) -> str:
     """The page's text with today's table between the marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise ValueError(f"{PAGE.name} lacks the marks {BEGIN.strip()} and {END.strip()}")
-    return before + BEGIN + table(json.loads(COMMITTED.read_text())["measured"]) + END + after
+    return between_marks(text, BEGIN, table(json.loads(COMMITTED.read_text())["measured"]))
 
 
 def main() -> None:

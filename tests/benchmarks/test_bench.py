@@ -59,6 +59,13 @@ def test_the_committed_plot_shows_the_committed_results(tmp_path: Path) -> None:
     assert len(again.convert("L").getcolors()) > 4, "an empty picture"
 
 
+def test_each_machine_is_named_once() -> None:
+    machines = ["AMD EPYC, 2 cores", "Intel(R) Xeon(R) Processor, 2 cores", "AMD EPYC, 2 cores", "AMD EPYC, 8 cores"]
+    results = {str(number): {"machine": machine, "vllm": "0.32.0"} for number, machine in enumerate(machines)}
+    said = "2 cores of AMD EPYC or Intel Xeon, vLLM 0.32.0; 8 cores of AMD EPYC, vLLM 0.32.0"
+    assert summary.machines_of(results) == said
+
+
 def test_another_number_is_another_plot() -> None:
     points = plot.points_of(summary.committed())
     assert {point.group for point in points} == {*plot.TITLES, "reuse"}

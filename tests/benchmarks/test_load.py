@@ -11,11 +11,13 @@ import pytest
 from benchmarks.load.talks import Load
 from benchmarks.processes import growth
 from benchmarks.summary import ROOT
+from tests.sizes import larger
 from vllm_mmcache.demo.server import free_port
 
 CONVERSATIONS = 4
 
 
+@larger
 @pytest.mark.engine
 def test_a_short_load(tmp_path: Path) -> None:
     command = ["benchmarks.load.run", "--seconds", "15", "--conversations", str(CONVERSATIONS), "--sides", "mmcache"]

@@ -27,6 +27,7 @@ from benchmarks.start_cost.starts import (
     role,
 )
 from benchmarks.summary import ROOT
+from tests.sizes import larger
 
 
 class Clock:
@@ -177,6 +178,7 @@ def test_the_page_shows_the_committed_result() -> None:
     assert set(measured) <= set(run.NAMES)
 
 
+@larger
 @pytest.mark.engine
 def test_a_pair_of_starts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.start_cost.run", "--pairs", "1", "--output", str(tmp_path)]

@@ -11,17 +11,23 @@ from typing import Any
 import pytest
 
 from tests.body.test_lift import chat, image, text_of, url_of
-from vllm_mmcache.body import references
+from vllm_mmcache import events
+from vllm_mmcache.body import layer, references
+from vllm_mmcache.body import lift as lifting
 from vllm_mmcache.body.layer import LiftImages, Message
 
 PATH = "/v1/chat/completions"
+BODY = json.dumps(chat(image("a"))).encode()
 
 
 class Application:
     """Answers with what it saw: the request, and the content of each image as vLLM's loader would get it."""
 
-    def __init__(self, status: int = 200) -> None:
+    def __init__(self, status: int = 200, asks_engine: bool = False, says: bytes = b"") -> None:
         self.status = status
+        self.asks_engine = asks_engine
+        self.says = says
+        self.num_engine_requests = 0
         self.bodies: list[bytes] = []
         self.scopes: list[dict[str, Any]] = []
         self.ends: list[str] = []
@@ -46,11 +52,30 @@ class Application:
                 await asyncio.sleep(0)
                 payload = await asyncio.to_thread(references.resolve, text)
                 images.append((payload.decode() if payload else base64.b64decode(text)).hex())
+        if self.asks_engine:
+            self.num_engine_requests += 1
+            await asyncio.create_task(ask_engine())
         await send({"type": "http.response.start", "status": self.status, "headers": []})
+        if self.says:
+            said = self.says.replace(b"NAME", name_in(body))
+            for at in range(0, len(said), 10):
+                await send({"type": "http.response.body", "body": said[at : at + 10], "more_body": True})
         for shown in (*images, str(len(body))):
             await send({"type": "http.response.body", "body": shown.encode() + b"\n", "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         self.ends.append((await receive())["type"])
+
+
+async def ask_engine() -> None:
+    """As vLLM does it: in tasks of the request's task, and the engine's client says that it has taken the request."""
+    await asyncio.sleep(0)
+    layer.engine_asked()
+
+
+def name_in(body: bytes) -> bytes:
+    """What stands where the image's text stood."""
+    url: str = json.loads(body)["messages"][0]["content"][0]["image_url"]["url"]
+    return url.partition(",")[2].encode()
 
 
 def scope_of(path: str = PATH, method: str = "POST", **headers: str) -> dict[str, Any]:
@@ -103,7 +128,7 @@ def test_images_arrive_and_the_body_is_short() -> None:
 def test_a_refusal_is_that_of_the_whole_body(status: int) -> None:
     """Errors repeat and measure the input: the application refuses the body as it came, and only that is sent."""
     application = Application(status)
-    body = json.dumps(chat(image("a"))).encode()
+    body = BODY
     scope = scope_of()
     answer = asyncio.run(ask(application, in_chunks(body), scope))
     assert [len(seen) < 1000 for seen in application.bodies] == [True, False]
@@ -116,8 +141,73 @@ def test_a_refusal_is_that_of_the_whole_body(status: int) -> None:
 
 def test_a_server_error_is_not_asked_for_twice() -> None:
     application = Application(500)
-    asyncio.run(ask(application, in_chunks(json.dumps(chat(image("a"))).encode())))
+    answer = asyncio.run(ask(application, in_chunks(BODY)))
     assert len(application.bodies) == 1
+    assert answer[0]["status"] == 500
+    assert b"".join(message.get("body", b"") for message in answer).startswith(str(len(application.bodies[0])).encode())
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 500])
+def test_what_the_engine_has_answered_is_not_asked_for_twice(status: int) -> None:
+    """A parser of the output may refuse what was generated: to generate it once more would cost that much again."""
+    application = Application(status, asks_engine=True, says=b"the model said nonsense")
+    answer = asyncio.run(ask(application, in_chunks(BODY)))
+    assert application.num_engine_requests == 1
+    assert answer[0]["status"] == status
+    assert b"".join(message.get("body", b"") for message in answer).startswith(b"the model said nonsense")
+    assert answer[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+@pytest.mark.parametrize("asks_engine", [False, True])
+@pytest.mark.parametrize("status", [400, 500])
+def test_an_error_that_holds_a_name_of_ours_is_never_sent(status: int, asks_engine: bool) -> None:
+    """Also one that comes in pieces, none of which holds the whole name."""
+    application = Application(status, asks_engine, says=b"no image: NAME!")
+    answer = asyncio.run(ask(application, in_chunks(BODY)))
+    said = b"".join(message.get("body", b"") for message in answer)
+    assert said.startswith(b"no image: " + text_of("a").encode() + b"!")
+    assert references.PREFIX.encode() not in said
+    assert len(application.bodies) == 2
+
+
+def test_engines_are_asked_by_requests_apart() -> None:
+    """A refusal that came before the engine is asked for again, whatever another request did in the meantime."""
+    early, late = Application(400), Application(400, asks_engine=True)
+
+    async def both() -> None:
+        await asyncio.gather(ask(early, in_chunks(BODY)), ask(late, in_chunks(BODY)))
+
+    asyncio.run(both())
+    assert [len(early.bodies), len(late.bodies)] == [2, 1]
+    layer.engine_asked()  # outside of any request
+
+
+def test_an_error_of_ours_passes_the_body_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Counted, and said once. Every step of ours may be the one that fails."""
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("ours")
+
+    def may_lift(scope: Any, path: str) -> bool:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(events, "_logged", set())
+    for module, name in ((layer, "find_texts"), (layer, "lift"), (lifting, "replace_spans"), (lifting, "Payload")):
+        before = events.BODIES_FAILED.value
+        application = Application(201)
+        with monkeypatch.context() as context:
+            context.setattr(module, name, fails)
+            asyncio.run(ask(application, in_chunks(BODY)))
+        assert application.bodies == [BODY]
+        assert events.BODIES_FAILED.value == before + 1
+    application = Application(201)
+    asyncio.run(ask(application, in_chunks(BODY), may_lift=may_lift))
+    assert application.bodies == [BODY]
+    assert events.BODIES_FAILED.value == before + 2
+    assert caplog.text.count("bookkeeping of lifted_bodies failed") == 1
+    application = Application()
+    asyncio.run(ask(application, in_chunks(BODY)))
+    assert len(application.bodies[0]) < 1000
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from tests.sizes import scaled
 from vllm_mmcache.body import references
 from vllm_mmcache.body.lift import Lifted, lift
-from vllm_mmcache.body.scan import MIN_TEXT_BYTES, find_texts
-from vllm_mmcache.body.shapes import WALKERS
+from vllm_mmcache.body.shapes import WALKERS, Lists
 
 PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v2/embed", "/score", "/inference/v1/generate")
 
 
-def text_of(name: str, num_bytes: int = 1500) -> str:
+def text_of(name: str, num_bytes: int = 6200) -> str:
     """Base64 text that `name` chooses."""
     return base64.b64encode(hashlib.shake_256(name.encode()).digest(num_bytes)).decode()
 
@@ -42,7 +41,7 @@ def put_back(value: Any, lifted: Lifted) -> Any:
 
 urls = st.builds(url_of, st.sampled_from("abc"), st.sampled_from(["png", "jpeg", "webp", "svg+xml"]))
 odd_urls = st.one_of(
-    st.sampled_from(["data:image/png;base64,", "data:image/png," + "A" * 2000, "data:image/png;base64," + "é" * 2000]),
+    st.sampled_from(["data:image/png;base64,", "data:image/png," + "A" * 9000, "data:image/png;base64," + "é" * 9000]),
     st.builds(lambda url: url + "!", urls),
     st.builds(lambda url: url + '"\\', urls),
     st.builds(lambda url: url[:-2] + "\n", urls),
@@ -103,7 +102,7 @@ def test_the_application_gets_the_same_request(
     if lifted is not None:
         assert len(lifted.body) < len(body)
         assert put_back(json.loads(lifted.body), lifted) == json.loads(body) == request
-        images = set(WALKERS[path](json.loads(body)))
+        images = set(WALKERS[path](json.loads(body), Lists(1000)))
         for name, payload in lifted.payloads.items():
             assert json.loads(lifted.body) != request
             assert lifted.body.count(name.encode()) == 1
@@ -266,13 +265,21 @@ def test_same_text_is_the_same_content_and_a_changed_byte_is_not() -> None:
     assert one.decode() == base64.b64decode(text_of("a"))
 
 
-def test_the_scan_is_linear() -> None:
-    """Openings without an end, escapes and needles by the thousand don't make it look twice."""
-    for pattern in (
-        b'"data:image/png;base64,',
-        b'"data"',
-        b'"data" : "',
-        b"\\" * 50 + b'"data"',
-        b'"data"' + b" " * 50,
-    ):
-        assert len(list(find_texts(pattern * (2 << 20 // len(pattern))))) * MIN_TEXT_BYTES <= 4 << 20
+def test_many_escapes_are_left() -> None:
+    """Each costs a step; a text with few of them, which is base64 of anything but white, is lifted."""
+    for text, lifted in (("AAA\\/" * 4000, False), ("A" * 63 + "\\/", True)):
+        body = json.dumps(chat({"image_url": "HERE"})).replace("HERE", f"data:image/png;base64,{text * 200}").encode()
+        assert (lift(body, WALKERS["/v1/chat/completions"]) is not None) == lifted
+
+
+def test_a_small_image_in_a_large_body_is_left() -> None:
+    """The rest is parsed twice where anything is lifted: that must save more than it takes."""
+    for num_words, lifted in ((2000, True), (20_000, False)):
+        body = json.dumps(chat(image("a"), {"type": "text", "text": "word " * num_words})).encode()
+        assert (lift(body, WALKERS["/v1/chat/completions"]) is not None) == lifted
+
+
+def test_long_lists_are_not_looked_at() -> None:
+    for num_parts, lifted in ((200, True), (300, False)):
+        body = json.dumps(chat(image("a"), *[{}] * num_parts)).encode()
+        assert (lift(body, WALKERS["/v1/chat/completions"]) is not None) == lifted

@@ -121,7 +121,7 @@ def good_requests() -> dict[str, tuple[str, Any]]:
         ),
     }
     for name, content in files.good().items():
-        padded = encoded(content) if len(content) > 800 else encoded(content + b"\0" * 800)
+        padded = encoded(content) if len(content) > 6400 else encoded(content + b"\0" * 6400)
         requests[f"kind of file: {name}"] = ("/v1/chat/completions", chat(image_url(padded), logprobs=True))
     return requests
 
@@ -175,7 +175,7 @@ def bad_requests() -> dict[str, tuple[str, Any]]:
     }
     for name, content in files.bad().items():
         requests[f"bad file: {name}"] = (path, chat(image_url(encoded(content))))
-        padded = encoded(content + b"\0" * 2000)
+        padded = encoded(content + b"\0" * 6400)
         requests[f"bad file, padded: {name}"] = (path, chat(image_url(padded)))
     return requests
 

@@ -6,6 +6,7 @@ Every mistake must end with status 2 and one line on stderr, `error: ...`, befor
 
 import importlib.metadata
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -87,6 +88,24 @@ def test_a_mistake_is_one_line(args: list[str], said: str, tmp_path: Path) -> No
     assert said.lower() in outcome.stderr.lower()
 
 
+@pytest.mark.parametrize("model", ["s3://bucket/some/model", "gs://bucket/model", "S3://bucket/a/b/c", "az://a/b/c"])
+def test_a_model_in_an_object_store_is_vllms_to_find(model: str) -> None:
+    serve.check_before_start(model, ["--port", "0"])
+    assert serve.command(model, [])[3:5] == ["serve", model]
+
+
+def test_object_stores_are_those_of_vllm() -> None:
+    from vllm.transformers_utils.runai_utils import SUPPORTED_SCHEMES
+
+    assert sorted(serve.OBJECT_STORES) == sorted(SUPPORTED_SCHEMES)
+
+
+@pytest.mark.parametrize("model", ["s4://bucket/some/model", "s3:/bucket/some/model", "s3:bucket/some/model"])
+def test_what_is_no_object_store_is_refused(model: str) -> None:
+    with pytest.raises(EnvironmentProblem, match="no model directory"):
+        serve.check_before_start(model, ["--port", "0"])
+
+
 def test_a_directory_without_a_model(empty: str) -> None:
     assert_one_line(mmcache("serve", empty), "is not a model directory: it has no config.json")
 
@@ -111,11 +130,12 @@ def test_an_unknown_setting(verb: list[str]) -> None:
     assert_one_line(mmcache(*verb, MMCACHE_DISABLE="maybe"), "MMCACHE_DISABLE", "maybe")
 
 
-@pytest.mark.parametrize("verb", [["serve", "some/model"], ["demo"]])
-def test_without_vllm(verb: list[str], tmp_path: Path) -> None:
-    # Python finds no vllm when something at start-up says so; a venv without it would take minutes to make.
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['vllm'] = None\n")
-    assert_one_line(mmcache(*verb, PYTHONPATH=str(tmp_path)), "vllm", "pip install 'vllm-mmcache[cpu")
+def test_a_key_of_the_store_that_can_not_be_used(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("5a" * 32)
+    (tmp_path / "key").chmod(0o644)
+    for place, said in (("none", "No such file"), ("key", "others may read or change it: chmod 600")):
+        outcome = mmcache("serve", "some/model", "--port", "0", MMCACHE_STORE_KEY_FILE=str(tmp_path / place))
+        assert_one_line(outcome, f"store_key_file '{tmp_path / place}'", said)
 
 
 def test_help_is_quick_and_loads_nothing_heavy() -> None:
@@ -164,7 +184,9 @@ def test_serve_keeps_features_in_the_users_cache(tmp_path: Path, monkeypatch: py
             return os.environ.get("MMCACHE_STORE")
 
     assert kept(XDG_CACHE_HOME=str(tmp_path)) == str(tmp_path / "mmcache")
-    assert f"features kept in {tmp_path}/mmcache (" in said.pop()
+    assert f"features kept in {tmp_path}/mmcache until unused for 7 days (" in said.pop()
+    kept(XDG_CACHE_HOME=str(tmp_path), MMCACHE_STORE_TTL="90m")
+    assert f"features kept in {tmp_path}/mmcache until unused for 90 minutes (" in said.pop()
     assert kept(HOME="/home/some", XDG_CACHE_HOME="relative") == "/home/some/.cache/mmcache"
     said.clear()
     assert kept(HOME="/home/with space") is None
@@ -200,9 +222,13 @@ def test_what_is_wanted_is_one_line(model: str, tmp_path: Path) -> None:
     """Before the start it is only a wish; and nothing is said of what was not asked for."""
     refused = ["--port", "0", "--no-such-vllm-option", "1"]
     said = mmcache("serve", "--observe", model, *refused, XDG_CACHE_HOME=str(tmp_path)).stderr
-    (line,) = [line for line in said.splitlines() if line.startswith("mmcache:")]
+    line, key = [line for line in said.splitlines() if line.startswith("mmcache:")]
     assert f"wanted: features kept in {tmp_path}/mmcache" in line
     assert "requests recorded. What is so, the server says when its engines are ready" in line
+    assert re.fullmatch(r"mmcache: the admin key of this start: http://127\.0\.0\.1:0/mmcache#key=[\w-]{43}", key)
+    own = mmcache("serve", "--observe", model, *refused, MMCACHE_STORE="", MMCACHE_ADMIN_KEY="a-key-of-the-operator")
+    assert "wanted: requests recorded" in own.stderr
+    assert "key" not in own.stderr
     assert "mmcache:" not in mmcache("serve", model, *refused, MMCACHE_STORE="").stderr
 
 

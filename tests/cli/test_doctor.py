@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.test_commands import assert_one_line, mmcache
 from tests.engine_configuration import CHOSEN
-from vllm_mmcache.cli import doctor
+from vllm_mmcache.cli import doctor, doctor_text
 from vllm_mmcache.upstream.ledger import LEDGER, ROOMS, parts
 from vllm_mmcache.zoo import build_cached
 
@@ -100,12 +100,19 @@ def test_models_differ_where_they_should(reports: dict[str, dict[str, Any]]) -> 
         assert f"model runner V{CHOSEN.runner}" in report["engine"]["words"]
 
 
-def test_without_a_model(reports: dict[str, dict[str, Any]]) -> None:
+def test_without_a_model(
+    reports: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     report = reports["bare"]
     assert (report["engine"]["runner"], report["engine"]["scheduling"]) == (None, None)
     assert set(states(report)) == set(ROOMS)
     assert states(report)["image_spans"] == "on"  # not known to be unneeded
     assert findings(report) == {}
+    more = "(`mmcache doctor MODEL` knows more)"
+    for name, is_said in (("bare", True), ("gemma3", False)):
+        doctor_text.show(reports[name], with_settings=False)
+        assert (more in capsys.readouterr().out) is is_said
 
 
 def test_off_for_a_reason_is_no_finding_unless_it_was_asked_for(reports: dict[str, dict[str, Any]]) -> None:
@@ -168,8 +175,9 @@ def test_a_broken_symbol_is_a_finding(reports: dict[str, dict[str, Any]]) -> Non
     ((where, seen),) = findings(report).items()
     assert where == "symbols of lazy_media"
     assert BROKEN.target in seen
-    assert (states(report)["lazy_media"], states(report)["lifted_bodies"]) == ("off", "off")
-    others = {room: state for room, state in states(report).items() if room not in ("lazy_media", "lifted_bodies")}
+    need_it = {"lazy_media", "lifted_bodies", "pixels"}
+    assert {room for room in need_it if states(report)[room] == "off"} == need_it
+    others = {room: state for room, state in states(report).items() if room not in need_it}
     assert others == {room: state for room, state in states(reports["bare"]).items() if room in others}
     rows = {row["name"]: row["misfit"] for row in report["symbols"]}
     assert set(rows) == {member.name for member in LEDGER}

@@ -2,11 +2,14 @@
 """`mmcache store warm` as users run it: an engine of its own fills a store that a server then finds filled."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.cli.test_commands import assert_one_line, mmcache
+from vllm_mmcache.cli import warm
+from vllm_mmcache.errors import StoreUnusable
 from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.zoo import build_cached
 
@@ -18,7 +21,6 @@ from vllm_mmcache.zoo import build_cached
         (["."], "no model is given"),
         ([".", "--model", "m"], "there is no picture in ."),
         (["picture.png", "--model", "m"], "picture.png can't be read"),
-        (["list", "--model", "m"], "no store is given: use --dir PATH, or set MMCACHE_STORE"),
         (["list", "--model", "m", "--batch", "0"], "batch"),
     ],
 )
@@ -28,6 +30,19 @@ def test_mistakes(args: list[str], said: str, tmp_path: Path) -> None:
         ellipses("warm").save(tmp_path / "in" / "picture.png")
         (tmp_path / "in" / "list").write_text("picture.png\n")
     assert_one_line(mmcache("store", "warm", *args, cwd=tmp_path / "in"), said)
+
+
+def test_the_store_is_that_of_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MMCACHE_STORE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "")  # so that what `prepare` sets is taken back
+    with pytest.raises(StoreUnusable, match="MMCACHE_STORE asks for no store: use --dir PATH"):
+        warm.prepare(None)
+    monkeypatch.delenv("MMCACHE_STORE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    warm.prepare(None)
+    assert os.environ["MMCACHE_STORE"] == str(tmp_path / "mmcache")
+    warm.prepare(tmp_path / "another")
+    assert os.environ["MMCACHE_STORE"] == str(tmp_path / "another")
 
 
 @pytest.mark.engine

@@ -105,3 +105,12 @@ def test_own_ids_stay_beside_named_images() -> None:
     mine, named = json.loads(images.body(set(images.ids)))["messages"][0]["content"][:2]
     assert mine == part(a, uuid="mine")
     assert named == {"type": "image_url", "image_url": None, "uuid": images.ids[0]}
+
+
+def test_a_body_that_is_broken_in_a_text_that_is_left_out_stays_as_it_is() -> None:
+    """Found by the fuzzer: of two equal keys the first is not sent, and with it went what the server would refuse."""
+    a, b = json.dumps(part(text_of("a", 2000))), json.dumps(part(text_of("b", 2000)))
+    body = f'{{"messages": [], "messages": [{{"content": [{a}]}}], "x": {b}, "x": 1}}'.encode()
+    assert find_images(body) is not None
+    broken = body.replace(text_of("b", 2000).encode(), text_of("b", 2000).encode() + b"\\x")
+    assert find_images(broken) is None

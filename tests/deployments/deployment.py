@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine_configuration import CHOSEN
@@ -30,8 +29,6 @@ NUM_LOGPROBS = 5
 TOLERANCE = 1e-3  # of log-probabilities in float32, as in the exactness tests
 
 _MARK = "TEST_DEPLOYMENT"  # a variable that each process of a deployment has, wherever it moved to
-
-larger = pytest.mark.skipif(os.environ.get("TEST_MATRIX") != "1", reason="`make matrix` runs it: TEST_MATRIX=1")
 
 Room = tuple[str, str]
 """State and reason, as mmcache:room_info shows them."""

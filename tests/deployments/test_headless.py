@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments.deployment import ARGS, Answer, command, deployed, environment, larger, refused, start
+from tests.deployments.deployment import ARGS, Answer, command, deployed, environment, refused, start
+from tests.sizes import larger
 from vllm_mmcache.demo.server import free_port
 from vllm_mmcache.upstream.ledger import parts
 

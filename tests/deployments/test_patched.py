@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments.deployment import Answer, deployed, larger
+from tests.deployments.deployment import Answer, deployed
 from tests.patches.tree import apply, copy_installed
+from tests.sizes import larger
 
 pytestmark = pytest.mark.engine
 

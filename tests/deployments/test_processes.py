@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.deployments.deployment import environment, larger, left_of, plant
+from tests.deployments.deployment import environment, left_of, plant
+from tests.sizes import larger
 from vllm_mmcache.upstream.ledger import parts
 
 pytestmark = pytest.mark.engine

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments.deployment import TWO_RANKS, Answer, Deployment, deployed, larger, plant, refused
+from tests.deployments.deployment import TWO_RANKS, Answer, Deployment, deployed, plant, refused
+from tests.sizes import larger
 from vllm_mmcache.upstream.ledger import ROOMS, parts
 
 pytestmark = pytest.mark.engine
@@ -51,7 +52,7 @@ def test_alike(model: Path, stock: list[Answer], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("found", ["before the tower runs", pytest.param("after", marks=larger)])
 def test_a_room_is_off_in_one_rank(model: Path, stock: list[Answer], tmp_path: Path, found: str) -> None:
-    path = plant(tmp_path / "site", "vllm_mmcache.features.vllm_side", "VllmWorker-1", UNFIT[found])
+    path = plant(tmp_path / "site", "vllm_mmcache.features.runner", "VllmWorker-1", UNFIT[found])
     with deployed(model, tmp_path / "log", *TWO_RANKS, paths=[path]) as server:
         reason = "it is unlike the others, says a test (worker 1)"
         assert server.rooms()["features"] == ("off", reason)
@@ -63,6 +64,7 @@ def test_a_room_is_off_in_one_rank(model: Path, stock: list[Answer], tmp_path: P
         assert server.total("tower_images_avoided") == 0
 
 
+@larger
 def test_one_rank_without_us(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     path = plant(tmp_path / "site", "vllm_mmcache.plugin", "VllmWorker-1", NEVER)
     with deployed(model, tmp_path / "log", *TWO_RANKS, paths=[path]) as server:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments.deployment import Answer, deployed, installed_plugin, larger, refused
+from tests.deployments.deployment import Answer, deployed, installed_plugin, refused
+from tests.sizes import larger
 
 pytestmark = pytest.mark.engine
 

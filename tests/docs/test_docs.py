@@ -86,6 +86,26 @@ def test_the_readme_has_three_screens_and_the_two_commands() -> None:
         assert named <= targets, f"{page.name}: {named - targets}"
 
 
+def test_no_name_is_promised_that_no_index_has() -> None:
+    """Until vllm-mmcache is on an index, it is installed from a clone or from git; extras.py knows which."""
+    promise = re.compile(r"pip install (?:[^\n`]*['\" ])?vllm-mmcache(?!\[\w+\] @ )")
+    assert promise.search("    pip install 'vllm-mmcache[cuda]'")
+    assert promise.search("pip install vllm-mmcache")
+    listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
+    texts = [file for file in listed if not file.startswith("tests/") and file.endswith((".md", ".py", "Dockerfile"))]
+    assert len(texts) > 100
+    assert [file for file in texts if promise.search((REPO / file).read_text())] == []
+
+
+def test_the_walk_and_its_page_are_in_step() -> None:
+    """Every command of scripts/first_minutes.py is in the page's table, with a number of seconds, and none else."""
+    walk = load("first_minutes")
+    (table,) = walk.TABLE.findall(walk.PAGE.read_text())
+    assert table.startswith(walk.HEAD), "run: make first-minutes ARGS=--write"
+    rows = re.findall(r"^\| `(.*?)` \| \d+ \|", table, re.MULTILINE)
+    assert rows == [command for command, _ in walk.STEPS], "run: make first-minutes ARGS=--write"
+
+
 def test_upstream_comparison_sees_a_lost_test(tmp_path: Path) -> None:
     """The tool behind upstream_tests.md: reads reports, and tells lost, gained and expected apart."""
     upstream = load("upstream_tests")

@@ -6,10 +6,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
+from tests.sizes import WHOLE
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_detects, assert_exact
 from vllm_mmcache.prove.scenarios import (
@@ -27,7 +26,6 @@ from vllm_mmcache.zoo import MORE_FAMILIES
 
 pytestmark = pytest.mark.engine
 
-WHOLE = os.environ.get("TEST_MATRIX") == "1"
 SHORT: tuple[Scenario, ...] = (same_again, text_turn, other_image_after_cached, swapped_image)
 
 CONFIGS = [EngineConfig(family) for family in MORE_FAMILIES]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Valkey or Redis server for the tests of the remote tier, and settings for one test."""
+"""A real Valkey or Redis server for the tests of the remote tier, settings for one test, and engines that wait."""
 
 import importlib.util
 import shutil
@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import redis
@@ -15,7 +16,11 @@ import redis
 from vllm_mmcache import rooms, settings
 from vllm_mmcache.upstream.ledger import ROOMS
 
+if TYPE_CHECKING:
+    from vllm_mmcache.prove.engines import EnginePool
+
 Put = Callable[..., None]
+PATIENCE_S = 10.0
 
 
 class Server:
@@ -40,6 +45,12 @@ class Server:
             except redis.ConnectionError:
                 time.sleep(0.01)
         raise RuntimeError(f"{self._binary} does not answer on port {self.port}")
+
+    @property
+    def pid(self) -> int:
+        """Of the server that runs."""
+        assert self._process is not None
+        return self._process.pid
 
     def kill(self) -> None:
         if self._process is not None:
@@ -74,6 +85,29 @@ def server(running_server: Server) -> Server:
     """The server, empty."""
     running_server.client.flushall()
     return running_server
+
+
+@pytest.fixture(autouse=True)
+def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is held back until its features are there, so that no test is about how fast this machine is.
+
+    An engine reads that when it starts: those of this test's have it from the variable.
+    """
+    if "pool" not in request.fixturenames:
+        return
+    monkeypatch.setenv("MMCACHE_STORE_WAIT_S", str(PATIENCE_S))
+    monkeypatch.setattr(settings, "_current", settings.load_settings())
+    rig = request.getfixturevalue("pool").rig
+    if rig is not None and rig.features is not None:
+        monkeypatch.setattr(rig.features.store.costs, "_patience_s", PATIENCE_S)
+
+
+@pytest.fixture
+def alone(pool: "EnginePool") -> Iterator["EnginePool"]:
+    """The pool without an engine, before and after: the store belongs to an engine for good."""
+    pool.close()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

@@ -1,39 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identities and packages for the tests of the feature store."""
+"""Identities, and features as bytes, for the tests of the feature store. Imports no torch."""
 
 import os
+import random
+import time
 from pathlib import Path
 
-import torch
-
 from vllm_mmcache.features.identity import Identity
-from vllm_mmcache.features.package import FEATURES, GRID, Package
+from vllm_mmcache.features.lasting import LastingTier
+from vllm_mmcache.features.package import Shape, pack
 
 BUDGET_BYTES = 64 * 1024**2
+SHAPE = Shape(16, 64, "bfloat16")
 
 
 def identity(number: object = 0) -> Identity:
     return Identity(f"image-{number}", "weights", "processor", "bfloat16", "0/1")
 
 
-def package(number: int = 0, num_tokens: int = 16, hidden: int = 64) -> Package:
-    """Random features that depend on `number` alone, with a grid."""
-    drawn = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(number))
-    return Package.of({FEATURES: drawn.to(torch.bfloat16), GRID: torch.tensor([1, 4, num_tokens // 4])})
+def features(number: int = 0, shape: Shape = SHAPE) -> memoryview:
+    """Random bytes that depend on number and shape alone; read only."""
+    return memoryview(random.Random(number).randbytes(shape.num_bytes))
 
 
-def same(left: Package | None, right: Package) -> bool:
-    """Whether two packages are equal bit for bit."""
-    return (
-        left is not None
-        and left.tensors.keys() == right.tensors.keys()
-        and all(bits(left.tensors[name]) == bits(right.tensors[name]) for name in right.tensors)
-    )
+def packed(number: int = 0, shape: Shape = SHAPE) -> bytes:
+    """The package of that number as bytes."""
+    return pack(identity(number), shape, features(number, shape))
 
 
-def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-    return tensor.dtype, tensor.shape, raw
+def save(tier: LastingTier, number: int, shape: Shape = SHAPE) -> bool:
+    """Save the package of that number."""
+    return tier.save(identity(number), shape, features(number, shape))
+
+
+def load(tier: LastingTier, number: object, shape: Shape = SHAPE, seconds: float = 60) -> bytes | None:
+    """What the tier has for that number, read into memory that holds other bytes, and has other bytes around it."""
+    room = bytearray(b"\xa5" * (shape.num_bytes + 16))
+    asked = identity(number)
+    until = time.monotonic() + seconds
+    filled = tier.load(asked, shape, lambda: memoryview(room)[8:-8], until)
+    assert room[:8] == room[-8:] == b"\xa5" * 8
+    return bytes(room[8:-8]) if filled else None
 
 
 def held_bytes(place: Path) -> int:

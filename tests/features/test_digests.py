@@ -3,8 +3,10 @@
 
 import itertools
 
+import pytest
 import torch
 
+from vllm_mmcache.features import digests
 from vllm_mmcache.features.digests import inputs_digest, tensors_digest
 
 PIXELS = torch.arange(12, dtype=torch.float32)
@@ -40,3 +42,11 @@ def test_equal_content_is_equal() -> None:
     assert one == inputs_digest({"b": grid.clone(), "a": PIXELS.reshape(3, 4).t().contiguous().t()})
     assert tensors_digest([("a", PIXELS), ("b", grid)]) == tensors_digest([("b", grid), ("a", PIXELS)])
     assert inputs_digest({"a": PIXELS.to(torch.bfloat16)}) == inputs_digest({"a": PIXELS.to(torch.bfloat16)})
+
+
+def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = [("b", PIXELS.reshape(3, 4).t()), ("a", torch.tensor(1.0)), ("c", torch.empty(0))]
+    whole, checks = tensors_digest(named), []
+    monkeypatch.setattr(digests, "PIECE_BYTES", 7)
+    assert tensors_digest(named, lambda: checks.append(1)) == whole
+    assert len(checks) == 3 + 7 + 1  # each tensor, and each piece of 48 and 4 bytes

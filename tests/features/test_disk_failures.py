@@ -8,61 +8,67 @@ from pathlib import Path
 
 import pytest
 
-from tests.features.packages import BUDGET_BYTES, identity, package, same
+from tests.features.packages import BUDGET_BYTES, features, load, save
 from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.features.package import pack
-from vllm_mmcache.features.ram import RamTier
-from vllm_mmcache.features.store import Store
 
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
 
 COMMON = """
 import logging, subprocess, sys, time
-from tests.features.packages import identity, package, same
+from tests.features.packages import features, held_bytes, identity, load, save
 from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.features.ram import RamTier
-from vllm_mmcache.features.store import Store
+from vllm_mmcache.features.package import Shape
 
 logging.basicConfig(format="%(message)s")
 place = sys.argv[1]
 tier = DiskTier(place, 1 << 30, rest_s=0.2)
-store = Store(RamTier(0), [tier])
+shape = Shape(256, 64, "bfloat16")
 
 def counts():
     return tier.counters.snapshot()
-
-def save(number):
-    store.save(identity(number), package(number, num_tokens=256))
-    assert store.flush(10)
 """
 
 FULL = """
-for number in range(100):
-    save(number)
-kept = [number for number in range(100) if store.find(identity(number))[0] is not None]
-assert 10 < len(kept) < 32, kept
+saved = [number for number in range(100) if save(tier, number, shape)]
+kept = [number for number in range(100) if load(tier, number, shape) == features(number, shape)]
+assert saved == kept and 10 < len(kept) < 32, kept
 assert counts()["errors"] == 1 and counts()["dropped"] == 99 - len(kept), counts()
 assert counts()["set_aside"] == 0
 assert not (tier.directory.root / "incoming").exists()
 tier.directory.clear()
 time.sleep(0.25)
-save(100)
-assert same(store.find(identity(100))[0], package(100, num_tokens=256))
+assert save(tier, 100, shape)
+assert load(tier, 100, shape) == features(100, shape)
+"""
+
+FULL_IN_THE_MIDDLE = """
+assert save(tier, 0, shape)
+too_large = Shape(1536, 512, "bfloat16")
+assert not save(tier, 1, too_large)
+assert counts()["errors"] == 1
+files = [path.name for path in tier.directory.root.rglob("*") if path.is_file()]
+assert sorted(files) == sorted([f"{identity(0).key}.safetensors", "lock"]), files
+assert int((tier.directory.root / "lock").read_text()) == held_bytes(place)
+assert load(tier, 0, shape) == features(0, shape)
+assert load(tier, 1, too_large) is None
+time.sleep(0.25)
+assert save(tier, 2, shape)
+assert load(tier, 2, shape) == features(2, shape)
 """
 
 READ_ONLY = """
-save(0)
+assert save(tier, 0, shape)
 subprocess.run(["mount", "-o", "remount,ro", place], check=True)
 for number in range(1, 50):
-    save(number)
-    assert same(store.find(identity(0))[0], package(0, num_tokens=256))
-    assert store.find(identity(number))[0] is None
+    assert not save(tier, number, shape)
+    assert load(tier, 0, shape) == features(0, shape)
+    assert load(tier, number, shape) is None
 assert counts()["errors"] == 1 and counts()["dropped"] == 48, counts()
 path = tier.directory.path_of(identity(0).key)
 subprocess.run(["mount", "-o", "remount,rw", place], check=True)
 path.write_bytes(b"")
 subprocess.run(["mount", "-o", "remount,ro", place], check=True)
-assert store.find(identity(0))[0] is None and counts()["set_aside"] == 1
+assert load(tier, 0, shape) is None and counts()["set_aside"] == 1
 """
 
 
@@ -89,6 +95,11 @@ def test_disk_full(tmp_path: Path) -> None:
     assert "No space left on device" in said[0]
 
 
+def test_disk_full_in_the_middle_of_a_package(tmp_path: Path) -> None:
+    said = run_in_tmpfs(FULL_IN_THE_MIDDLE, tmp_path / "small")
+    assert "No space left on device" in said
+
+
 def test_read_only_directory_still_serves(tmp_path: Path) -> None:
     said = run_in_tmpfs(READ_ONLY, tmp_path / "small").splitlines()
     assert "(writing) is off" in said[0]
@@ -98,13 +109,11 @@ def test_read_only_directory_still_serves(tmp_path: Path) -> None:
 
 def test_a_place_that_can_be_no_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    store = Store(RamTier(BUDGET_BYTES), [DiskTier(tmp_path / "file", BUDGET_BYTES)])
+    tier = DiskTier(tmp_path / "file", BUDGET_BYTES)
     for number in range(20):
-        store.save(identity(number), package(number))
-        assert store.find(identity(100 + number))[0] is None
-        assert same(store.find(identity(number))[0], package(number))
-    assert store.flush(10)
-    assert store.counts()["disk"]["errors"] == 2
+        assert not save(tier, number)
+        assert load(tier, number) is None
+    assert tier.counters.snapshot()["errors"] == 2
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]  # reading, writing
 
 
@@ -112,28 +121,10 @@ def test_works_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "vllm.mmcache")
     (tmp_path / "store").write_text("")
     tier = DiskTier(tmp_path / "store", BUDGET_BYTES, rest_s=0)
-    packed = pack(identity(), package())
-    tier.save(identity().key, packed)
-    tier.save(identity().key, packed)
+    assert not save(tier, 0)
+    assert not save(tier, 0)
     (tmp_path / "store").unlink()
-    tier.save(identity().key, packed)
-    assert same(tier.load(identity()), package())
+    assert save(tier, 0)
+    assert load(tier, 0) == features(0)
     assert ["is off" in caplog.messages[0], "works again" in caplog.messages[1]] == [True, True]
     assert len(caplog.messages) == 2
-
-
-SLOW = """
-place = sys.argv[1]
-tier, write = DiskTier(place, 1 << 30), DiskTier.save
-DiskTier.save = lambda *args: (time.sleep(0.5), write(*args))
-Store(RamTier(0), [tier]).save(identity(0), package(0, num_tokens=256))
-"""
-
-
-def test_a_process_that_ends_has_written(tmp_path: Path) -> None:
-    """What was handed to the writer before the end, also where nobody closes the store."""
-    imports = COMMON.partition("logging.basicConfig")[0]
-    subprocess.run([sys.executable, "-c", imports + SLOW, str(tmp_path)], check=True, timeout=120)
-    found, _ = Store(RamTier(0), [DiskTier(tmp_path, 1 << 30)]).find(identity(0))
-    assert found is not None
-    assert same(found, package(0, num_tokens=256))

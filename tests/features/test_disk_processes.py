@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.features.packages import held_bytes, identity, package, same
+from tests.features.packages import features, held_bytes, identity, load, packed, save
 from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.features.package import pack, unpack
+from vllm_mmcache.features.package import Shape, unpack
 
 NUM_PACKAGES = 40
-SIZE_BYTES = len(pack(identity(), package(num_tokens=1024, hidden=128)))  # 256 KiB
+SHAPE = Shape(1024, 128, "bfloat16")  # 256 KiB
+SIZE_BYTES = len(packed(0, SHAPE))
 BUDGET_BYTES = 10 * SIZE_BYTES
 
 
@@ -21,8 +22,7 @@ BUDGET_BYTES = 10 * SIZE_BYTES
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     for number in range(NUM_PACKAGES):
-        asked = identity(number)
-        (folder / asked.key).write_bytes(pack(asked, package(number, num_tokens=1024, hidden=128)))
+        (folder / identity(number).key).write_bytes(packed(number, SHAPE))
     return folder
 
 
@@ -41,7 +41,7 @@ def start(place: Path, source: Path, seed: int, *rounds: str) -> "subprocess.Pop
 
 def assert_only_good_packages(tier: DiskTier) -> None:
     for entry in tier.directory.packages():
-        stored, _ = unpack(entry.path.read_bytes())
+        stored, _, _ = unpack(entry.path.read_bytes())
         assert stored.key == entry.key
 
 
@@ -59,9 +59,9 @@ def test_killed_fifty_times_while_writing(tmp_path: Path, source: Path) -> None:
             assert_only_good_packages(tier)
         assert held_bytes(tmp_path) <= BUDGET_BYTES + SIZE_BYTES
     assert unfinished > 3  # else nothing was killed where it matters
-    tier.save(identity(-1).key, pack(identity(-1), package()))
+    assert save(tier, -1)
     assert not (tier.directory.root / "incoming").exists()
-    assert same(tier.load(identity(-1)), package())
+    assert load(tier, -1) == features(-1)
     assert tier.counters.snapshot()["held_bytes"] == held_bytes(tmp_path) <= BUDGET_BYTES
 
 
@@ -72,8 +72,7 @@ def test_processes_keep_one_budget(tmp_path: Path, source: Path) -> None:
     while any(process.poll() is None for process in processes):
         peak = max(peak, held_bytes(tmp_path))
         for number in range(0, NUM_PACKAGES, 5):
-            found = tier.load(identity(number))
-            assert found is None or same(found, package(number, num_tokens=1024, hidden=128))
+            assert load(tier, number, SHAPE) in (None, features(number, SHAPE))
     assert [process.communicate()[1] for process in processes] == [""] * 3
     assert [process.returncode for process in processes] == [0] * 3
     assert 0.8 * BUDGET_BYTES < peak <= BUDGET_BYTES + SIZE_BYTES
@@ -85,25 +84,20 @@ def test_processes_keep_one_budget(tmp_path: Path, source: Path) -> None:
 
 FORK = """
 import os, sys
-from tests.features.packages import identity, package, same
+from tests.features.packages import features, load, save
 from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.features.ram import RamTier
-from vllm_mmcache.features.store import Store
 
-store = Store(RamTier(0), [DiskTier(sys.argv[1], 1 << 26)])
-store.save(identity(0), package(0))
-assert store.flush(10)
+tier = DiskTier(sys.argv[1], 1 << 26)
+assert save(tier, 0)
 child = os.fork()
 number = 1 if child else 2
 for again in range(20):
-    store.save(identity(number), package(number))
-assert store.flush(10)
-assert same(store.find(identity(0))[0], package(0))
-assert same(store.find(identity(number))[0], package(number))
-assert store.close()
+    assert save(tier, number)
+assert load(tier, 0) == features(0)
+assert load(tier, number) == features(number)
 if child:
     assert os.waitpid(child, 0)[1] == 0
-    assert same(store.find(identity(2))[0], package(2))
+    assert load(tier, 2) == features(2)
 """
 
 

@@ -6,7 +6,6 @@ Every answer is that of a cold run. The control, features that are spoiled, is i
 
 import pytest
 
-from tests.features.conftest import Put
 from tests.features.towers import Runs
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_exact
@@ -19,8 +18,7 @@ CONFIGS = [pytest.param(EngineConfig(family), id=family) for family in MORE_FAMI
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_one_run_of_the_tower_per_image(pool: EnginePool, config: EngineConfig, put: Put) -> None:
-    put(tower_trap=True)
+def test_one_run_of_the_tower_per_image(pool: EnginePool, config: EngineConfig) -> None:
     rig, runs = pool.get(config), Runs()
     talk = [user(filler(60), picture(530), "and", picture(531, (300, 160)), "Compare.")]
     answers = [one(rig, *talk)]

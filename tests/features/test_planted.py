@@ -6,39 +6,68 @@ server goes on, the answer is that of a cold run, and both copies are set aside.
 """
 
 import base64
+import json
 import re
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import pytest
-import torch
+from blake3 import blake3
 from openai import OpenAI
 
 from tests.features.conftest import Server
 from tests.media import files
 from vllm_mmcache.demo.server import CPU_ARGS, serve
-from vllm_mmcache.features.package import FEATURES, Package, pack, unpack
-from vllm_mmcache.features.remote import PREFIX
+from vllm_mmcache.features.identity import Identity
+from vllm_mmcache.features.package import FEATURES, LENGTH, Shape, pack, unpack
+from vllm_mmcache.features.remote import INCOMING, PREFIX
 from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine
 
-Alter = Callable[[torch.Tensor], torch.Tensor]
-PLANTED: dict[str, Alter] = {
-    "another hidden size": lambda features: features[:, :-64],
-    "one level less": lambda features: features[:, : features.shape[1] // 2],
-    "another dtype": lambda features: features.to(torch.float16),
-    "fewer tokens": lambda features: features[1:],
-    "three dimensions": lambda features: features[None],
+Plant = Callable[[Identity, Shape, bytes], bytes]
+
+
+def shaped(**sizes: Callable[[Shape], Any]) -> Plant:
+    """A package whose shape differs in these, whole and with a right checksum."""
+
+    def plant(identity: Identity, shape: Shape, features: bytes) -> bytes:
+        other = replace(shape, **{name: size(shape) for name, size in sizes.items()})
+        return pack(identity, other, features[: other.num_bytes])
+
+    return plant
+
+
+def deep(identity: Identity, shape: Shape, features: bytes) -> bytes:
+    """A package of three dimensions, which no Shape can say."""
+    packed = pack(identity, shape, features)
+    header = json.loads(packed[LENGTH.size : -len(features)])
+    seen, said = [shape.num_tokens, shape.width], [1, shape.num_tokens, shape.width]
+    record = header["__metadata__"]["record"].replace(*(json.dumps(one, separators=(",", ":")) for one in (seen, said)))
+    header["__metadata__"] |= {"record": record, "blake3": blake3(record.encode() + features).hexdigest()}
+    header[FEATURES]["shape"] = said
+    written = json.dumps(header, separators=(",", ":")).encode()
+    written += b" " * (-len(written) % LENGTH.size)
+    return LENGTH.pack(len(written)) + written + features
+
+
+PLANTED: dict[str, Plant] = {
+    "another hidden size": shaped(width=lambda shape: shape.width - 64),
+    "one level less": shaped(width=lambda shape: shape.width // 2),
+    "another dtype": shaped(dtype=lambda shape: "float16"),
+    "fewer tokens": shaped(num_tokens=lambda shape: shape.num_tokens - 1),
+    "three dimensions": deep,
 }
 
 
 class Replica:
-    """A server that looks into directory and Valkey for each image: no RAM tier, and caches that tests may empty."""
+    """A server that looks into directory and Valkey for each image: nothing stays in RAM once it was used."""
 
     def __init__(self, url: str, place: Path, remote: Server) -> None:
         self.url, self.place, self.remote = url, place, remote
@@ -48,6 +77,7 @@ class Replica:
         """The answer about the one picture, text and log-probabilities, from empty caches of vLLM's own."""
         for cache in ("prefix", "mm", "encoder"):
             httpx.post(f"{self.url}/reset_{cache}_cache").raise_for_status()
+        time.sleep(1)  # the last one says that weights may have changed: they are read again, and no server tells when
         content = base64.b64encode(files.saved(ellipses("planted", (160, 120)), "PNG")).decode()
         parts = [
             {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}},
@@ -72,9 +102,13 @@ class Replica:
     def files(self) -> list[Path]:
         return sorted((self.place / "features").glob("??/*.safetensors"))
 
+    def keys(self) -> list[bytes]:
+        found = cast(list[bytes], self.remote.client.keys(f"{PREFIX}*"))  # beside them are records
+        return [key for key in found if not key.startswith(INCOMING.encode())]
+
     def wait_until_saved(self) -> None:
         deadline = time.monotonic() + 20
-        while not (self.files() and self.remote.client.keys("*")):
+        while not (self.files() and self.keys()):
             assert time.monotonic() < deadline, "nothing was saved"
             time.sleep(0.05)
 
@@ -87,6 +121,7 @@ def replica(tmp_path_factory: pytest.TempPathFactory, running_server: Server) ->
         "MMCACHE_STORE": f"{root / 'store'} {running_server.url}",
         "MMCACHE_STORE_REMOTE_TIMEOUT_S": "1",
         "MMCACHE_FEATURE_RAM_BYTES": "0",
+        "MMCACHE_STORE_WAIT_S": "10",
         "VLLM_SERVER_DEV_MODE": "1",
     }
     args = (*CPU_ARGS, "--served-model-name", "zoo", "--enable-prefix-caching")
@@ -99,19 +134,23 @@ def test_planted_packages(replica: Replica) -> None:
     cold = replica.ask()
     replica.wait_until_saved()
     (file,) = replica.files()
-    (key,) = replica.remote.client.keys("*")
+    (key,) = replica.keys()
     assert key.decode() == PREFIX + file.stem
-    identity, package = unpack(file.read_bytes())
+    identity, shape, view = unpack(file.read_bytes())
+    features = bytes(view)
+    assert shape.dtype != "float16"
 
     runs = replica.count("tower_images")
+    assert replica.ask() == cold  # from RAM, for the last time
+    hits = replica.count("features_hits")
     assert replica.ask() == cold
     replica.ask()  # one step more, so that all of it is on /metrics
+    assert replica.count("features_hits") > hits
     assert replica.count("tower_images") == runs, "the control: what was saved is used"
 
-    for name, alter in PLANTED.items():
+    for name, plant in PLANTED.items():
         aside, runs = replica.count("features_set_aside"), replica.count("tower_images")
-        tensors = dict(package.tensors) | {FEATURES: alter(package.tensors[FEATURES]).contiguous()}
-        planted = pack(identity, Package.of(tensors))
+        planted = plant(identity, shape, features)
         file.write_bytes(planted)
         replica.remote.client.set(key, planted)
         assert replica.ask() == cold, name
@@ -119,5 +158,5 @@ def test_planted_packages(replica: Replica) -> None:
         assert replica.ask() == cold, name
         assert replica.count("features_set_aside") == aside + 2, name
         assert replica.count("tower_images") == runs + 1, name
-        assert unpack(file.read_bytes())[1].tensors[FEATURES].equal(package.tensors[FEATURES]), name
+        assert unpack(file.read_bytes())[2] == features, name
     assert httpx.get(f"{replica.url}/health").status_code == 200

@@ -5,34 +5,20 @@ Two engines in turn stand for the two processes. What the first one saved the se
 and the tower does not run.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.features.conftest import Put, Server
-from tests.features.towers import Runs, ask_named, features_by_image
-from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
+from tests.features.towers import Runs, ask_about, ask_named, features_by_image, slots
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_exact
-from vllm_mmcache.prove.scenarios import filler, one, picture, user
 from vllm_mmcache.zoo import FIRST_FAMILIES
 
 pytestmark = pytest.mark.engine
 
 QWEN = EngineConfig("qwen3-vl")
-
-
-@pytest.fixture
-def alone(pool: EnginePool) -> Iterator[EnginePool]:
-    """The pool without an engine, before and after: the store belongs to an engine for good."""
-    pool.close()
-    yield pool
-    pool.close()
-
-
-def ask(rig: Rig, *numbers: int) -> list[Answer]:
-    return [one(rig, user(filler(40), picture(n), "What is it?")) for n in numbers]
 
 
 def assert_same_features(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -44,13 +30,13 @@ def assert_same_features(found: dict[str, torch.Tensor], expected: dict[str, tor
     "family", [pytest.param(name, marks=[pytest.mark.any_engine] * (name == "qwen3-vl")) for name in FIRST_FAMILIES]
 )
 def test_a_restart_with_a_filled_disk(alone: EnginePool, put: Put, tmp_path: Path, family: str) -> None:
-    put(store=str(tmp_path), tower_trap=True)
+    put(store=str(tmp_path))
     first = alone.get(EngineConfig(family))
-    before = ask(first, 600, 601)
+    before = ask_about(first, 600, 601)
     saved = features_by_image(first)
     alone.close()
     second, runs = alone.get(EngineConfig(family)), Runs()
-    after = ask(second, 601, 600)
+    after = ask_about(second, 601, 600)
     assert runs.new() == 0
     assert_same_features(features_by_image(second), saved)
     assert second.features.store.counts()["disk"]["hits"] == 2
@@ -59,41 +45,77 @@ def test_a_restart_with_a_filled_disk(alone: EnginePool, put: Put, tmp_path: Pat
 
 
 def test_a_second_replica(alone: EnginePool, put: Put, server: Server) -> None:
-    put(store=server.url, store_remote_timeout_s=1, tower_trap=True)
+    put(store=server.url, store_remote_timeout_s=1)
     first = alone.get(QWEN)
-    ask(first, 602, 603)
+    ask_about(first, 602, 603)
     saved = features_by_image(first)
     alone.close()
     assert len(server.client.keys("*")) == 2
     second, runs = alone.get(QWEN), Runs()
-    answers = ask(second, 602, 603)
+    answers = ask_about(second, 602, 603)
     assert runs.new() == 0
     assert_same_features(features_by_image(second), saved)
     assert_exact(second, answers)
+
+
+def test_a_restart_with_an_encrypted_store(alone: EnginePool, put: Put, server: Server, tmp_path: Path) -> None:
+    """From the directory, and on a replica from Valkey. Without the key it is an empty store."""
+    key = tmp_path / "key"
+    key.write_text("5a" * 32)
+    key.chmod(0o600)
+    there = {"store_remote_timeout_s": 1, "store_key_file": str(key)}
+    put(store=f"{tmp_path / 'store'} {server.url}", **there)
+    first = alone.get(QWEN)
+    ask_about(first, 613, 614)
+    saved = features_by_image(first)
+    alone.close()
+    files = list((tmp_path / "store" / "features").glob("??/*.safetensors"))
+    assert len(files) == len(server.client.keys("*")) == 2
+    lying = [file.read_bytes() for file in files] + [server.client.get(name) for name in server.client.keys("*")]
+    stored = [features.view(torch.uint8).numpy().tobytes()[:64] for features in saved.values()]
+    assert not [content for content in lying for begins in stored if begins in content or b"safetensors" in content]
+    for store, tier in ((str(tmp_path / "store"), "disk"), (server.url, "remote")):
+        put(store=store, **there)
+        second, runs = alone.get(QWEN), Runs()
+        answers = ask_about(second, 613, 614)
+        assert runs.new() == 0
+        assert second.features.store.counts()[tier]["hits"] == 2
+        assert_same_features(features_by_image(second), saved)
+        assert_exact(second, answers)
+        alone.close()
+    put(store=f"{tmp_path / 'store'} {server.url}", store_remote_timeout_s=1)
+    without, runs = alone.get(QWEN), Runs()
+    assert_exact(without, ask_about(without, 613, 614))
+    assert runs.new() == 2, "the control: without the key the tower runs"
+    assert {name: counts["set_aside"] for name, counts in without.features.store.counts().items()} == {
+        "ram": 0,
+        "disk": 0,
+        "remote": 0,
+    }
 
 
 def test_a_server_that_dies(alone: EnginePool, put: Put, server: Server) -> None:
     """Answers stay right while it is gone, and when it is back and empty."""
     put(store=server.url, store_remote_timeout_s=1)
     rig = alone.get(QWEN)
-    answers = ask(rig, 604)
+    answers = ask_about(rig, 604)
     server.kill()
     try:
         rig.make_cold()
-        answers += ask(rig, 604, 605)
+        answers += ask_about(rig, 604, 605)
     finally:
         server.start()
     rig.make_cold()
-    answers += ask(rig, 604, 605)
+    answers += ask_about(rig, 604, 605)
     assert_exact(rig, answers)
 
 
 def test_spoiled_files(alone: EnginePool, put: Put, tmp_path: Path) -> None:
     """A flipped bit and a cut file: the tower runs, the answer is right, the files are set aside."""
-    put(store=str(tmp_path), tower_trap=True)
+    put(store=str(tmp_path))
     rig, runs = alone.get(QWEN), Runs()
-    ask(rig, 606, 607)
-    assert rig.features.store.flush(10)
+    ask_about(rig, 606, 607)
+    assert rig.features.flush(10)
     flipped, cut = sorted((tmp_path / "features").glob("??/*.safetensors"))
     packed = bytearray(flipped.read_bytes())
     packed[-100] ^= 1
@@ -101,17 +123,17 @@ def test_spoiled_files(alone: EnginePool, put: Put, tmp_path: Path) -> None:
     cut.write_bytes(cut.read_bytes()[:1000])
     rig.make_cold()
     runs.new()
-    answers = ask(rig, 606, 607)
+    answers = ask_about(rig, 606, 607)
     assert runs.new() == 2
     assert rig.features.store.counts()["disk"]["set_aside"] == 2
     assert_exact(rig, answers)
 
 
 def test_hostile_names_reach_no_path(alone: EnginePool, put: Put, tmp_path: Path) -> None:
-    put(store=str(tmp_path / "in" / "store"), tower_trap=True, identity=False)
+    put(store=str(tmp_path / "in" / "store"), identity=False)
     rig = alone.get(QWEN)
     answers = [ask_named(rig, 608, name) for name in ("../../x", "/tmp/x", "a\0b", "x" * 1024**2)]
-    assert rig.features.store.flush(10)
+    assert rig.features.flush(10)
     files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
     packages = [path for path in files if path.suffix == ".safetensors"]
     assert {path.parts[:3] for path in files} == {("in", "store", "features")}
@@ -122,17 +144,17 @@ def test_hostile_names_reach_no_path(alone: EnginePool, put: Put, tmp_path: Path
 
 def test_a_ram_budget_below_the_images(alone: EnginePool, put: Put) -> None:
     """Three images in rotation, room for two: the tower runs each time, and answers are right."""
-    put(tower_trap=True)
     rig = alone.get(QWEN)
-    ask(rig, 609)
-    (package,) = (package for _, package in rig.features.store.ram._packages.values())
+    ask_about(rig, 609)
+    (slot,) = slots(rig).values()
+    size = slot.end - slot.offset
     alone.close()
-    put(feature_ram_bytes=2 * package.num_bytes, tower_trap=True)
+    put(feature_ram_bytes=2 * size)
     rig, runs, answers = alone.get(QWEN), Runs(), []
     for number in (609, 610, 611, 609, 610, 611):
         rig.forget_all_but_features()
-        answers += ask(rig, number)
+        answers += ask_about(rig, number)
     assert runs.new() == 6
     assert rig.features.store.counts()["ram"]["evictions"] == 4
-    assert rig.features.store.counts()["ram"]["held_bytes"] <= 2 * package.num_bytes
+    assert rig.features.store.counts()["ram"]["held_bytes"] <= 2 * size
     assert_exact(rig, answers)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.features.conftest import Put
-from tests.features.towers import Runs, ask_named, features_by_image
+from tests.features.towers import Runs, ask_about, ask_named, features_by_image, side, slots, spoil
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import Inexact, assert_exact
 from vllm_mmcache.prove.oracle import Oracle
@@ -33,12 +33,6 @@ TWO_TOO = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def trapped(put: Put) -> None:
-    """No test here may run the tower for an image that is stored."""
-    put(tower_trap=True)
-
-
 @pytest.mark.parametrize("config", TWO_TOO)
 def test_the_tower_runs_once_per_image(pool: EnginePool, config: EngineConfig) -> None:
     """DeepStack levels included: for Qwen3-VL and Qwen3.5 they are part of the features."""
@@ -58,6 +52,7 @@ def test_a_hit_that_ends_inside_the_image(pool: EnginePool, config: EngineConfig
     ask = [filler(170), image, "What is it?" + filler(20)]
     first = one(rig, user(*ask))
     rig.llm.llm_engine.reset_encoder_cache()
+    assert rig.features.wait_until_known(60)
     second = one(rig, user(*ask[:2], "And where?" + filler(20)))
     (start, end) = rig.image_spans(second)[0]
     if rig.family.keeps_all_kv:
@@ -99,9 +94,7 @@ def test_spoiled_features_are_noticed(pool: EnginePool, config: EngineConfig) ->
     rig = pool.get(config)
     ask = user(filler(40), picture(508), "What is it?")
     one(rig, ask)
-    with torch.inference_mode():
-        for features in features_by_image(rig).values():
-            features.mul_(-1)
+    assert spoil(rig) == 1
     rig.forget_all_but_features()
     with pytest.raises(Inexact):
         assert_exact(rig, [one(rig, ask)])
@@ -125,7 +118,7 @@ def test_switched_off_it_is_stock(pool: EnginePool, config: EngineConfig, put: P
     rig.forget_all_but_features()
     one(rig, ask)
     assert runs.new() == 2
-    assert not rig.features.store.ram._packages
+    assert not slots(rig)
 
 
 @pytest.mark.any_engine
@@ -135,7 +128,7 @@ def test_weights_that_change_where_nobody_sees_it(pool: EnginePool, config: Engi
     rig, runs = pool.get(config), Runs()
     ask = user(filler(40), picture(505), "What is it?")
     one(rig, ask)
-    weight = next(tensor for _, tensor in rig.features.tower.tensors() if tensor.numel())
+    weight = next(tensor for _, tensor in side(rig).tower.tensors() if tensor.numel())
     before = weight.clone()
     try:
         for altered, expected in ((before * 2, 1), (before, 0)):
@@ -166,9 +159,9 @@ def test_a_package_that_is_evicted_meanwhile(
         return find(*asked)
 
     def gone_after(*asked: object) -> object:
-        package = find(*asked)
+        slot = find(*asked)
         store.ram.clear()
-        return package
+        return slot
 
     for find_and_lose, expected in ((gone_before, 1), (gone_after, 0)):
         rig.forget_all_but_features()
@@ -180,23 +173,30 @@ def test_a_package_that_is_evicted_meanwhile(
     assert_exact(rig, answers)
 
 
+@pytest.mark.parametrize(
+    "broken",
+    ["store.Store.fetch", "store.Store.find", "store.Store.reserve", "scheduler.Connector._is_awaited"],
+)
 @pytest.mark.parametrize("config", QWEN)
 def test_a_lookup_that_fails_is_a_miss(
-    pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, put: Put
+    pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    put(tower_trap=False)
+    """A bug of ours, wherever it is, fails no request."""
     rig, runs = pool.get(config), Runs()
-    monkeypatch.setattr(rig.features.store, "find", lambda *asked: 1 // 0)
-    monkeypatch.setattr(rig.features.store, "save", lambda identity, package: 1 // 0)
-    answers = [one(rig, user(filler(40), picture(513), "What is it?"))]
+    with monkeypatch.context() as patched:
+        patched.setattr(f"vllm_mmcache.features.{broken}", lambda *asked: 1 // 0)
+        answers = ask_about(rig, 513)
     assert runs.new() == 1
+    rig.forget_all_but_features()
+    answers += ask_about(rig, 513, 513)
+    assert runs.new() <= 1
     assert_exact(rig, answers)
 
 
 @pytest.mark.parametrize("name", ["../../x", "a\0b", "x" * 1024**2], ids=["path", "nul", "1MB"])
 @pytest.mark.parametrize("config", QWEN)
 def test_hostile_names(pool: EnginePool, config: EngineConfig, name: str, put: Put) -> None:
-    put(tower_trap=True, identity=False)  # the store must do without that room
+    put(identity=False)  # the store must do without that room
     rig = pool.get(config)
     assert_exact(rig, [ask_named(rig, 514, name)])
     rig.forget_all_but_features()
@@ -206,7 +206,7 @@ def test_hostile_names(pool: EnginePool, config: EngineConfig, name: str, put: P
 @pytest.mark.parametrize("config", QWEN)
 def test_a_name_that_is_given_to_another_image(pool: EnginePool, config: EngineConfig, put: Put) -> None:
     """As after a restart, say, of a client that counts its images anew: features are of the pixels, not of the name."""
-    put(tower_trap=True, identity=False)
+    put(identity=False)
     rig, runs = pool.get(config), Runs()
     answers = [ask_named(rig, 515, "image-1")]
     rig.forget_all_but_features()

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from tests.features.conftest import Put
 from vllm_mmcache import rooms
-from vllm_mmcache.features import vllm_side
+from vllm_mmcache.features import runner
 from vllm_mmcache.features.probe import Unfit
 from vllm_mmcache.features.vllm_facts import why_not
 from vllm_mmcache.upstream.configuration import state_in
@@ -20,12 +21,14 @@ def config(**more: Any) -> Any:
         "cache_config": SimpleNamespace(enable_prefix_caching=more.pop("caching", True)),
         "ec_transfer_config": None,
         "lora_config": None,
+        "parallel_config": SimpleNamespace(prefill_context_parallel_size=more.pop("split", 1)),
         "model_config": SimpleNamespace(
             multimodal_config=SimpleNamespace(
                 get_limit_per_prompt=lambda modality: limit,
                 is_multimodal_pruning_enabled=lambda: pruned,
                 mm_encoder_attn_dtype=more.pop("attention", None),
                 mm_encoder_fp8_scale_path=more.pop("scales", None),
+                mm_processor_cache_type=more.pop("processor_cache", "lru"),
             )
         ),
     }
@@ -39,6 +42,8 @@ def config(**more: Any) -> Any:
         (config(limit=0), "unneeded: this deployment takes no images"),
         (config(caching=False), "off: prefix caching is off"),
         (config(ec_transfer_config=SimpleNamespace()), "off: ec_transfer_config is set, and wins"),
+        (config(split=2), "off: not written for context parallelism in prefill"),
+        (config(processor_cache="shm"), "None"),
         (config(lora_config=SimpleNamespace(enable_tower_connector_lora=True)), "off: LoRA adapters"),
         (config(lora_config=SimpleNamespace(enable_tower_connector_lora=False)), "None"),
         (config(pruned=True), "off: features are pruned"),
@@ -50,14 +55,22 @@ def test_configurations(vllm_config: Any, said: str) -> None:
     assert str(state_in("features", vllm_config)).startswith(said)
 
 
+def test_the_engine_must_see_what_an_image_shows(put: Put) -> None:
+    """By the name that identity gives it, or by its pixels, which go by shared memory here."""
+    put(identity=False)
+    assert str(state_in("features", config(processor_cache="shm"))).startswith("off: with mm_processor_cache_type=shm")
+    assert state_in("features", config()) is None
+
+
 def test_model_runners() -> None:
-    runner = object.__new__(GPUModelRunner)
+    model_runner = object.__new__(GPUModelRunner)
     for takes_images, reason in ((True, ""), (False, "this deployment takes no images")):
-        runner.supports_mm_inputs = takes_images
-        assert why_not(runner) == reason
+        model_runner.supports_mm_inputs = takes_images
+        assert why_not(model_runner) == reason
     assert why_not(SimpleNamespace()).startswith("not written for this model runner, types")
 
 
+@pytest.mark.usefixtures("no_role")
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -68,14 +81,12 @@ def test_model_runners() -> None:
 def test_a_store_that_can_t_be_opened_is_off(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is served without it, and the report says why."""
 
-    def fail(worker: Any) -> None:
+    def fail(worker: Any, address: str) -> None:
         raise error
 
-    monkeypatch.setattr(rooms, "_states", {})
-    monkeypatch.setattr(rooms, "_is_on", {})
-    monkeypatch.setattr(vllm_side, "_open", fail)
+    monkeypatch.setattr(runner, "_open", fail)
     rooms.begin("worker")
     rooms.put("worker", "features", rooms.ON)
-    vllm_side.open_in(SimpleNamespace(model_runner=SimpleNamespace()))
+    assert runner.open_in(SimpleNamespace(model_runner=SimpleNamespace()), "an address") == {}
     assert rooms.of("worker")["features"] == rooms.State("off", said)
     assert not rooms.is_on("features")

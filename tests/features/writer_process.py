@@ -18,9 +18,15 @@ def main(place: str, source: str, budget_bytes: str, seed: str, rounds: str = "1
     print("ready", flush=True)
     for _ in range(int(rounds)):
         key = drawn.choice(sorted(packed))
-        if directory.read(key, int(budget_bytes)) not in (None, packed[key]):
-            sys.exit("a wrong read")
-        directory.write(key, packed[key], int(budget_bytes))
+        with directory.open(key) as file:
+            if file is not None:
+                seen = bytearray(file.num_bytes)
+                file.read_into(0, memoryview(seen))
+                if seen != packed[key]:
+                    sys.exit("a wrong read")
+        half = len(packed[key]) // 2
+        parts = packed[key][:half], memoryview(packed[key])[half:]
+        directory.write(key, parts, len(packed[key]), int(budget_bytes))
 
 
 if __name__ == "__main__":

@@ -146,7 +146,8 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
         row = checks.row_of("engine", lambda: checks.assert_engine(rig, "V2"))
     assert (row.state, "without async scheduling" in row.reason) == ("failed", True), row
     with monkeypatch.context() as patch:
-        patch.setitem(report._places["worker 0 of engine 0"], "features", State("off", "a test"))
+        for place in ("engine 0", "worker 0 of engine 0"):
+            patch.setitem(report._places[place], "features", State("off", "a test"))
         row = checks.row_of("on", lambda: checks.assert_on(rig, "features"))
         assert (row.state, row.reason) == ("not checked", "off here: a test"), row
         patch.setitem(report._places["worker 0 of engine 0"], "metrics", State("off", "a test"))
@@ -163,7 +164,7 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
         row = checks.row_of("on", lambda: checks.assert_on(rig, "block_keys"))
     assert (row.state, "is the plugin loaded?" in row.reason) == ("failed", True)
     with monkeypatch.context() as patch:  # the tower runs again where nothing is kept
-        patch.setattr(rig.features.store.ram, "save", lambda *given: None)
+        patch.setattr(rig.features.store, "reserve", lambda *given: None)
         row = checks.row_of("use", lambda: checks.use_features(rig))
     assert (row.state, "runs of the vision tower: [1, 1]" in row.reason) == ("failed", True), row
     assert not features_by_image(rig)
@@ -306,4 +307,4 @@ def test_doctor_on_a_platform_without_evidence(monkeypatch: pytest.MonkeyPatch) 
     for room in proven.ENGINE_ROOMS:
         said = rf"off: not yet proven on vLLM .*, cpu: .*, MMCACHE_{room.upper()}=1 switches it on"
         assert re.fullmatch(said, str(states[room]))
-    assert {states[room] for room in ("lazy_media", "lifted_bodies", "identity")} == {ON}
+    assert {states[room] for room in ("lazy_media", "lifted_bodies", "identity", "pixels")} == {ON}

@@ -2,6 +2,7 @@
 """The order of the items, several at a time, and a time that is too short: the next call goes on."""
 
 import argparse
+import re
 import time
 from typing import Any
 
@@ -83,6 +84,13 @@ def test_the_variables_of_an_item() -> None:
     assert (environ["TEST_ENGINE"], environ["TEST_ASYNC_SCHEDULING"]) == ("v2-async", "1")
     assert [environ[f"MMCACHE_{room.upper()}"] for room in ("features", "metrics")] == ["1", "0"]
     assert items.environment(items.Item("gemma3", (), "V1"), how("cpu"))[items.SWITCH] == "0"
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0rc1", "0.33.1.dev2+gabc", "0.34.0"])
+def test_a_vllm_where_nothing_would_be_on(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.version.__version__", version)
+    with pytest.raises(found.Refused, match=re.escape(f"vLLM {version} is outside")):
+        found.look("cpu")
 
 
 def test_an_amd_gpu_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounded tables: what goes first, both budgets, threads, and that an entry costs no more than it counts for."""
 
+import json
 import secrets
 import threading
 import tracemalloc
 
 from vllm_mmcache.body.payload import TEXT_COST_BYTES
 from vllm_mmcache.bounded import Bounded, Budget
-from vllm_mmcache.media.records import MAX_MM_HASHES, RECORD_COST_BYTES, Key, Record
+from vllm_mmcache.media.records import MAX_MM_HASHES, RECORD_COST_BYTES, Key, Record, unpacked
+from vllm_mmcache.media.video.record import MAX_METADATA_BYTES, record_of
+from vllm_mmcache.media.video.record import RECORD_COST_BYTES as VIDEO_COST_BYTES
+
+
+def test_what_is_no_record_is_none() -> None:
+    """Nested more deeply than a parser goes, too."""
+    nested = (b'[1, 2, "RGB", ' + b"[" * 100_000, b"[" * 900 + b"]" * 900)
+    for packed in (b"", b"[", b"[]", b"3", b'[1, 2, "RGB", 3, []]', *nested):
+        assert unpacked(packed) is None
 
 
 def table(entries: int = 3, size_bytes: int = 1000) -> Bounded[int, str]:
@@ -72,7 +82,7 @@ def test_mm_hashes_are_bounded() -> None:
 
 
 def test_entries_cost_no_more_than_they_count_for() -> None:
-    """Measured: what a full record, and a text, really take."""
+    """Measured: what a full record of an image, a text, and a full record of a video, really take."""
 
     def new_record(records: Bounded[Key, Record]) -> None:
         record = Record((1280, 720), "RGB", {"image_mode": "RGB", "rgba_background_color": (255, 255, 255)})
@@ -83,7 +93,20 @@ def test_entries_cost_no_more_than_they_count_for() -> None:
     def new_text(texts: Bounded[bytes, bytes]) -> None:
         texts.admit(secrets.token_bytes(32), secrets.token_bytes(32))
 
-    for new, cost_bytes in ((new_record, RECORD_COST_BYTES), (new_text, TEXT_COST_BYTES)):
+    def new_video(videos: Bounded[Key, Record]) -> None:
+        room = MAX_METADATA_BYTES - len(json.dumps({"frames": ""}))
+        record = record_of((64, 720, 1280, 3), {"frames": secrets.token_hex(room // 2)})
+        assert record is not None
+        for _ in range(MAX_MM_HASHES):
+            record.keep_mm_hash(("blake3", "video", secrets.token_hex(32)), secrets.token_hex(32))
+        videos.admit(Key(secrets.token_bytes(32), ("VideoMediaIO", "-1", secrets.token_bytes(32), "RGB")), record)
+
+    costs = (
+        (new_record, RECORD_COST_BYTES),
+        (new_text, TEXT_COST_BYTES),
+        (new_video, VIDEO_COST_BYTES),
+    )
+    for new, cost_bytes in costs:
         known: Bounded[object, object] = Bounded(lambda: Budget(10**6, 10**9), cost_bytes)
         tracemalloc.start()
         for _ in range(500):

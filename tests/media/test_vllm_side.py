@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from tests.media import files
-from vllm_mmcache import events, rooms, settings, tenant
+from vllm_mmcache import events, records, rooms, settings, tenant
 from vllm_mmcache.body.payload import TEXTS
 from vllm_mmcache.media.picture import LazyPicture
 from vllm_mmcache.media.records import RECORDS
@@ -39,6 +39,7 @@ def room() -> Iterator[None]:
     """The group installed, with nothing known; stock outside of the block."""
     TEXTS.clear()
     RECORDS.clear()
+    records.close()
     outcome = swap.install("lazy_media", groups()["lazy_media"], vllm_version())
     assert outcome.state == "on", outcome.reason
     try:
@@ -172,6 +173,7 @@ def test_images_are_known_to_their_tenant_alone() -> None:
     try:
         for load in (lambda loader: loader.load_bytes(content), lambda loader: loader.load_base64("image/png", text)):
             RECORDS.clear()
+            records.close()
             seen = [(salt, lazy(salt, load)) for salt in (None, "a", "b", None, "a", "b")]
             assert [known for _, known in seen] == [False] * 3 + [True] * 3
         assert len(TEXTS) == 3
@@ -204,6 +206,33 @@ def test_copies_are_plain() -> None:
         twin = duplicate(known)
         assert mm_hash(twin) == mm_hash(known)
         assert np.asarray(twin).tobytes() == np.asarray(known).tobytes()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("way", ["bytes", "base64"])
+def test_a_loader_that_overrides_vllms(way: str) -> None:
+    """Known images have the pixels that it makes, each decoded once."""
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    class Flipping(ImageMediaIO):  # type: ignore[misc]
+        def load_bytes(self, data: bytes) -> Any:
+            opened = super().load_bytes(data)
+            opened.media = opened.media.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            return opened
+
+    class Plain(ImageMediaIO):  # type: ignore[misc]
+        def load_bytes(self, data: bytes) -> Any:
+            return super().load_bytes(data)
+
+    content = FILES["png"]
+    text = base64.b64encode(content).decode()
+    expected = np.asarray(image_io({}).load_bytes(content))
+    for kind, pixels in ((Plain, expected), (Flipping, expected[:, ::-1])):
+        for number in range(3):
+            before = events.IMAGES_DECODED.value
+            opened = kind().load_bytes(content) if way == "bytes" else kind().load_base64("image/png", text)
+            assert np.array_equal(np.asarray(opened), pixels)
+            assert events.IMAGES_DECODED.value == before + 1, number
 
 
 @pytest.mark.usefixtures("installed")

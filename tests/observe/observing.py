@@ -119,8 +119,7 @@ class Observed:
 
     def recorded(self, output: Any) -> Asked:
         """With its record, which is checked."""
-        record = RECORDER.store.get(output.request_id)
-        assert record is not None
+        record, *_ = RECORDER.store.named(output.request_id)
         assert_whole(record)
         assert record.reused_tokens == output.num_cached_tokens
         assert record.prompt_tokens == len(output.prompt_token_ids)

@@ -25,7 +25,7 @@ def entry_of(tokens: list[int], salt: str = "", lora: str = "", image: str = "")
     """A request, with an image of three tokens at 5 if it is named."""
     number = next(numbers)
     spans = [(5, 3, image)] if image else []
-    _, _, notes = wire.open_notes(wire.pack(1, "r", wire.Notes(spans=spans)))
+    _, _, notes = wire.open_notes(wire.pack("1", "r", wire.Notes(spans=spans)))
     return Entry(f"r{number}", float(number), salt, lora, len(tokens), images_end=8 if image else 0, notes=notes)
 
 
@@ -81,8 +81,19 @@ def test_another_image_ends_what_is_common() -> None:
     assert common(history.find(entry_of([7] * 10, image="one"), [7] * 10, keys([7] * 10)[:1])) == 8
 
 
-def test_other_salt_and_adapter() -> None:
+def test_another_salt_is_never_compared() -> None:
     history = History(BLOCK, lambda: 1 << 20)
+    for salt in ("s", "", "t"):
+        found = see(history, list(range(40)), salt=salt)
+        assert (found.num_known, found.nearest, found.elsewhere) == (0, None, None)
+    assert common(see(history, list(range(40)), salt="s")) == 40
+    for _ in range(20):  # others' requests push nobody's out
+        see(history, list(range(40)), salt="t", lora="l")
+    assert see(history, list(range(40)), salt="", lora="l").elsewhere is not None
+
+
+def test_other_salt_and_adapter() -> None:
+    history = History(BLOCK, lambda: 1 << 20, lambda: True)
     see(history, list(range(40)), salt="s")
     other = see(history, list(range(40)), lora="l").elsewhere
     assert other is not None

@@ -53,8 +53,7 @@ def test_a_request_that_is_aborted_in_flight(ask: Observed, caplog: pytest.LogCa
     finally:
         logging.getLogger("vllm.mmcache").removeHandler(caplog.handler)
     assert not [record.message for record in caplog.records if "bookkeeping" in record.message]
-    record = RECORDER.store.get("r731")
-    assert record is not None
+    (record,) = RECORDER.store.named("r731")
     assert_whole(record)
     assert [segment.image.features for segment in record.segments if segment.image] == ["tower"]
     observer = vars(kv_cache_manager(ask))["_mmcache_observer"]

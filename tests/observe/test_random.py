@@ -11,6 +11,7 @@ import pytest
 
 from tests.observe.observing import assistant, observing, picture, system, user, words
 from tests.sizes import SCALE, scaled
+from vllm_mmcache import settings
 from vllm_mmcache.observe.schema import Reason
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
@@ -26,7 +27,7 @@ def num_pictures(talk: list[dict[str, Any]]) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sums_hold_for_every_request(pool: EnginePool, family: str) -> None:
+def test_sums_hold_for_every_request(pool: EnginePool, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(7)
     num_blocks = 190 if family == "gemma3" else 100  # its two groups need as much for one request
     config = EngineConfig(
@@ -36,8 +37,13 @@ def test_sums_hold_for_every_request(pool: EnginePool, family: str) -> None:
     seen: collections.Counter[Reason] = collections.Counter()
     reused = 0
     with observing(pool, config) as ask:
-        asked = 0
+        asked, salts = 0, ["a", "b"]
         while asked < NUM_REQUESTS:
+            if asked >= NUM_REQUESTS // 2 and not settings.current().observe_across_salts:
+                assert Reason.OTHER_SALT not in seen, "nobody has asked for it"
+                across = settings.current().model_copy(update={"observe_across_salts": True})
+                monkeypatch.setattr(settings, "_current", across)
+                salts = ["c", "d"]
             if not talks or rng.random() < 0.2:
                 talks.append(
                     [system("Rules:" + words(rng.choice([40, 60]))), user("Start." + words(rng.randrange(60)))]
@@ -53,7 +59,7 @@ def test_sums_hold_for_every_request(pool: EnginePool, family: str) -> None:
             if rng.random() < 0.2:
                 prompts = [
                     {"prompt_token_ids": [100 + i % 200 for i in range(rng.randrange(20, 300))], "cache_salt": salt}
-                    for salt in rng.choices(["a", "b"], k=3)
+                    for salt in rng.choices(salts, k=3)
                 ]
                 got = ask.generate(*prompts, max_tokens=rng.randrange(1, 9))
             else:

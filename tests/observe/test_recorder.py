@@ -2,9 +2,11 @@
 """What an API server keeps of requests until their outcome comes, and that records reach the file when it ends."""
 
 import os
+import re
 import subprocess
 import sys
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,16 +23,16 @@ def asked(name: str = "r", num_answers: int = 1, turns: int = 3, images: int = 0
     spans = [(10 + 20 * index, 16, f"image {index}") for index in range(images)]
     length = 20 * (turns + images) + 20
     return Asked(
-        id=name, time_s=1.0, prompt_tokens=length, lora="", salt="", num_answers=num_answers,
+        request_id=name, time_s=1.0, prompt_tokens=length, lora="", salt="", num_answers=num_answers,
         turns=[0, *(length - 20 * turn for turn in range(turns - 1, 0, -1))], roles=["user"] * turns,
         answers=[], spans=spans, layers=[UNKNOWN] * images,
     )  # fmt: skip
 
 
-def outcome(ticket: int, request: Asked, reused: int = 16) -> str:
+def outcome(ticket: str, request: Asked, reused: int = 16) -> str:
     missed = request.prompt_tokens - reused
     said = wire.Outcome(
-        ticket=ticket, id=request.id, reused_tokens=reused, external_tokens=0, block_tokens=16, engine=0,
+        ticket=ticket, id=ticket, reused_tokens=reused, external_tokens=0, block_tokens=16, engine=0,
         groups=[], nearest=None, features={}, causes=[wire.Cause(Reason.NEW_CONTENT, reused, missed, reused, {})],
     )  # fmt: skip
     return wire.pack_outcome(said)
@@ -39,16 +41,47 @@ def outcome(ticket: int, request: Asked, reused: int = 16) -> str:
 def test_an_id_may_have_any_character() -> None:
     for name in ("r", "", "a b\nc", "1 [2]\n", "\u00e9\x00"):
         notes = wire.Notes([0, 5], ["user", ""], [2**64 - 1], [(1, 2, "i")], [("c", "", 3, 4)])
-        ticket, request_id, text = wire.open_notes(wire.pack(7, name, notes))
-        assert (ticket, request_id, wire.read_notes(text)) == (7, name, notes)
+        ticket, request_id, text = wire.open_notes(wire.pack("a-7", name, notes))
+        assert (ticket, request_id, wire.read_notes(text)) == ("a-7", name, notes)
 
 
 def test_each_answer_takes_its_request_once() -> None:
     waiting = Waiting()
     one, two = waiting.add(asked("one")), waiting.add(asked("two", num_answers=2))
-    assert [waiting.take(number) is not None for number in (one, one, two, two, two, 0)] == [
+    assert [waiting.take(name) is not None for name in (one, one, two, two, two, "")] == [
         True, False, True, True, False, False,
     ]  # fmt: skip
+
+
+def test_a_client_can_not_choose_the_id_of_a_record() -> None:
+    """Two requests with one X-Request-Id have a record each, and no id of ours is an id that came from outside."""
+    recorder = Recorder()
+    for reused in (16, 32):
+        request = asked("chatcmpl-mine")
+        recorder.note(outcome(recorder.waiting.add(request), request, reused))
+    recorder.read_notes()
+    assert [record.reused_tokens for record in recorder.store.named("chatcmpl-mine")] == [32, 16]
+    first = recorder.store.recent(2)[1]
+    taken = asked(first.id)
+    recorder.note(outcome(recorder.waiting.add(taken), taken))
+    recorder.read_notes()
+    assert recorder.store.named(first.id) == [first]
+    assert len(recorder.store) == 3
+
+
+def test_no_two_processes_make_one_id() -> None:
+    program = (
+        "import os\n"
+        "from tests.observe.test_recorder import asked\n"
+        "from vllm_mmcache.observe.recorder import RECORDER\n"
+        "child = os.fork()\n"
+        "os.write(1, f'{RECORDER.waiting.add(asked())} '.encode())\n"
+        "child and os.waitpid(child, 0)\n"
+    )
+    run = partial(subprocess.check_output, [sys.executable, "-c", program], cwd=Path(__file__).parents[2], text=True)
+    names = [*run().split(), *run().split()]
+    assert len(set(names)) == 4
+    assert all(re.fullmatch("[0-9a-f]{8}-1", name) for name in names)
 
 
 def test_waiting_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,11 +93,11 @@ def test_waiting_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_outcome_without_its_request_is_counted_only() -> None:
     recorder = Recorder()
-    recorder.note(outcome(99, asked()))
+    recorder.note(outcome("99", asked()))
     recorder.note("no outcome at all")
     number = recorder.waiting.add(asked("known"))
     recorder.note(outcome(number, asked("known")))
-    assert [record.id for record in recorder.store.recent(9)] == ["known"]
+    assert [record.request_id for record in recorder.store.recent(9)] == ["known"]
     assert recorder.store.totals().requests == 2
 
 
@@ -72,11 +105,12 @@ def test_what_a_record_takes() -> None:
     """The store counts a record for what it takes when it was read, within a factor of two."""
     for images in (0, 20):
         recorder, request = Recorder(), asked(turns=30, images=images)
-        recorder.note(outcome(recorder.waiting.add(request), request))
+        record_id = recorder.waiting.add(request)
+        recorder.note(outcome(record_id, request))
         recorder.read_notes()
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()
-        record = recorder.store.get("r")
+        record = recorder.store.get(record_id)
         taken = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
         assert record is not None
@@ -96,4 +130,4 @@ def test_the_last_records_reach_the_file_when_the_process_ends(tmp_path: Path) -
     )
     environ = os.environ | {"MMCACHE_OBSERVE_FILE": str(file)}
     subprocess.run([sys.executable, "-c", program], env=environ, check=True, cwd=Path(__file__).parents[2])
-    assert [record.id for record in read_records(file)] == ["a", "b"]
+    assert [record.request_id for record in read_records(file)] == ["a", "b"]

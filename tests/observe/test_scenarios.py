@@ -10,6 +10,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.observe.observing import Observed, assistant, observing, picture, system, user, words
+from vllm_mmcache import settings
 from vllm_mmcache.observe.recorder import RECORDER
 from vllm_mmcache.observe.schema import Reason
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
@@ -168,7 +169,19 @@ def test_not_yet_computed(ask: Observed) -> None:
     assert Reason.NOT_YET_COMPUTED not in ask.generate(prompt)[0].reasons
 
 
-def test_other_salt(ask: Observed) -> None:
+def test_another_salt_is_not_compared(ask: Observed) -> None:
+    tokens = exactly(ask, 300)
+    salted: list[Any] = [{"prompt_token_ids": tokens, "cache_salt": salt} for salt in ("one", "two")]
+    for prompt in salted:
+        (asked,) = ask.generate(prompt)
+        assert (asked.reasons, asked.record.nearest) == ([Reason.NEW_CONTENT], None)
+    assert ask.generate(salted[1])[0].reasons == [Reason.BLOCK_TAIL]
+
+
+def test_other_salt(ask: Observed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the operator asks for it."""
+    asks_for_it = settings.current().model_copy(update={"observe_across_salts": True})
+    monkeypatch.setattr(settings, "_current", asks_for_it)
     tokens = exactly(ask, 300)
     salted: list[Any] = [{"prompt_token_ids": tokens, "cache_salt": salt} for salt in ("one", "two")]
     (first,) = ask.generate(salted[0])
@@ -232,17 +245,19 @@ def test_what_happened_to_an_image(ask: Observed) -> None:
     moved = user(RULES, picture_of_this_test, QUESTION)
     assert notes(ask.chat(moved)) == ("left", "skipped", "hit", "encoder_cache")
     ask.rig.llm.llm_engine.reset_encoder_cache()
+    assert ask.rig.features.wait_until_known(600)  # the weights, which may be others
     assert notes(ask.chat(user(words(70), picture_of_this_test, QUESTION)))[3] == "ram"
     ask.rig.forget_all_but_features()
-    assert notes(ask.chat(moved))[1:] == ("late", "run", "ram")
+    assert notes(ask.chat(moved))[1:] == ("skipped", "deferred", "ram")
 
 
 def test_several_answers(ask: Observed) -> None:
     (asked,) = ask.rig.llm.generate(
         [{"prompt_token_ids": exactly(ask, 100)}], SamplingParams(n=2, max_tokens=2, seed=1), use_tqdm=False
     )
-    found = [RECORDER.store.get(f"{number}_{asked.request_id}") for number in (0, 1)]
-    assert all(record is not None and record.prompt_tokens == 100 for record in found)
+    found = RECORDER.store.named(asked.request_id)
+    assert [record.prompt_tokens for record in found] == [100, 100]
+    assert {record.id.partition(".")[2] for record in found} == {"0", "1"}
 
 
 def test_nothing_is_left_of_ended_requests(ask: Observed) -> None:

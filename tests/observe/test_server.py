@@ -73,8 +73,9 @@ def test_records_of_two_api_servers(tmp_path: Path, tmp_path_factory: pytest.Tem
             wait_for_records(path, len(cached))
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as response:
             shown = response.read().decode()
-    records = {record.id: record for record in read_records(path)}
+    records = {record.request_id: record for record in read_records(path)}
     assert set(records) == set(cached)
+    assert len({record.id for record in read_records(path)}) == len(cached)
     for name, tokens in cached.items():
         assert_whole(records[name])
         assert records[name].reused_tokens == tokens

@@ -72,7 +72,31 @@ def test_cursors() -> None:
     records.add("b", 1, record("b"))
     assert [r.id for r in records.since(cursor)[0]] == ["b"]
     assert records.since(records.since(cursor)[1])[0] == []
-    assert len(records.since("of-another-process")[0]) == 2
+    assert len(records.since("0123abcd-5")[0]) == 2, "of another process"
+    for text in (
+        "x",
+        "of-another-process",
+        cursor + " ",
+        cursor + "\n",
+        cursor[:9] + "\u00b2",
+        cursor[:9] + "9" * 5000,
+    ):
+        with pytest.raises(ValueError, match="is no cursor"):
+            records.since(text)
+
+
+def test_a_request_that_has_the_id_of_another_replaces_nothing() -> None:
+    records = store()
+    for name in ("a", "b", "c"):
+        records.add(name, 1, record(name), request_id="a" if name != "c" else "\u00e9" * 500)
+    assert [r.id for r in records.named("a")] == ["a"], "a record's own id is found first"
+    records.add("a", 1, record("another"))
+    assert [r.id for r in records.recent(9)] == ["c", "b", "a"]
+    records.add("d", 1, record("d"), request_id="x")
+    records.add("e", 1, record("e"), request_id="x")
+    assert [r.id for r in records.named("x")] == ["e", "d"]
+    assert [r.id for r in records.named("x", 1)] == ["e"]
+    assert records.named("none") == []
 
 
 def test_a_file_is_bounded_and_read_again(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ def test_worker_counts(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory,
         "MMCACHE_OBSERVE": "1",
         "MMCACHE_OBSERVE_FILE": str(path),
         "MMCACHE_STORE": str(tmp_path / "store"),
+        "MMCACHE_STORE_WAIT_S": "20",  # however busy the machine is
+        "MMCACHE_STORE_STEP_WAIT_S": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # for the reset
         "VLLM_LOGGING_LEVEL": "INFO",

@@ -37,7 +37,9 @@ def many(count: int) -> list[Record]:
     """The examples over and over, three seconds apart, with ids of their own."""
     now = time.time()
     return [
-        EXAMPLES[n % len(EXAMPLES)].model_copy(update={"id": f"chatcmpl-{n:08x}", "time_s": now - 3 * (count - n)})
+        EXAMPLES[n % len(EXAMPLES)].model_copy(
+            update={"id": f"5f3a91c2-{n}", "request_id": f"chatcmpl-{n:08x}", "time_s": now - 3 * (count - n)}
+        )
         for n in range(count)
     ]
 
@@ -53,19 +55,23 @@ def filled(records: Sequence[Record]) -> RecordStore:
 def add(store: RecordStore, record: Record) -> None:
     facts = summary(record)
     store.count(record.prompt_tokens, record.reused_tokens, facts["missed_tokens"], facts["images"])
-    store.add(record.id, 1000, record)
+    store.add(record.id, 1000, record, record.request_id)
+
+
+KEY = "the-admin-key-of-this-server"
 
 
 class Server:
-    """Serves `store` at `url`; stop() and start() as a server that is gone and comes back on its port."""
+    """Serves `store` at `url`, with a key; stop() and start() as a server that is gone and comes back on its port."""
 
-    def __init__(self, store: RecordStore | None, *api_keys: str) -> None:
+    def __init__(self, store: RecordStore | None, admin_key: str | None = KEY) -> None:
         self.store = store
-        self._app = Starlette(routes=routes(lambda: self.store, api_keys, lambda: IN_FORCE))
+        self._app = Starlette(routes=routes(lambda: self.store, admin_key, lambda: IN_FORCE))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
+        self.page = f"{self.url}/mmcache#key={admin_key}"
         self.start()
 
     def start(self) -> None:

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.page.app import EXAMPLES, Server, add, filled, many
+from tests.page.app import EXAMPLES, KEY, Server, add, filled, many
 from tests.page.conftest import ARTEFACTS
 from vllm_mmcache.observe.schema import Reason
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
-
-KEY = "a key of this server"
 
 
 @pytest.fixture
@@ -24,6 +22,14 @@ def server() -> Iterator[Server]:
     serving.stop()
 
 
+def enter(page: "Page", server: Server) -> None:
+    """By the link with the key in it, which the tab's session keeps."""
+    from playwright.sync_api import expect
+
+    page.goto(server.page)
+    expect(page.locator("#status")).to_have_class("live")
+
+
 def text(page: "Page", selector: str) -> str:
     return page.locator(selector).inner_text()
 
@@ -31,12 +37,12 @@ def text(page: "Page", selector: str) -> str:
 def test_list_and_totals(server: Server, page: "Page") -> None:
     from playwright.sync_api import expect
 
-    page.goto(f"{server.url}/mmcache")
+    page.goto(server.page)
     expect(page.locator("#status")).to_have_class("live")
     expect(page.locator("#list li")).to_have_count(len(EXAMPLES))
     rows = page.locator("#list li").all_inner_texts()
-    assert EXAMPLES[-1].id in rows[0]  # newest first
-    assert EXAMPLES[0].id in rows[-1]
+    assert EXAMPLES[-1].request_id in rows[0]  # newest first
+    assert EXAMPLES[0].request_id in rows[-1]
     reused = sum(record.reused_tokens for record in EXAMPLES)
     assert f"{reused:,}" in text(page, "#sums")
     told = text(page, "#by-reason")
@@ -59,9 +65,9 @@ def test_list_and_totals(server: Server, page: "Page") -> None:
 def test_detail_says_every_reason(server: Server, page: "Page") -> None:
     from playwright.sync_api import expect
 
-    page.goto(f"{server.url}/mmcache")
+    page.goto(server.page)
     for record in EXAMPLES:
-        page.locator("#list a", has_text=record.id).click()
+        page.locator("#list a", has_text=record.request_id).click()
         expect(page.locator("#detail-title")).to_have_text(f"Request {record.id}")
         told = text(page, "#misses")
         assert all(miss.text in told for miss in record.misses)
@@ -87,7 +93,7 @@ def test_detail_says_every_reason(server: Server, page: "Page") -> None:
 def test_keyboard_alone(server: Server, page: "Page") -> None:
     from playwright.sync_api import expect
 
-    page.goto(f"{server.url}/mmcache")
+    page.goto(server.page)
     expect(page.locator("#list li")).to_have_count(len(EXAMPLES))
     for _ in range(8):
         page.keyboard.press("Tab")
@@ -114,10 +120,10 @@ def test_live_update(server: Server, page: "Page") -> None:
     from playwright.sync_api import expect
 
     assert server.store is not None
-    page.goto(f"{server.url}/mmcache")
+    page.goto(server.page)
     expect(page.locator("#list li")).to_have_count(len(EXAMPLES))
     before = text(page, "#sums")
-    add(server.store, EXAMPLES[0].model_copy(update={"id": "chatcmpl-new"}))
+    add(server.store, EXAMPLES[0].model_copy(update={"id": "5f3a91c2-new", "request_id": "chatcmpl-new"}))
     expect(page.locator("#list li").first).to_contain_text("chatcmpl-new", timeout=3000)
     expect(page.locator("#sums")).not_to_have_text(before)
     assert page.locator("#list li").count() == len(EXAMPLES) + 1
@@ -126,7 +132,7 @@ def test_live_update(server: Server, page: "Page") -> None:
 def test_server_gone_and_back(server: Server, page: "Page") -> None:
     from playwright.sync_api import expect
 
-    page.goto(f"{server.url}/mmcache")
+    page.goto(server.page)
     expect(page.locator("#status")).to_have_class("live")
     server.stop()
     expect(page.locator("#status")).to_contain_text("The server does not answer", timeout=15000)
@@ -141,18 +147,51 @@ def test_server_gone_and_back(server: Server, page: "Page") -> None:
 def test_unknown_request(server: Server, page: "Page") -> None:
     from playwright.sync_api import expect
 
+    enter(page, server)
     page.goto(f"{server.url}/mmcache#chatcmpl-<b>none</b>")
-    expect(page.locator("#facts")).to_contain_text("no record of request 'chatcmpl-<b>none</b>'")
+    expect(page.locator("#facts")).to_contain_text("no record 'chatcmpl-<b>none</b>'")
     assert page.locator("#facts b").count() == 0
-    assert len(page.problems) == 1  # type: ignore[attr-defined]
-    page.problems.clear()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("anchor", ["%", "%E0%A4%A", "%00%", "%%%"])
+def test_anchors_that_are_none(server: Server, page: "Page", anchor: str) -> None:
+    """They are left alone: the page goes on with what it does."""
+    from playwright.sync_api import expect
+
+    enter(page, server)
+    for leave in (True, False):
+        if leave:  # at the first look, and while the page is open
+            page.goto("about:blank")
+        page.goto(f"{server.url}/mmcache#{anchor}")
+        expect(page.locator("#status")).to_have_class("live")
+        expect(page.locator("#detail")).to_be_hidden()
+    assert server.store is not None
+    add(server.store, EXAMPLES[0].model_copy(update={"id": "5f3a91c2-new", "request_id": "chatcmpl-new"}))
+    expect(page.locator("#list li").first).to_contain_text("chatcmpl-new", timeout=3000)
+
+
+def test_an_id_that_a_client_chose(server: Server, page: "Page") -> None:
+    """Of a record or of requests; the newest of those that carry it is shown, and that there are others."""
+    from playwright.sync_api import expect
+
+    assert server.store is not None
+    for number in (98, 99):
+        add(server.store, EXAMPLES[0].model_copy(update={"id": f"5f3a91c2-{number}", "request_id": "chatcmpl-mine"}))
+    enter(page, server)
+    page.goto(f"{server.url}/mmcache#chatcmpl-mine")
+    expect(page.locator("#detail-title")).to_have_text("Request 5f3a91c2-99")
+    expect(page.locator("#facts")).to_contain_text("2 requests carry the id that was asked for; this is the newest")
+    page.fill("#find", "-mine")
+    expect(page.locator("#count")).to_have_text(f"2 requests of {len(EXAMPLES) + 2}")
+    page.fill("#find", "5f3a91c2-98")
+    expect(page.locator("#count")).to_have_text(f"1 request of {len(EXAMPLES) + 2}")
 
 
 def test_nothing_is_recorded(server: Server, page: "Page") -> None:
     from playwright.sync_api import expect
 
     server.store = None
-    page.goto(f"{server.url}/mmcache")
+    page.goto(server.page)
     expect(page.locator("#status")).to_contain_text("nothing is recorded")
     expect(page.locator("#rooms")).to_contain_text("mixed: features")  # said all the same
     page.problems.clear()  # type: ignore[attr-defined]
@@ -161,13 +200,13 @@ def test_nothing_is_recorded(server: Server, page: "Page") -> None:
 def test_key(page: "Page") -> None:
     from playwright.sync_api import expect
 
-    serving = Server(filled(EXAMPLES), KEY)
+    serving = Server(filled(EXAMPLES))
     page.goto(f"{serving.url}/mmcache")
     expect(page.locator("#key")).to_be_focused()
     assert page.locator("#list li").count() == 0
     page.keyboard.type("another key")
     page.keyboard.press("Enter")
-    expect(page.locator("#status")).to_have_text("The API key is wrong.")
+    expect(page.locator("#status")).to_have_text("The admin key is wrong.")
     page.fill("#key", KEY)
     page.keyboard.press("Enter")
     expect(page.locator("#list li")).to_have_count(len(EXAMPLES))
@@ -177,11 +216,43 @@ def test_key(page: "Page") -> None:
     serving.stop()
 
 
+def test_the_key_in_a_link(server: Server, page: "Page") -> None:
+    """It opens the page, does not stay in the address, and reaches the server in no address."""
+    from playwright.sync_api import expect
+
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{server.url}/mmcache/#key={KEY}")  # through the redirect
+    expect(page.locator("#list li")).to_have_count(len(EXAMPLES))
+    assert KEY not in page.url
+    page.reload()
+    expect(page.locator("#list li")).to_have_count(len(EXAMPLES))
+    assert not [url for url in asked if KEY in url.partition("#")[0]]
+    page.evaluate("sessionStorage.setItem('mmcache-key', 'another')")
+    page.reload()
+    expect(page.locator("#key")).to_be_focused()
+    page.goto(server.page)  # in the same tab
+    expect(page.locator("#list li")).to_have_count(len(EXAMPLES))
+    page.problems.clear()  # type: ignore[attr-defined]  # the 401
+
+
+def test_without_an_admin_key(page: "Page") -> None:
+    from playwright.sync_api import expect
+
+    serving = Server(filled(EXAMPLES), None)
+    page.goto(f"{serving.url}/mmcache")
+    expect(page.locator("#status")).to_contain_text("MMCACHE_ADMIN_KEY")
+    assert page.locator("#list li").count() == 0
+    page.close()
+    page.problems.clear()  # type: ignore[attr-defined]
+    serving.stop()
+
+
 def test_a_thousand_requests(page: "Page") -> None:
     from playwright.sync_api import expect
 
     serving = Server(filled(many(1000)))
-    page.goto(f"{serving.url}/mmcache")
+    page.goto(serving.page)
     expect(page.locator("#list li")).to_have_count(1000)
     painted_ms = page.evaluate(
         """() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done({
@@ -192,7 +263,7 @@ def test_a_thousand_requests(page: "Page") -> None:
     (ARTEFACTS / "thousand.txt").write_text(f"{painted_ms}\n")
     assert 0 < painted_ms["first"] < painted_ms["all"]  # the target is 1,000 ms; times are reported, not asserted
     assert serving.store is not None
-    add(serving.store, EXAMPLES[0].model_copy(update={"id": "chatcmpl-new"}))
+    add(serving.store, EXAMPLES[0].model_copy(update={"id": "5f3a91c2-new", "request_id": "chatcmpl-new"}))
     expect(page.locator("#list li").first).to_contain_text("chatcmpl-new")
     assert page.locator("#list li").count() == 1000  # the oldest goes
     page.close()  # first: a page that is open asks a server that is gone, and says so
@@ -205,6 +276,8 @@ def test_dark_room(browser: "Browser", server: Server) -> None:
 
     for scheme in ("dark", "light"):
         page = browser.new_page(color_scheme=scheme)  # type: ignore[arg-type]
+        page.goto(server.page)
+        expect(page.locator("#status")).to_have_class("live")
         page.goto(f"{server.url}/mmcache#{EXAMPLES[2].id}")
         expect(page.locator("#bar button").first).to_be_visible()
         for selector in ("body", ".hint", "#list a", "#segment", "#misses strong"):

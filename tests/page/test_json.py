@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The JSON below /mmcache and the page's headers, over HTTP; and `mmcache explain` against it and against a file."""
 
+import hmac
 import json
 import os
 import signal
@@ -9,22 +10,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 import pytest
 
 from tests.cli.test_commands import COMMAND, assert_one_line, mmcache
-from tests.page.app import EXAMPLES, IN_FORCE, Server, add, filled
+from tests.page.app import EXAMPLES, IN_FORCE, KEY, Server, add, filled
 from vllm_mmcache.observe.schema import MEANINGS, from_json, to_json
 from vllm_mmcache.observe.summary import summary
-
-KEY = "a key of this server"
-OTHER = "another key of it"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    serving = Server(filled(EXAMPLES), KEY, OTHER)
+    serving = Server(filled(EXAMPLES))
     yield serving
     serving.stop()
 
@@ -66,20 +65,74 @@ def test_cursor() -> None:
     news = body(serving, f"/records?since={cursor}&wait=2")
     assert time.monotonic() - start < 1.9  # not held
     assert [record["id"] for record in news["records"]] == [EXAMPLES[3].id]
-    assert len(body(serving, "/records?since=of-another-server")["records"]) == 4
+    assert len(body(serving, "/records?since=0123abcd-7")["records"]) == 4
     serving.stop()
 
 
-@pytest.mark.parametrize(
-    "path", ["/records", "/records?since=x", f"/records/{EXAMPLES[0].id}", "/records/none", "/totals", "/rooms"]
+DATA = (
+    "/records",
+    "/records?since=x",
+    "/records?id=x",
+    f"/records/{EXAMPLES[0].id}",
+    "/records/none",
+    "/totals",
+    "/rooms",
 )
+WRONG = (
+    None, "", "Bearer", "Bearer wrong", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer  {KEY}", f"bearer\t{KEY}",
+    f"Basic {KEY}", KEY, b"Bearer \xff\xfe", "Bearer caf\u00e9".encode(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", DATA)
 def test_the_key(server: Server, path: str) -> None:
-    for key in (None, "wrong", KEY + "x", KEY[:-1]):
-        answer = get(server, path, key)
-        assert answer.status_code == 401
-        assert answer.json() == {"error": "the server's API key is missing or wrong"}
-    assert httpx.get(f"{server.url}/mmcache{path}", headers={"Authorization": f"Basic {KEY}"}).status_code == 401
-    assert get(server, path, OTHER).status_code == get(server, path).status_code != 401
+    for header in WRONG:
+        answer = httpx.get(f"{server.url}/mmcache{path}", headers={} if header is None else {"Authorization": header})
+        assert answer.status_code == 401, header
+        assert answer.json() == {"error": "the admin key is missing or wrong"}
+    assert httpx.get(f"{server.url}/mmcache{path}", headers={"Authorization": f"BEARER {KEY}"}).status_code != 401
+    assert get(server, path).status_code != 401
+
+
+def test_keys_are_compared_in_constant_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As digests of one length, by hmac.compare_digest alone, whether the scheme is right or not."""
+    compared: list[tuple[bytes, bytes]] = []
+    original = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or original(a, b))
+    for header in ("Bearer x", "Basic x", "", f"Bearer {KEY}"):
+        httpx.get(f"{server.url}/mmcache/records", headers={"Authorization": header})
+    assert [(len(a), len(b)) for a, b in compared] == [(32, 32)] * 4
+
+
+@pytest.mark.parametrize("path", DATA)
+def test_without_an_admin_key_nothing_is_told(path: str) -> None:
+    """Nobody's request is told to the clients of a server, also not where the server asks them for no key."""
+    serving = Server(filled(EXAMPLES), None)
+    for key in (None, KEY, "None", ""):
+        answer = get(serving, path, key)
+        assert answer.status_code == 403
+        assert "MMCACHE_ADMIN_KEY" in answer.json()["error"]
+    assert get(serving, "", None).status_code == 200
+    assert_one_line(mmcache("explain", "--url", serving.url), "no admin key is set", "MMCACHE_ADMIN_KEY")
+    serving.stop()
+
+
+def test_by_an_id_that_a_client_chose() -> None:
+    """All requests that carry it, newest first; a record's own id is found before."""
+    same = [EXAMPLES[n].model_copy(update={"request_id": "chatcmpl-mine"}) for n in range(3)]
+    taken = EXAMPLES[3].model_copy(update={"request_id": same[0].id})
+    serving = Server(filled([*same, taken]))
+    found = body(serving, "/records?id=chatcmpl-mine")["records"]
+    assert [record["id"] for record in found] == [record.id for record in reversed(same)]
+    assert [record["request_id"] for record in found] == ["chatcmpl-mine"] * 3
+    assert body(serving, "/records?id=none") == {"records": []}
+    assert [record["id"] for record in body(serving, f"/records?id={same[0].id}")["records"]] == [same[0].id]
+    assert get(serving, "/records/chatcmpl-mine").status_code == 404
+    told = mmcache("explain", "chatcmpl-mine", "--url", serving.url, MMCACHE_ADMIN_KEY=KEY)
+    assert [line.split()[-2:] for line in told.stdout.splitlines()[1:]] == [
+        [record.id, "chatcmpl-mine"] for record in reversed(same)
+    ]
+    serving.stop()
 
 
 def test_the_page_has_nothing_private_and_nothing_from_outside(server: Server) -> None:
@@ -98,13 +151,27 @@ def test_wrong_numbers(server: Server, query: str) -> None:
     assert query in answer.json()["error"]
 
 
+TAILS = ("\u00b2", "\u0663", "9" * 5000, "1 ", "1\n", "+1", "1_0", "\x00", "x", "")
+
+
+@pytest.mark.parametrize("nonsense", ["x", "-1", *(f"TOKEN-{tail}" for tail in TAILS)])
+def test_a_cursor_that_is_none(server: Server, nonsense: str) -> None:
+    token, _, _ = body(server, "/records")["cursor"].partition("-")
+    answer = get(server, "/records?" + urlencode({"since": nonsense.replace("TOKEN", token)}))
+    assert answer.status_code == 400
+    assert "is no cursor" in answer.json()["error"]
+
+
 def test_nothing_is_recorded() -> None:
     serving = Server(None)
     assert body(serving, "/rooms") == IN_FORCE
     assert get(serving, "/totals").status_code == 503
     assert get(serving, "/records").status_code == 503
-    assert "--observe" in get(serving, "/records").json()["error"]
-    assert_one_line(mmcache("explain", "--url", serving.url), "nothing is recorded")
+    said = get(serving, "/records").json()["error"]
+    assert "--observe" in said
+    assert IN_FORCE["rooms"]["observe"]["reason"] in said
+    assert_one_line(mmcache("explain", "--url", serving.url, "--admin-key", KEY), "nothing is recorded")
+    assert get(serving, "/records", "wrong").status_code == 401
     serving.stop()
 
 
@@ -117,14 +184,15 @@ def record_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_explain(server: Server, record_file: Path) -> None:
     record = EXAMPLES[3]
-    for source in (["--url", f"{server.url}/v1", "--api-key", KEY], ["--file", str(record_file)]):
+    for source in (["--url", f"{server.url}/v1", "--admin-key", KEY], ["--file", str(record_file)]):
         listed = mmcache("explain", *source, "--last", "3")
         assert (listed.returncode, listed.stderr) == (0, "")
-        assert [line.split()[-1] for line in listed.stdout.splitlines()[1:]] == [r.id for r in EXAMPLES[-3:]]
+        assert [line.split()[-2] for line in listed.stdout.splitlines()[1:]] == [r.id for r in EXAMPLES[-3:]]
         as_json = mmcache("explain", *source, "--json")
         assert [from_json(json.loads(line)) for line in as_json.stdout.splitlines()] == EXAMPLES
         one = mmcache("explain", record.id, *source)
         assert one.returncode == 0
+        assert mmcache("explain", record.request_id, *source).stdout == one.stdout
         assert f"{record.reused_tokens} of {record.prompt_tokens} prompt tokens reused" in one.stdout
         assert all(miss.text in one.stdout for miss in record.misses)
         assert from_json(json.loads(mmcache("explain", record.id, *source, "--json").stdout)) == record
@@ -140,7 +208,7 @@ def test_explain_follows(kind: str, tmp_path: Path) -> None:
     serving = Server(filled(EXAMPLES[:2]))
     path = tmp_path / "records.jsonl"
     path.write_text("".join(json.dumps(to_json(record)) + "\n" for record in EXAMPLES[:2]))
-    source = ["--url", serving.url] if kind == "server" else ["--file", str(path)]
+    source = ["--url", serving.url, "--admin-key", KEY] if kind == "server" else ["--file", str(path)]
     with subprocess.Popen(
         [*COMMAND, "explain", "-f", *source],
         stdout=subprocess.PIPE,
@@ -148,13 +216,13 @@ def test_explain_follows(kind: str, tmp_path: Path) -> None:
         preexec_fn=heed_interrupts,
     ) as following:
         assert following.stdout is not None
-        lines = [following.stdout.readline().split()[-1] for _ in range(3)]
+        lines = [following.stdout.readline().split()[-2] for _ in range(3)]
         assert lines[1:] == [record.id for record in EXAMPLES[:2]]
         assert serving.store is not None
         add(serving.store, EXAMPLES[2])
         with path.open("a") as file:
             file.write(json.dumps(to_json(EXAMPLES[2])) + "\n")
-        assert following.stdout.readline().split()[-1] == EXAMPLES[2].id
+        assert following.stdout.readline().split()[-2] == EXAMPLES[2].id
         os.kill(following.pid, signal.SIGINT)
         assert following.wait(10) == 130
     serving.stop()
@@ -162,10 +230,18 @@ def test_explain_follows(kind: str, tmp_path: Path) -> None:
 
 def test_explain_says_what_is_wrong(server: Server, record_file: Path, tmp_path: Path) -> None:
     url = ["--url", server.url]
-    assert_one_line(mmcache("explain", *url), "the API key is missing", "--api-key")
-    assert_one_line(mmcache("explain", *url, "--api-key", "wrong"), "the API key is not the server's")
-    assert_one_line(mmcache("explain", "none", *url, VLLM_API_KEY=KEY), "no record of request 'none'")
-    assert_one_line(mmcache("explain", "none", "--file", str(record_file)), "no record of request 'none'")
+    assert_one_line(mmcache("explain", *url), "the admin key is missing", "MMCACHE_ADMIN_KEY")
+    assert_one_line(mmcache("explain", *url, VLLM_API_KEY=KEY), "the admin key is missing")
+    assert_one_line(mmcache("explain", *url, "--admin-key", "wrong"), "the admin key is not the server's")
+    assert_one_line(mmcache("explain", "none", *url, MMCACHE_ADMIN_KEY=KEY), "no record 'none'")
+    assert_one_line(mmcache("explain", "none", "--file", str(record_file)), "no record 'none'")
+    key_file = tmp_path / "admin-key"
+    key_file.write_text(f"{KEY}\n")
+    assert mmcache("explain", *url, MMCACHE_ADMIN_KEY_FILE=str(key_file)).returncode == 0
+    key_file.write_text("short\n")
+    assert_one_line(mmcache("explain", *url, MMCACHE_ADMIN_KEY_FILE=str(key_file)), "admin_key_file", "16 printable")
+    key_file.unlink()
+    assert_one_line(mmcache("explain", *url, MMCACHE_ADMIN_KEY_FILE=str(key_file)), "No such file")
     assert_one_line(mmcache("explain", "--url", "http://127.0.0.1:9"), "no answer from http://127.0.0.1:9", "--url")
     assert_one_line(mmcache("explain", "--url", "no address"), "no answer from")
     assert_one_line(mmcache("explain", "--url", f"{server.url}/elsewhere"), "has no /mmcache", "--observe")

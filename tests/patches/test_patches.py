@@ -79,7 +79,7 @@ def test_the_plugin_steps_aside(patched: Path) -> None:
     assert {outcomes[room][0] for room in aside} == {"unneeded"}
     assert aside == {"image_spans", "resumed_images", "image_checkpoints", "lazy_media"}
     others = {room: state for room, (state, _) in outcomes.items() if room not in aside}
-    assert others.pop("lifted_bodies") == "off"  # needs lazy_media
+    assert {others.pop(room) for room in ("lifted_bodies", "pixels")} == {"off"}  # which need lazy_media
     assert others.pop("observe") == "off"  # nobody asked for it
     assert set(others.values()) == {"on"}
 

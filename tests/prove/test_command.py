@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.sizes import larger
 from vllm_mmcache.upstream import proofs
 from vllm_mmcache.upstream.proofs import Place
 from vllm_mmcache.zoo import architecture_of, build
@@ -24,10 +25,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 SPOIL = """
 import wrapt
 
-@wrapt.when_imported("vllm_mmcache.features.room")
+@wrapt.when_imported("vllm_mmcache.features.copies")
 def spoil(module):
-    take = module.Room.take
-    module.Room.take = lambda self, items: [None if one is None else one * -3 for one in take(self, items)]
+    load = module.Copies.load
+    module.Copies.load = lambda self, places: [features * -3 for features in load(self, places)]
 """
 
 
@@ -89,6 +90,7 @@ def test_a_room_that_answers_wrongly_is_not_proven(tmp_path: Path) -> None:
     )
 
 
+@larger
 def test_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cold and warm against stock; its proof is for the architecture, and says whose model it was."""
     model = build("qwen3-vl", tmp_path / "model")

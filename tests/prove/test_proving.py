@@ -2,6 +2,7 @@
 """What is proven of which items: a failed item, a room that was not seen at work, an engine of another place."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -229,6 +230,21 @@ def test_vllms_arguments() -> None:
     ):
         with pytest.raises(EnvironmentProblem, match=words):
             arguments.given(wrong)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0rc1", "0.33.1.dev2+gabc", "0.34.0", "dev"])
+def test_a_vllm_where_nothing_would_be_on(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_mmcache.upstream.vllm_version", lambda: version)
+    monkeypatch.delenv(items.UNTESTED, raising=False)
+    with pytest.raises(EnvironmentProblem, match=re.escape(f"vLLM {version} is outside")):
+        look.see("", False, [])
+
+
+@pytest.mark.parametrize("version", ["0.32.0+cpu", "0.33.1"])
+def test_a_vllm_that_can_be_proven(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_mmcache.upstream.vllm_version", lambda: version)
+    monkeypatch.delenv(items.UNTESTED, raising=False)
+    assert look.see("", False, []).vllm == version
 
 
 def test_the_zoos_family_of_a_model(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
+from tests.sizes import WHOLE
 from vllm_mmcache.prove.expect import BF16_SELF_TOLERANCE, TIE, TOLERANCE
 from vllm_mmcache.zoo import BY_NAME, FAMILIES
 
 pytestmark = pytest.mark.engine
 
-WHOLE = os.environ.get("TEST_MATRIX") == "1"
 GDN = ("qwen3.5", "qwen3.5-moe")
 # With EAGLE heads; of the others vLLM knows neither where the image token is written nor, for EAGLE-3, the layers.
 EAGLE = ("qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "gemma3", *GDN)

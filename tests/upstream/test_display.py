@@ -20,8 +20,11 @@ def test_where_features_are(state: State, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(settings, "_current", settings.Settings(store=STORE, feature_ram_bytes="1GiB"))
     (line,) = display.whereabouts({"features": state, "observe": OFF})
     assert line == (
-        "features are kept: RAM (1.0GiB in each worker), /var/lib/features (10.0GiB at most), redis://***@host:6379/0"
+        "features are kept: RAM (1.0GiB), /var/lib/features (10.0GiB at most), redis://***@host:6379/0; beyond RAM "
+        "until unused for 7 days (MMCACHE_STORE_TTL)"
     )
+    monkeypatch.setattr(settings, "_current", settings.Settings(store="/a", store_ttl="0"))
+    assert "/a (10.0GiB at most); beyond RAM until there is no room" in display.whereabouts({"features": state})[0]
     monkeypatch.setattr(settings, "_current", settings.Settings(feature_ram_bytes=0))
     assert display.whereabouts({"features": state}) == ["features are kept: nowhere"]
 

@@ -24,6 +24,8 @@ from vllm_mmcache.upstream.proven import ENGINE_ROOMS, Engine, Row
 from vllm_mmcache.upstream.seams import SEAMS
 from vllm_mmcache.zoo import build_cached
 
+pytestmark = pytest.mark.usefixtures("no_role")
+
 
 @pytest.fixture(scope="module")
 def configurations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -37,23 +39,17 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(autouse=True)
-def no_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has taken no role on, without settings."""
-    monkeypatch.setattr(rooms, "_states", {})
-    monkeypatch.setattr(rooms, "_is_on", {})
-    monkeypatch.setattr(settings, "_current", settings.Settings())
-    monkeypatch.setattr(start, "_line", "")
-
-
 def decide(room: str, configurations: dict[str, Any], family: str = "gemma3", engine: Engine | None = None) -> State:
     vllm_config = configurations[family]
-    return start.decide(room, engine or start.engine_here(vllm_config), vllm_config)
+    engine = engine or start.engine_here(vllm_config)
+    own, _ = start.own_proofs(engine, vllm_config)
+    return start.decide(room, engine, vllm_config, own)
 
 
 def test_every_room_and_seam_belongs_together() -> None:
     assert all(seam.group in parts(seam.process) for seam in SEAMS)
     assert set(ENGINE_ROOMS) | OPT_IN | set(OVERTAKEN_BY) | set(OVERTAKEN_WHERE) <= set(ROOMS)
+    assert set(configuration.OF_IMAGES) <= set(ROOMS)
     assert set(ROOMS) <= set(settings.Settings.model_fields)
     assert all(ROOMS.index(needed) < ROOMS.index(room) for room, needed in NEEDS.items())
     assert set(ROOMS) == {room for role in rooms.ROLES for room in parts(role)}
@@ -132,9 +128,43 @@ def test_what_is_ignored_of_the_users_proofs_is_said(
     assert "proofs.json is ignored: it is not JSON" in said()
 
 
+def test_the_users_proofs_are_read_once(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(proven, "TABLE", [])
+    proofs.add(proofs.Place.of(configurations["gemma3"]), ["features", "metrics"], "a test", [])
+    reads, read = [], proofs.read
+    monkeypatch.setattr(proofs, "read", lambda: reads.append("read") or read())  # type: ignore[func-returns-value]
+    for role in rooms.ROLES:
+        start.take_on(role, configurations["gemma3"])
+        assert reads.pop() == "read"
+        assert not reads
+    assert rooms.of("worker")["features"] == ON == rooms.of("api")["metrics"]
+    assert start.foresee(configurations["gemma3"])["features"] == ON
+    assert reads == ["read"]
+
+
 def test_the_configuration_says_what_a_room_can_do(configurations: dict[str, Any]) -> None:
     assert decide("image_spans", configurations, "gemma3") == ON
     assert decide("image_spans", configurations, "qwen3-vl").state == "unneeded"
+
+
+def test_a_deployment_without_images(configurations: dict[str, Any]) -> None:
+    """The rooms that are about images alone have nothing to do; the others are as with images."""
+    with_images = configurations["gemma3"]
+    without = copy.deepcopy(with_images)
+    assert without.model_config.multimodal_config.get_limit_per_prompt("image") > 0
+    without.model_config.multimodal_config.language_model_only = True
+    alone = {"resumed_images", "image_checkpoints", "features", "lazy_media", "lifted_bodies", "pixels"}
+    for room in ROOMS:
+        found = configuration.state_in(room, without)
+        if room in alone:
+            assert found == State("unneeded", "this deployment takes no images")
+            assert found != configuration.state_in(room, with_images)
+        else:
+            assert found == configuration.state_in(room, with_images)
 
 
 def test_a_room_steps_aside_where_vllm_does_the_same(

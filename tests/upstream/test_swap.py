@@ -44,9 +44,8 @@ def entry(target: str, **fields: Any) -> Swap:
         "target": target,
         "make": f"{__name__}:loud",
         "vllm": ">=0.32,<0.34",
-        "process": "any",
+        "process": "api",
         "args_used": ("word",),
-        "on_mismatch": "off",
         "why": "test",
         "upstream": "none",
         "remove_when": "never",
@@ -113,11 +112,6 @@ def test_failure_midway_takes_back_what_was_set(owner: Any, monkeypatch: pytest.
     with pytest.raises(RuntimeError, match="read-only"):
         machine.install("g", [entry("swap_owner:speak"), entry("swap_stubborn:speak")], "0.32.0")
     assert owner.speak is original
-
-
-def test_refuse_wins_over_off(owner: Any) -> None:
-    group = [entry("swap_owner:speak", on_mismatch="refuse"), entry("swap_owner:gone")]
-    assert machine.install("g", group, "0.32.0").state == "refused"
 
 
 def test_undo_refuses_when_someone_is_on_top(owner: Any) -> None:

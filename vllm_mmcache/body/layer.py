@@ -2,18 +2,20 @@
 """The ASGI layer: receives the body, has its images lifted, and hands the application the short body.
 
 API server process, event loop; bodies are worked on in a thread. The layer is the innermost one, so that a refused
-client costs nothing and all others see the body as it came. A 4xx answer may repeat or measure the input: then the
-application gets the same request once more as it came, and that answer is sent. It must never fail a request itself.
+client costs nothing and all others see the body as it came. An error that came before the engine may repeat or measure
+the input: then the application gets the same request once more as it came, and that answer is sent. It must never
+fail a request itself: after an error of ours the body goes on as it came.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
 from typing import Any
 
 from vllm_mmcache import events
 from vllm_mmcache.body import references
-from vllm_mmcache.body.lift import lift
-from vllm_mmcache.body.scan import MIN_TEXT_BYTES, NEEDLE
+from vllm_mmcache.body.lift import MIN_TEXT_BYTES, Lifted, lift
+from vllm_mmcache.body.scan import find_texts
 from vllm_mmcache.body.shapes import WALKERS, Walker
 
 Scope = MutableMapping[str, Any]
@@ -39,17 +41,20 @@ class LiftImages:
             return await self.app(scope, _again(messages, receive), send)
         body = b"".join([message.get("body", b"") for message in messages])
         del messages
-        with events.BODY_SECONDS.seconds():
-            lifted = await asyncio.to_thread(lift, body, walker) if NEEDLE in body else None
+        lifted = await _lift(body, walker)
         if lifted is None:
             return await self.app(scope, _again(_one(body), receive), send)
         events.BYTES_LIFTED.add(lifted.num_bytes)
         events.IMAGES_LIFTED.add(len(lifted.payloads))
         before = dict(scope)
         answer = _Answer(send)
-        with references.lend(lifted.payloads):
-            await self.app(scope, _again(_one(lifted.body), receive), answer.send)
-        if answer.refused:
+        token = _ANSWER.set(answer)
+        try:
+            with references.lend(lifted.payloads):
+                await self.app(scope, _again(_one(lifted.body), receive), answer.send)
+        finally:
+            _ANSWER.reset(token)
+        if answer.is_dropped:
             scope.clear()
             scope.update(before)
             await self.app(scope, _again(_one(body), receive), send)
@@ -59,23 +64,72 @@ class LiftImages:
             return None
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         walker = WALKERS.get(path)
-        if walker is None or not _is_plain_json(scope) or not self.may_lift(scope, path):
+        if walker is None:
             return None
-        return walker
+        try:
+            return walker if _is_plain_json(scope) and self.may_lift(scope, path) else None
+        except Exception:
+            _count_failure()
+            return None
 
 
 class _Answer:
-    """Passes an answer on, but keeps a refusal (4xx) back."""
+    """Passes an answer on, but keeps an error back until all of it is there, and one that is to be asked again, ever.
+
+    A 4xx that came before the engine is: whatever it says of the input, it should say of the input as it came. One
+    that came after is not, for it would cost a generation. An error whose text holds a name of ours is, in any case.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.refused = False
+        self._kept: list[Message] | None = None
+        self.engine_asked = False
+        self.is_dropped = False
 
     async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.refused = 400 <= message["status"] < 500
-        if not self.refused:
-            await self._send(message)
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            self._kept = []
+        if self._kept is None:
+            return await self._send(message)
+        self._kept.append(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False) and not self.is_dropped:
+            self.is_dropped = self._is_to_be_asked_again(self._kept)
+            if not self.is_dropped:
+                kept, self._kept = self._kept, None
+                for one in kept:
+                    await self._send(one)
+
+    def _is_to_be_asked_again(self, messages: list[Message]) -> bool:
+        if messages[0]["status"] < 500 and not self.engine_asked:
+            return True
+        return references.PREFIX.encode() in b"".join([message.get("body", b"") for message in messages])
+
+
+_ANSWER: ContextVar[_Answer | None] = ContextVar("mmcache_answer", default=None)
+
+
+def engine_asked() -> None:
+    """The engine has taken a request on behalf of the HTTP request that is being answered, if any."""
+    answer = _ANSWER.get()
+    if answer is not None:
+        answer.engine_asked = True
+
+
+async def _lift(body: bytes, walker: Walker) -> Lifted | None:
+    with events.BODY_SECONDS.seconds():
+        try:
+            found = any(find_texts(body, MIN_TEXT_BYTES))
+            return await asyncio.to_thread(lift, body, walker) if found else None
+        except Exception:
+            _count_failure()
+            return None
+
+
+def _count_failure() -> None:
+    """Within an except clause: counted, and said once."""
+    with events.guarded("lifted_bodies"):
+        events.BODIES_FAILED.add()
+        raise
 
 
 def _is_plain_json(scope: Scope) -> bool:

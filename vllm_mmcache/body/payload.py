@@ -10,7 +10,7 @@ import threading
 
 import pybase64
 
-from vllm_mmcache import settings, tenant
+from vllm_mmcache import settings, sizes, tenant
 from vllm_mmcache.bounded import Bounded, Budget
 
 TEXT_COST_BYTES = 512  # two digests of 32 bytes, their objects and the table's slot; measured in tests/media
@@ -21,6 +21,7 @@ def _budget() -> Budget:
 
 
 TEXTS: Bounded[bytes, bytes] = Bounded(_budget, TEXT_COST_BYTES)  # digest of the text -> content id
+sizes.of_server("texts", TEXTS.size)
 
 
 def content_id_of(content: bytes | memoryview, tenant_key: bytes | None = None) -> bytes:

@@ -9,7 +9,9 @@ import contextlib
 import secrets
 from collections.abc import Iterator, Mapping
 
+from vllm_mmcache import sizes
 from vllm_mmcache.body.payload import Payload
+from vllm_mmcache.bounded import Size
 
 PREFIX = f"mmcache-{secrets.token_hex(8)}-"  # of this process
 
@@ -40,3 +42,12 @@ def resolve(text: str) -> Payload | None:
 def num_lent() -> int:
     """Names that resolve now, of all requests."""
     return len(_lent)
+
+
+def size() -> Size:
+    """What is held of bodies that are being answered: their images, as text."""
+    payloads = tuple(_lent.values())
+    return Size(len(payloads), sum(len(payload.text) for payload in payloads))
+
+
+sizes.of_server("bodies", size)

@@ -9,8 +9,8 @@ from typing import Any
 
 import vllm.envs as envs
 
-from vllm_mmcache import events, rooms
-from vllm_mmcache.body.layer import LiftImages, Scope
+from vllm_mmcache import events, rooms, sizes
+from vllm_mmcache.body.layer import LiftImages, Scope, engine_asked
 
 
 def add_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -21,6 +21,14 @@ def add_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     app = kwargs["app"] if "app" in kwargs else args[1]
     app.user_middleware.append(Middleware(LiftImages, may_lift=may_lift))  # the first is the outermost
     events.expose()
+    sizes.keep_shown()
+    return outcome
+
+
+async def tell_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of AsyncLLM.add_request(...): what is refused from here on has cost the engine work."""
+    outcome = await wrapped(*args, **kwargs)
+    engine_asked()
     return outcome
 
 

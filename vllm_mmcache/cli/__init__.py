@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from vllm_mmcache.cli import demo, doctor, explain, lint, prove, serve, store, zoo
+from vllm_mmcache.cli import demo, doctor, explain, lint, needs, prove, serve, store, uninstall, zoo
 from vllm_mmcache.errors import MMCacheError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command(context_settings=serve.PASS_ON)(doctor.doctor)
 app.command()(explain.explain)
 app.command()(lint.lint)
 app.command()(prove.prove)
+app.command()(uninstall.uninstall)
 app.add_typer(store.store_app, name="store")
 app.add_typer(zoo.zoo_app, name="zoo")
 
@@ -34,13 +35,17 @@ app.add_typer(zoo.zoo_app, name="zoo")
 def main() -> None:
     """Run the command line and exit; the entry point of `mmcache`."""
     try:
-        status = typer.main.get_command(app)(standalone_mode=False)
+        status = typer.main.get_command(app)(standalone_mode=False, prog_name=app.info.name)
     except MMCacheError as error:
         for note in getattr(error, "__notes__", ()):  # the end of a server's log
             print(note, file=sys.stderr)
         _fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        if needs.has_vllm():
+            raise
+        _fail(f"this needs the package {error.name}, which comes with vLLM: {needs.vllm_cure()}")
     except Exception as error:
         # Usage errors of typer: their classes moved between typer 0.16 and 0.29, this method did not.
         if isinstance(error, typer.Abort):
@@ -52,7 +57,8 @@ def main() -> None:
             if text := error.format_message():
                 print(text)
             sys.exit(2)
-        _fail(f"{error.format_message()} (see `mmcache --help`)")
+        verb = getattr(getattr(error, "ctx", None), "command_path", app.info.name)
+        _fail(f"{error.format_message().removesuffix('.')} (see `{verb} --help`)")
     sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_mmcache.cli import doctor_text, foreseen, plugins
+from vllm_mmcache.cli import doctor_text, foreseen, needs, plugins
 from vllm_mmcache.errors import EnvironmentProblem, MMCacheError
+from vllm_mmcache.upstream import installed
+from vllm_mmcache.upstream.configuration import NO_PYTHON, RUST_FRONTEND, has_rust_frontend
 
 if TYPE_CHECKING:
     from vllm_mmcache.rooms import State
@@ -93,10 +95,9 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
 
 def broken_packages() -> Findings:
     """What is broken in this environment; 3 to 7 s where this set of builds is new."""
-    from vllm_mmcache.environment import diagnose, is_stamped
+    from vllm_mmcache.environment import problems
 
-    problems = [] if is_stamped() else diagnose()
-    return [{"where": problem.package, "seen": problem.seen, "cure": problem.cure} for problem in problems]
+    return [{"where": problem.package, "seen": problem.seen, "cure": problem.cure} for problem in problems()]
 
 
 def distribution_version(name: str) -> str | None:
@@ -104,10 +105,7 @@ def distribution_version(name: str) -> str | None:
 
     if found := installed_version(name):
         return found  # names the build (+cpu, +cu130), which the metadata may not
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return installed(name)
 
 
 def settings_here(findings: Findings, config: Mapping[str, Any] | None = None) -> "Settings | None":
@@ -129,12 +127,11 @@ def vllm_facts(findings: Findings) -> dict[str, Any]:
 
     facts: dict[str, Any] = {"version": None, "distribution": None, "platform": None, "device": None}
     for name in DISTRIBUTIONS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            facts["distribution"] = f"{name} {importlib.metadata.version(name)}"
+        if found := installed(name):
+            facts["distribution"] = f"{name} {found}"
             break
     if importlib.util.find_spec("vllm") is None:
-        cure = "pip install 'vllm-mmcache[cpu]', or [cuda] on a machine with an NVIDIA GPU"
-        findings.append({"where": "vllm", "seen": "not installed", "cure": cure})
+        findings.append({"where": "vllm", "seen": f"not installed in {sys.prefix}", "cure": needs.vllm_cure()})
         return facts
     try:
         version = vllm_version()
@@ -145,11 +142,16 @@ def vllm_facts(findings: Findings) -> dict[str, Any]:
             with contextlib.suppress(Exception):  # a name, no more
                 facts["device"] = str(current_platform.get_device_name())
     except Exception as error:  # a broken install raises anything
-        seen = f"{type(error).__name__}: {error}"
-        findings.append({"where": "vllm", "seen": seen, "cure": "reinstall vLLM, or see the other findings"})
+        findings.append(unusable(error))
     else:
         facts["version"] = version
     return facts
+
+
+def unusable(error: Exception) -> dict[str, str]:
+    """A vLLM that can't be imported as a whole."""
+    seen = f"{type(error).__name__}: {foreseen.sentence(error)}"
+    return {"where": "vllm", "seen": seen, "cure": "see the other findings; if there are none, reinstall vLLM"}
 
 
 def configuration(model: str, arguments: Sequence[str], findings: Findings) -> Any:
@@ -176,11 +178,15 @@ def foresee(config: Any, chosen: "Settings", left_out: str, findings: Findings) 
         findings.append({"where": plugins.VARIABLE, "seen": seen, "cure": "name mmcache in it, or unset it"})
     if off := left_out or ("MMCACHE_DISABLE is set" if chosen.disable else ""):
         return {room: State("off", off) for room in ROOMS}
-    found = foreseen.rooms(config)
+    try:
+        found = foreseen.rooms(config)
+    except Exception as error:  # some part of a broken install raises anything
+        findings.append(unusable(error))
+        return {}
     findings += room_findings(found, chosen)
-    if foreseen.has_rust_frontend():
-        seen = f"{foreseen.NO_PYTHON}: nothing of mmcache is between clients and engines"
-        findings.append({"where": foreseen.RUST_FRONTEND, "seen": seen, "cure": "unset it"})
+    if has_rust_frontend():
+        seen = f"{NO_PYTHON}: nothing of mmcache is between clients and engines"
+        findings.append({"where": RUST_FRONTEND, "seen": seen, "cure": "unset it"})
     if chosen.require_salt and found["identity"].state in ("off", "mixed"):
         seen = f"set, but identity will be {found['identity']}"
         findings.append({"where": "MMCACHE_REQUIRE_SALT", "seen": seen, "cure": "no server starts with that: unset it"})

@@ -30,6 +30,8 @@ def show(facts: dict[str, Any], *, with_settings: bool) -> None:
     if facts["rooms"]:
         is_configured = facts["engine"]["runner"] is not None
         where = f"for {facts['model']}" if is_configured else "as far as is known without a model"
+        if facts["model"] is None:
+            where += " (`mmcache doctor MODEL` knows more)"
         console.print(f"\n[bold]What is foreseen {escape(where)}.[/] What is in force, say {TOLD_BY}.")
         rooms = Table.grid(padding=(0, 2))
         for room, said in facts["rooms"].items():
@@ -46,7 +48,7 @@ def show(facts: dict[str, Any], *, with_settings: bool) -> None:
         console.print("note:", note, markup=False)
     for finding in facts["findings"]:
         console.print(f"[bold red]finding[/] in {escape(finding['where'])}: {escape(finding['seen'])}")
-        console.print("  cure:", finding["cure"], markup=False)
+        console.print("  cure:", finding["cure"], markup=False, soft_wrap=True)  # it may hold a command to copy
     if not facts["findings"]:
         console.print("[green]no findings[/]")
 

@@ -5,7 +5,6 @@ Asks a server that records (`mmcache serve --observe`), or reads a record file; 
 """
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,17 +21,22 @@ URL = "http://127.0.0.1:8000"
 
 def explain(
     record_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="a request's id (chatcmpl-...) [default: list the last ones]")
+        str | None,
+        typer.Argument(metavar="[ID]", help="of a record, or of requests (chatcmpl-...) [default: list the last ones]"),
     ] = None,
     url: Annotated[str | None, typer.Option(help=f"the server [default: {URL}]")] = None,
-    api_key: Annotated[str | None, typer.Option(help="its API key [default: VLLM_API_KEY]")] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(help="its admin key [default: MMCACHE_ADMIN_KEY, or MMCACHE_ADMIN_KEY_FILE's]")
+    ] = None,
     file: Annotated[Path | None, typer.Option(help="a record file instead of a server")] = None,
     last: Annotated[int, typer.Option(min=1, max=1000, help="how many requests to list")] = 20,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on with new requests until Ctrl-C")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print records as JSON, one a line")] = False,
 ) -> None:
     """Say of each request what was reused, and why the rest was not."""
+    from vllm_mmcache.observe import admin
     from vllm_mmcache.observe import reader as readers
+    from vllm_mmcache.settings import load_settings
 
     if file is not None and url is not None:
         raise RecordsError("--url and --file: give one of the two")
@@ -42,9 +46,13 @@ def explain(
     if file is not None:
         source = readers.FileReader(file.expanduser())
     else:
-        source = readers.ServerReader(url or URL, api_key or os.environ.get("VLLM_API_KEY"))
+        source = readers.ServerReader(url or URL, admin_key or admin.admin_key(load_settings()))
     if record_id is not None:
-        tell(source.one(record_id), as_json)
+        found = source.named(record_id)
+        if len(found) == 1:
+            tell(found[0], as_json)
+        else:
+            show_list(found, as_json)
         return
     show_list(source.follow(last) if follow else source.last(last), as_json)
 

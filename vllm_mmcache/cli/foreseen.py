@@ -12,9 +12,7 @@ from typing import Any, NoReturn
 from vllm_mmcache.cli import plugins
 from vllm_mmcache.errors import EnvironmentProblem
 from vllm_mmcache.rooms import ON, State, combine
-
-RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
-NO_PYTHON = f"the Rust frontend ({RUST_FRONTEND}) runs no Python"
+from vllm_mmcache.upstream.configuration import NO_PYTHON, has_rust_frontend
 
 
 def configuration(model: str, arguments: Sequence[str]) -> Any:
@@ -48,11 +46,6 @@ def sentence(error: Exception) -> str:
         first = listed()[0]
         text = ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
     return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-
-
-def has_rust_frontend() -> bool:
-    """Whether vLLM serves with its Rust frontend."""
-    return os.environ.get(RUST_FRONTEND, "0").strip() not in ("", "0")
 
 
 def rooms(vllm_config: Any) -> dict[str, State]:

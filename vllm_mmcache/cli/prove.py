@@ -5,9 +5,7 @@ Runs items in processes of their own, one after the other (vllm_mmcache/prove); 
 kept in the user's state directory (upstream/proofs.py), model by model, so that Ctrl-C loses only the one it is at.
 """
 
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_mmcache.cli import needs
 from vllm_mmcache.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -69,8 +68,7 @@ def check_choice(
         raise EnvironmentProblem("--own checks a model of yours, and none is named: mmcache prove MODEL --own")
     if families and model is not None:
         raise EnvironmentProblem(f"--families and the model {model} are both given: give one of the two")
-    if importlib.util.find_spec("vllm") is None:
-        raise EnvironmentProblem(f"{sys.executable} has no vLLM: install it there, or run mmcache with its Python")
+    needs.check_vllm()
     found = tuple(listed("--rooms", rooms, ENGINE_ROOMS)) or ENGINE_ROOMS
     return found, tuple(listed("--families", families, FAMILIES)) or (() if model else FIRST_FAMILIES)
 

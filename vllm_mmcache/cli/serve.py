@@ -8,6 +8,7 @@ same process id, the same signals. Works with both distributions (see vllm_main.
 import contextlib
 import importlib.util
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Sequence
@@ -17,14 +18,17 @@ from typing import Annotated, NoReturn
 import typer
 
 from vllm_mmcache.cli import plugins
+from vllm_mmcache.cli.needs import check_vllm, compiler_hint
 from vllm_mmcache.errors import EnvironmentProblem
+from vllm_mmcache.places import STORE, default_directory
 
 # Everything after MODEL belongs to vLLM, its --help too.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 DEFAULT_PORT = 8000
-STORE = "MMCACHE_STORE"
 OBSERVE = "--observe"
+OBJECT_STORES = ("s3://", "gs://", "az://")  # those that vLLM knows (transformers_utils/runai_utils.py)
+ADMIN_KEY = "MMCACHE_ADMIN_KEY"
 DEFAULTS = ("enable-prefix-caching", "enable-prompt-tokens-details")
 
 
@@ -44,9 +48,13 @@ def serve(
         raise EnvironmentProblem(f"the model comes first, seen {model!r}: mmcache serve MODEL [vLLM arguments]")
     if not wants_help(rest):
         check_before_start(model, rest)
+        if hint := compiler_hint(rest):
+            print(f"mmcache: {hint}", file=sys.stderr)
         wishes = [keep_features(rest), observe_requests() if observe else ""]
         if wanted := ", ".join(filter(None, wishes)):
             print(f"mmcache: wanted: {wanted}. What is so, the server says when its engines are ready", file=sys.stderr)
+        if observe and (key := make_admin_key()):
+            print(f"mmcache: the admin key of this start: {page_address(rest)}#key={key}", file=sys.stderr)
     elif importlib.util.find_spec("vllm") is None:
         check_vllm()
     become(command(model, rest))
@@ -58,11 +66,14 @@ def keep_features(arguments: Sequence[str]) -> str:
 
     in_force = load_settings()
     settled = STORE in os.environ or '"store"' in (option(arguments, "additional-config") or "")
-    place = cache_directory()
+    place = default_directory()
     if settled or in_force.disable or in_force.features is False or place is None:
         return ""
     os.environ[STORE] = place
-    return f"features kept in {place} ({STORE}=/path chooses another place, {STORE}= none)"
+    return (
+        f"features kept in {place} {in_force.store_ttl.until()} ({STORE}=/path chooses another place, {STORE}= none, "
+        "MMCACHE_STORE_TTL another time)"
+    )
 
 
 def observe_requests() -> str:
@@ -76,12 +87,33 @@ def observe_requests() -> str:
     return "requests recorded"
 
 
-def cache_directory() -> str | None:
-    """This user's cache directory for us, by the platform's convention; None where there is none that can be named."""
-    home = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
-    root = os.environ.get("XDG_CACHE_HOME", "")  # a relative one is to be ignored, says the convention
-    place = os.path.join(root if root.startswith("/") else os.path.expanduser(home), "mmcache")
-    return place if place.startswith("/") and not set(place) & set(" ,\t\n") else None
+def make_admin_key() -> str | None:
+    """A new key for /mmcache, where none is set; the server and its processes find it in their environment.
+
+    Raises: SettingsError for a key file that can't be read.
+    """
+    from vllm_mmcache.observe.admin import admin_key
+    from vllm_mmcache.settings import load_settings
+
+    if admin_key(load_settings()) is not None:
+        return None
+    os.environ[ADMIN_KEY] = key = secrets.token_urlsafe(32)
+    return key
+
+
+def page_address(arguments: Sequence[str]) -> str:
+    """Where these arguments of vLLM's put the page; the server's log says it for certain."""
+    from vllm_mmcache.settings import load_settings
+
+    if own := load_settings().observe_listen:
+        return f"http://{own}/mmcache"
+    if option(arguments, "uds") is not None or option(arguments, "config") is not None:
+        return "/mmcache"
+    host = option(arguments, "host") or "127.0.0.1"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    scheme = "https" if option(arguments, "ssl-certfile") else "http"
+    port = option(arguments, "port") or DEFAULT_PORT
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/mmcache"
 
 
 def wants_help(arguments: Sequence[str]) -> bool:
@@ -103,16 +135,13 @@ def check_before_start(model: str, arguments: Sequence[str]) -> None:
     check_port(arguments)
 
 
-def check_vllm() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        raise EnvironmentProblem(
-            f"vLLM is not installed in {sys.prefix}: pip install 'vllm-mmcache[cpu]' on a machine without a GPU, "
-            "'vllm-mmcache[cuda]' with one"
-        )
-
-
 def check_model(model: str) -> None:
-    """A model name has at most one slash; anything else that looks like a path must be a model directory."""
+    """A model name has at most one slash; anything else that looks like a path must be a model directory.
+
+    What lies in an object store is vLLM's to find.
+    """
+    if model.lower().startswith(OBJECT_STORES):
+        return
     path = Path(model).expanduser()
     if not model or not path.exists():
         if not model or model.startswith((".", "/", "~")) or model.count("/") > 1:
@@ -121,7 +150,10 @@ def check_model(model: str) -> None:
                 "Qwen/Qwen3-VL-4B-Instruct; `mmcache zoo build qwen3-vl DIR` makes a tiny one"
             )
     elif path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
-        raise EnvironmentProblem(f"{model!r} is not a model directory: it has no config.json")
+        raise EnvironmentProblem(
+            f"{model!r} is not a model directory: it has no config.json: give the one that has it; "
+            "`mmcache zoo build qwen3-vl DIR` makes a tiny one"
+        )
 
 
 def check_port(arguments: Sequence[str]) -> None:

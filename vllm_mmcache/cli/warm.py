@@ -17,7 +17,9 @@ from typing import Annotated, Any
 
 import typer
 
+from vllm_mmcache.cli import needs
 from vllm_mmcache.errors import EnvironmentProblem, StoreUnusable
+from vllm_mmcache.places import STORE, places_in_use
 
 ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 
@@ -30,7 +32,9 @@ def warm(
         list[str] | None, typer.Argument(metavar="[VLLM ARGUMENTS]...", help="the server's own, after --")
     ] = None,
     model: Annotated[str, typer.Option(help="the model that will be served")] = "",
-    place: Annotated[Path | None, typer.Option("--dir", metavar="PATH", help="the store's directory")] = None,
+    place: Annotated[
+        Path | None, typer.Option("--dir", metavar="PATH", help=f"[default: {STORE}, else as `mmcache serve`]")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="pictures that are asked about at once")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")] = False,
 ) -> None:
@@ -39,6 +43,7 @@ def warm(
         raise EnvironmentProblem("no model is given: mmcache store warm PICTURES --model MODEL")
     paths = listed(pictures)
     prepare(place)
+    needs.check_vllm()
     report = fill(paths, model, arguments or [], batch)
     if as_json:
         print(json.dumps(report, indent=2))
@@ -73,9 +78,11 @@ def prepare(place: Path | None) -> None:
     from vllm_mmcache.settings import load_settings
 
     if place is not None:
-        os.environ["MMCACHE_STORE"] = str(place.expanduser().absolute())
+        os.environ[STORE] = str(place.expanduser().absolute())
+    elif (directory := places_in_use(load_settings().store)[0]) and STORE not in os.environ:
+        os.environ[STORE] = directory
     if not load_settings().store:
-        raise StoreUnusable("no store is given: use --dir PATH, or set MMCACHE_STORE")
+        raise StoreUnusable(f"{STORE} asks for no store: use --dir PATH, or set it")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the store is asked in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -92,12 +99,13 @@ def fill(paths: Sequence[Path], model: str, arguments: Sequence[str], batch: int
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from vllm_mmcache import events
-    from vllm_mmcache.features.vllm_side import counts, flush
+    from vllm_mmcache.features.scheduler import connector_of
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="mmcache store warm PICTURES --"))
     parsed = parser.parse_args(["--model", model, "--enable-prefix-caching", *arguments])
     llm = LLM.from_engine_args(EngineArgs.from_cli_args(parsed))
-    if not counts():
+    store = connector_of(llm.llm_engine.engine_core.engine_core.scheduler)
+    if store is None:
         raise EnvironmentProblem("this engine has no feature store; its log says why: see `mmcache doctor`")
     params = SamplingParams(max_tokens=1, temperature=0)
     failed: list[dict[str, str]] = []
@@ -111,7 +119,7 @@ def fill(paths: Sequence[Path], model: str, arguments: Sequence[str], batch: int
         if waiting and (len(waiting) == batch or number == len(paths)):
             llm.chat(waiting, params, use_tqdm=False)
             waiting.clear()
-            flush(WRITING_S)  # or the writer's queue would drop what a slow disk can't take
+            store.flush(WRITING_S)  # or what a slow disk is behind with would be let go from RAM before its turn
     seen = {name: int(count - before.get(name, 0)) for name, count in events.totals().items()}
     llm.llm_engine.engine_core.shutdown()
     return {

@@ -12,9 +12,11 @@ from typing import Any
 
 from blake3 import blake3
 
-from vllm_mmcache.body.scan import find_texts, replace_spans
+from vllm_mmcache.body.scan import find_texts, is_string, replace_spans
 
 PREFIX = "mmc1-"  # of a content id; the number goes up when it covers something else
+
+_MIN_TEXT_BYTES = 1024  # a shorter image is sent each time
 
 # What the server's answer to "do you know this image" depends on, besides the server and the user.
 SCOPE_FIELDS = ("model", "cache_salt", "mm_processor_kwargs", "media_io_kwargs")
@@ -54,7 +56,7 @@ def content_id(head: str, text: bytes | memoryview) -> str:
 
 def find_images(body: bytes) -> Images | None:
     """Parse a chat request; None where it has no image to name, or is nothing that we know."""
-    spans = list(find_texts(body))
+    spans = list(find_texts(body, _MIN_TEXT_BYTES))
     if not spans:
         return None
     stem = f"mmcache-{secrets.token_hex(16)}-"
@@ -65,7 +67,11 @@ def find_images(body: bytes) -> Images | None:
         return None  # the server says what is wrong with it
     parts = [part for part in _parts(request) if _is_ours(part, stem)]
     view = memoryview(body)
-    return Images(request, stem, [view[start:end] for start, end in spans], parts) if parts else None
+    texts = [view[start:end] for start, end in spans]
+    named = {_number(_url(part), stem) for part in parts}
+    if not all(is_string(text) for number, text in enumerate(texts) if number not in named):
+        return None  # with what is left in it, the body is no JSON; the server says so
+    return Images(request, stem, texts, parts) if parts else None
 
 
 def _parts(request: Any) -> Iterator[dict[str, Any]]:
@@ -90,5 +96,9 @@ def _url(part: dict[str, Any]) -> str:
 
 def _cut(url: str, stem: str, texts: list[memoryview]) -> tuple[str, memoryview]:
     """A data URL's head and text."""
-    head, _, number = url.partition(stem)
-    return head, texts[int(number)]
+    return url.partition(stem)[0], texts[_number(url, stem)]
+
+
+def _number(url: str, stem: str) -> int:
+    """Which of the texts stood in this URL."""
+    return int(url.partition(stem)[2])

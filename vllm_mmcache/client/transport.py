@@ -12,8 +12,10 @@ from typing import Any, Self
 
 from blake3 import blake3
 
+from vllm_mmcache import extras
 from vllm_mmcache.client.images import Images, find_images
 from vllm_mmcache.client.sent import Sent
+from vllm_mmcache.errors import EnvironmentProblem
 
 PATH_END = "/chat/completions"  # vLLM takes ids in image parts of other endpoints too, but no openai client sends them
 REFUSALS = frozenset({400, 500})  # 400: an unknown id; 500: a server that did not expect an image without bytes
@@ -145,25 +147,29 @@ def http_client(*, enabled: bool = True, sent: Sent | None = None, **options: An
     options go to the HTTPTransport below it (verify, cert, proxy, retries, ...). Proxies named by environment
     variables don't count, as with every httpx client that is given a transport.
     """
-    import openai
-
+    openai = _openai()
     inner = _httpx(openai.DefaultHttpxClient).HTTPTransport(**_defaults(options))
-    return openai.DefaultHttpxClient(transport=OnceTransport(inner, enabled=enabled, sent=sent))  # type: ignore[arg-type]
+    return openai.DefaultHttpxClient(transport=OnceTransport(inner, enabled=enabled, sent=sent))
 
 
 def async_http_client(*, enabled: bool = True, sent: Sent | None = None, **options: Any) -> Any:
     """`AsyncOpenAI(http_client=async_http_client())`; as http_client."""
-    import openai
-
+    openai = _openai()
     inner = _httpx(openai.DefaultAsyncHttpxClient).AsyncHTTPTransport(**_defaults(options))
     transport: Any = AsyncOnceTransport(inner, enabled=enabled, sent=sent)
     return openai.DefaultAsyncHttpxClient(transport=transport)
 
 
-def _defaults(options: dict[str, Any]) -> dict[str, Any]:
-    import openai
+def _openai() -> Any:
+    """The package openai. Raises: EnvironmentProblem."""
+    try:
+        return importlib.import_module("openai")
+    except ImportError as error:
+        raise EnvironmentProblem(f"the client needs the package openai ({error}): {extras.how('client')}") from error
 
-    return {"limits": openai.DEFAULT_CONNECTION_LIMITS, **options}
+
+def _defaults(options: dict[str, Any]) -> dict[str, Any]:
+    return {"limits": _openai().DEFAULT_CONNECTION_LIMITS, **options}
 
 
 def _httpx(client: type) -> ModuleType:

@@ -231,6 +231,8 @@ def check_tools() -> None:
     """Raises: EnvironmentProblem when something is missing that the demo needs beyond the server."""
     import importlib.util
 
+    from vllm_mmcache import extras
+    from vllm_mmcache.environment import check
     from vllm_mmcache.settings import load_settings
 
     load_settings()
@@ -238,6 +240,7 @@ def check_tools() -> None:
     missing = {name: extra for name, extra in needed.items() if importlib.util.find_spec(name) is None}
     if missing:
         raise EnvironmentProblem(
-            f"the demo needs {', '.join(missing)}: pip install "
-            f"'vllm-mmcache[{','.join(sorted(set(missing.values())))}]', or run `make demo`"
+            f"the demo needs {', '.join(missing)}: {extras.how(*sorted(set(missing.values())))}, or run `make demo`, "
+            "which does that, too"
         )
+    check()

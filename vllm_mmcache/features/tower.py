@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a model that images go through: its weights, their fingerprint, and when they were loaded.
+"""The part of a model that images go through: its weights, and what was loaded into them.
 
 No model class is named. What belongs to the tower is said by what does not: every parameter and buffer outside of the
 language model, which each multimodal class of vLLM marks. That is more than the tower where a model also hears, and
 never less. (`_tower_model_names` won't do: a class that marks vision and audio apart keeps the last.) Worker process.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from vllm_mmcache.features.digests import inputs_digest, tensors_digest
+from vllm_mmcache.features.digests import inputs_digest
 
 _ATTRIBUTE = "_mmcache_tower"
 
 
 class Tower:
-    """What features of one model depend on beside the image. One thread, the model runner's.
+    """What features of one model depend on beside the image.
 
     Raises: LookupError where the model does not tell its language model from the rest.
     """
@@ -28,10 +29,11 @@ class Tower:
         if not self.language_model_names:
             raise LookupError(f"{type(model).__name__} does not mark its language model")
         self.num_loads = 0
-        """How often weights were loaded since `watch`; features of an earlier count may be outdated."""
+        """How often weights were loaded since `watch`."""
         self.loaded: dict[str, str] = {}
         """Digest of each weight of the tower that was loaded, by its name in the checkpoint; see `watch`."""
-        self._fingerprint: tuple[int, str] | None = None  # num_loads, digest
+        self.guard: Callable[[], AbstractContextManager[object]] = nullcontext
+        """What to be in while weights are loaded; whoever reads them in another thread puts its own here."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters and buffers outside of the language model, by name. Shapes and dtypes: the model's."""
@@ -58,25 +60,14 @@ class Tower:
         mapper = getattr(self._model, "hf_to_vllm_mapper", None)
 
         def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
-            try:
-                return load(self._noted(weights, mapper) if notes else weights, *args, **kwargs)
-            finally:
-                self.num_loads += 1
+            with self.guard():
+                try:
+                    return load(self._noted(weights, mapper) if notes else weights, *args, **kwargs)
+                finally:
+                    self.num_loads += 1
 
         self._model.load_weights = load_weights
         setattr(self._model, _ATTRIBUTE, self)
-
-    def doubt(self) -> None:
-        """Weights may have changed: look at them again before features are used."""
-        self._fingerprint = None
-
-    def fingerprint(self) -> str:
-        """BLAKE3 over the tower's weights as they were loaded and as they are now; taken anew when they may differ."""
-        if self._fingerprint is None or self._fingerprint[0] != self.num_loads:
-            loaded = "".join(f"{name} {digest}\n" for name, digest in sorted(self.loaded.items()))
-            here = tensors_digest(self.tensors())
-            self._fingerprint = self.num_loads, inputs_digest({"loaded": loaded, "here": here})
-        return self._fingerprint[1]
 
     def _noted(self, weights: Iterable[tuple[str, torch.Tensor]], mapper: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:

@@ -5,69 +5,124 @@ Worker process, once at start. Reads vLLM's objects and changes none.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_mmcache.features.digests import inputs_digest
-from vllm_mmcache.features.room import Facts, Layout
+from vllm_mmcache.media.video import DECODERS
+from vllm_mmcache.upstream import installed
 
 _NOT_THE_TOWERS = frozenset({"text_config", "llm_config", "_name_or_path", "transformers_version"})
 
 
 def why_not(runner: Any) -> str:
     """Why there is no feature store for this model runner; empty if there can be one. See upstream/configuration.py."""
+    from vllm.v1.worker.gpu.ec_connector import ECConnector
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    if not isinstance(runner, GPUModelRunner) and not hasattr(getattr(runner, "model_state", None), "encoder_runner"):
+    is_v2 = isinstance(getattr(runner, "ec_connector", None), ECConnector)
+    if not is_v2 and not isinstance(runner, GPUModelRunner):
         return f"not written for this model runner, {type(runner).__module__}"
     return "" if runner.supports_mm_inputs else "this deployment takes no images"
 
 
-def facts_of(vllm_config: Any) -> Facts:
-    """What features depend on beside image and weights."""
+@dataclass(frozen=True)
+class Place:
+    """A worker's place among those that encode: each tensor-parallel rank of the first pipeline stage."""
+
+    encodes: bool
+    row: int
+    """Of the arena's board."""
+
+
+def place_of(vllm_config: Any) -> Place:
+    """Where this worker stands."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return Place(encodes=get_pp_group().is_first_rank, row=get_tp_group().rank_in_group)
+
+
+def facts_of(vllm_config: Any, device: torch.device) -> dict[str, str]:
+    """What features depend on beside image and weights, for `Identity`; each a digest or a short text."""
     from vllm.platforms import current_platform
     from vllm.version import __version__
 
     model_config, mm_config = vllm_config.model_config, vllm_config.model_config.multimodal_config
     hf_config = model_config.hf_config
-    return Facts(
-        model=_text(
-            {
-                "architectures": hf_config.architectures,
-                # What it says of the language model alone is left out, so that features outlive a longer context.
-                "config": {k: v for k, v in hf_config.to_dict().items() if k not in _NOT_THE_TOWERS},
-                "attention": mm_config.mm_encoder_attn_backend,
-                "attention dtype": mm_config.mm_encoder_attn_dtype,
-                "fp8 scales": _content(mm_config.mm_encoder_fp8_scale_path),
-                "sharding": mm_config.mm_encoder_tp_mode,
-                "quantization": model_config.quantization,
-                "platform": current_platform.device_type,
-                "vllm": __version__,
-            }
-        ),
-        processor=inputs_digest(
-            {"settings": _text(model_config.hf_image_processor_config), "given": _text(mm_config.mm_processor_kwargs)}
-        ),
-        dtype=str(model_config.dtype).removeprefix("torch."),
-    )
+    model = {
+        "architectures": hf_config.architectures,
+        # What it says of the language model alone is left out, so that features outlive a longer context.
+        "config": {k: v for k, v in hf_config.to_dict().items() if k not in _NOT_THE_TOWERS},
+        "attention": mm_config.mm_encoder_attn_backend,
+        "attention dtype": mm_config.mm_encoder_attn_dtype,
+        "fp8 scales": _content(mm_config.mm_encoder_fp8_scale_path),
+        "quantization": model_config.quantization,
+        "platform": current_platform.device_type,
+        "device": _device(device),
+        "torch": torch.__version__,
+        "vllm": __version__,
+    }
+    return {
+        "model": inputs_digest({name: _text(value) for name, value in model.items()}),
+        "processor": inputs_digest(_processing(model_config)),
+        "dtype": str(model_config.dtype).removeprefix("torch."),
+        "layout": f"{mm_config.mm_encoder_tp_mode}/{vllm_config.parallel_config.tensor_parallel_size}",
+    }
 
 
-def layout() -> Layout:
-    """This worker's place in its tensor-parallel group, and how the group agrees on what every rank has."""
-    from vllm.distributed.parallel_state import get_tp_group
+def processor_facts(model_config: Any, processor: Any) -> dict[str, str]:
+    """All that vLLM's processor depends on beside an item and its request's arguments. API server process."""
+    from vllm.version import __version__
 
-    group = get_tp_group()
+    hf_config = model_config.hf_config
+    return {
+        **_processing(model_config),
+        "videos": _of_videos(processor),
+        "config": _text(hf_config.to_dict()),
+        "tokenizer": _text([model_config.tokenizer, model_config.tokenizer_revision, str(model_config.tokenizer_mode)]),
+        "torch": torch.__version__,
+        "vllm": __version__,
+    }
 
-    def agree(has: list[bool]) -> list[bool]:
-        if group.world_size == 1 or not has:
-            return has
-        mask = torch.tensor(has, dtype=torch.int32)
-        torch.distributed.all_reduce(mask, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-        return [bool(one) for one in mask.tolist()]
 
-    return Layout(group.rank_in_group, group.world_size, agree)
+def _processing(model_config: Any) -> dict[str, str]:
+    """What features depend on of it: a name stands for an image's bytes, and what becomes of them for who does it."""
+    mm_config = model_config.multimodal_config
+    made_by = {name: installed(name) for name in ("pillow", "numpy", "torchvision", "transformers")}
+    return {
+        "settings": _text(model_config.hf_image_processor_config),
+        "given": _text(mm_config.mm_processor_kwargs),
+        "loading": _text(mm_config.media_io_kwargs),
+        "normalized on the device": _text(mm_config.mm_device_do_normalize),
+        "names": _text(mm_config.mm_hasher_algorithm),
+        "code": _text([model_config.revision, model_config.code_revision]),
+        "made by": _text(made_by),
+    }
+
+
+def video_facts(model_config: Any) -> str:
+    """What features of a video depend on beside those of an image: digest of the processor's settings and decoders."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    return _of_videos(MULTIMODAL_REGISTRY.create_processor(model_config))
+
+
+def _of_videos(processor: Any) -> str:
+    of_videos = getattr(processor.info.get_hf_processor(), "video_processor", None)
+    made_by = {name: installed(name) for name in DECODERS}
+    settings = of_videos.to_dict() if of_videos is not None else None
+    return inputs_digest({"settings": _text(settings), "made by": _text(made_by)})
+
+
+def _device(device: torch.device) -> str:
+    """What decides between kernels: name and capability of a GPU, the instructions of a CPU."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name} {properties.major}.{properties.minor}"
+    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _content(path: Any) -> str | None:

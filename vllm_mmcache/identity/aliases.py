@@ -5,8 +5,8 @@ An alias is bound by a request that carries the item, and used by later ones of 
 alone. It only leads to a content id; what is kept under that is another matter. Neither uuids nor salts are kept.
 """
 
-from vllm_mmcache import events, settings
-from vllm_mmcache.bounded import Bounded, Budget
+from vllm_mmcache import events, settings, sizes
+from vllm_mmcache.bounded import Bounded, Budget, Size
 from vllm_mmcache.identity import audit, layout
 
 ALIAS_COST_BYTES = 512  # a key of 32 bytes, a content id of 64 characters and the table's slot; twice, see _holders
@@ -49,5 +49,11 @@ class Aliases:
     def __len__(self) -> int:
         return len(self._content_ids)
 
+    def size(self) -> Size:
+        """Of both tables together; the entries are those of the aliases."""
+        ids, holders = self._content_ids.size(), self._holders.size()
+        return Size(len(self), (ids.bytes or 0) + (holders.bytes or 0), 2 * (ids.budget_bytes or 0))
+
 
 ALIASES = Aliases()
+sizes.of_server("uuids", ALIASES.size)

@@ -17,6 +17,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_mmcache import events, rooms, settings, tenant
 from vllm_mmcache.identity import audit, layout
 from vllm_mmcache.identity.aliases import ALIASES
+from vllm_mmcache.identity.layer import BeginAsNobody
 
 # Whether several vLLM instances find each other's items by the client's names (an encoder-cache connector).
 _NAMES_ARE_SHARED: ContextVar[bool] = ContextVar("mmcache_names_are_shared", default=False)
@@ -35,6 +36,16 @@ def read_salt(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         salt = kwargs["cache_salt"] if "cache_salt" in kwargs else args[0]
         _check_salt(salt)
         tenant.SALT.set(salt)
+    return outcome
+
+
+def add_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of init_exception_handler(app): called once for an application, before its middleware is made."""
+    outcome = wrapped(*args, **kwargs)
+    from starlette.middleware import Middleware
+
+    app = args[0] if args else kwargs["app"]
+    app.user_middleware.append(Middleware(BeginAsNobody))  # the last is the innermost
     return outcome
 
 

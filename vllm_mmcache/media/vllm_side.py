@@ -6,28 +6,47 @@ result is always a MediaWithBytes with the mm_hash that stock vLLM computes. vLL
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import numpy
+import PIL
+import vllm
 import vllm.envs as envs
-from PIL import Image
+from PIL import Image, ImageFile, features
 from vllm.multimodal.media import MediaWithBytes
 
+import vllm_mmcache
 from vllm_mmcache import events, rooms, tenant
 from vllm_mmcache.body import references
 from vllm_mmcache.body.payload import Payload, content_id_of
+from vllm_mmcache.media import records
+from vllm_mmcache.media.origin import Origin, origin_of
 from vllm_mmcache.media.picture import LazyPicture
-from vllm_mmcache.media.records import RECORDS, Key, Record
+from vllm_mmcache.media.records import Key, Record
+from vllm_mmcache.media.video.recorded import RecordedFrames, ask_undecoded, is_of_frames
+
+# Pillow's names of the libraries that it decodes with.
+_CODECS = ("jpg", "libjpeg_turbo", "jpg_2000", "zlib", "zlib_ng", "libtiff", "webp", "avif")
 
 
 class RecordedMedia(MediaWithBytes):
-    """vLLM's pair of an image and its bytes, with the image's record; the bytes may be base64 still."""
+    """vLLM's pair of an image and its bytes, with the image's record; the bytes may be base64 still.
 
-    def __init__(self, media: Image.Image, content: Callable[[], bytes], record: Record, content_id: bytes) -> None:
+    origin is what another process can open the same image from; None where it may not be able to.
+    """
+
+    def __init__(
+        self, media: Image.Image, content: Callable[[], bytes], record: Record, content_id: bytes, origin: Origin | None
+    ) -> None:
         self.media = media
         self.io_config = record.io_config
         self.record = record
         self.content_id = content_id
+        self.origin = origin
         self.is_lifted = False
+        self.processor: str | None = None
+        """What the room pixels did in this request: run or deferred; None where it had nothing to do."""
         self._content = content
 
     @property
@@ -47,20 +66,19 @@ def remember_tenant(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of ImageMediaIO.load_base64(media_type, data): a known text is neither decoded nor hashed as bytes."""
-    if not rooms.is_on("lazy_media"):
+    if not _is_served(instance):
         return wrapped(*args, **kwargs)
     text = kwargs["data"] if "data" in kwargs else args[1]
     lifted = references.resolve(text)
-    payload = lifted or _read(text, _tenant_key(instance))
+    payload = lifted or read_text(text, tenant_key_of(instance))
     if payload is None:
         return wrapped(*args, **kwargs)
-    with events.MEDIA_SECONDS.seconds():
-        record = RECORDS.get(_key(payload.content_id, instance))
-        if record is not None:
-            opened = _open_lazily(record, payload.decode, instance, payload.content_id)
-            opened.is_lifted = lifted is not None
-            return opened
-    opened = instance.load_bytes(payload.decode())
+    stock = _stock_load_bytes(instance)
+    if stock is None:
+        opened = instance.load_bytes(payload.decode())
+    else:
+        with events.MEDIA_SECONDS.seconds():
+            opened = _open(stock, payload.decode, instance, payload.content_id)
     if isinstance(opened, RecordedMedia):
         opened.is_lifted = lifted is not None
     return opened
@@ -68,46 +86,58 @@ def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of ImageMediaIO.load_bytes(data)."""
-    if not rooms.is_on("lazy_media"):
+    if not _is_served(instance):
         return wrapped(*args, **kwargs)
     content = kwargs["data"] if "data" in kwargs else args[0]
     with events.MEDIA_SECONDS.seconds():
-        key = _key(content_id_of(content, _tenant_key(instance)), instance)
-        record = RECORDS.get(key)
-        if record is not None:
-            return _open_lazily(record, lambda: content, instance, key.content_id)
-        opened = wrapped(*args, **kwargs)
-        events.IMAGES_DECODED.add()
-        if type(opened.media) is not Image.Image:  # still bound to its file, so more than size, mode and pixels
-            return opened
-        record = RECORDS.admit(key, Record(opened.media.size, opened.media.mode, opened.io_config))
-        return RecordedMedia(opened.media, lambda: content, record, key.content_id)
+        # What decodes late is vLLM's own, also under a loader that makes something else of its result.
+        return _open(wrapped, lambda: content, instance, content_id_of(content, tenant_key_of(instance)))
 
 
 def remember_mm_hash(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of MultiModalHasher.hash_kwargs(algorithm, /, **kwargs): hashes a known image's bytes once.
+    """Wrapper of MultiModalHasher.hash_kwargs(algorithm, /, **kwargs): hashes known bytes once.
 
-    The question is the same call with an empty string in the image's place; its answer is kept in the record.
+    The question is the same call with an empty string in the place of the image, or of the video's frames; its answer
+    is kept in the record.
     """
-    recorded = [name for name, value in kwargs.items() if isinstance(value, RecordedMedia)]
+    recorded = [(name, found) for name, value in kwargs.items() if (found := _recorded(value)) is not None]
     if len(recorded) != 1:
         return wrapped(*args, **kwargs)
-    record = kwargs[recorded[0]].record
-    question = (*args, recorded[0], wrapped(*args, **{**kwargs, recorded[0]: ""}))
-    known = record.mm_hash(question)
+    ((name, (item, with_item)),) = recorded
+
+    def ask(stand_in: Any) -> str:
+        return str(wrapped(*args, **{**kwargs, name: with_item(stand_in)}))
+
+    question = (*args, name, ask(""))
+    known = item.record.mm_hash(question)
     if known is None:
-        known = wrapped(*args, **kwargs)
-        record.keep_mm_hash(question, known)
+        known = ask_undecoded(ask, item) if isinstance(item, RecordedFrames) else ask(item)
+        item.record.keep_mm_hash(question, known)
     return known
 
 
-def _tenant_key(instance: Any) -> bytes | None:
+def _recorded(value: Any) -> tuple[RecordedMedia | RecordedFrames, Callable[[Any], Any]] | None:
+    """The image or the frames in an argument of the hasher, and what puts something else there; None for no such."""
+    if isinstance(value, RecordedMedia | RecordedFrames):
+        return value, lambda stand_in: stand_in
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], RecordedFrames):
+        return value[0], lambda stand_in: (stand_in, value[1])  # with the video's metadata
+    return None
+
+
+def _is_served(loader: Any) -> bool:
+    """Whether its images are to be known: not those that are frames of a video."""
+    return rooms.is_on("lazy_media") and not is_of_frames(loader)
+
+
+def tenant_key_of(loader: Any) -> bytes | None:
     """Whose image this is; None without a salt, and where the group identity is off."""
-    key: bytes | None = getattr(instance, "_mmcache_tenant_key", None)
+    key: bytes | None = getattr(loader, "_mmcache_tenant_key", None)
     return key
 
 
-def _read(text: str, tenant_key: bytes | None) -> Payload | None:
+def read_text(text: str, tenant_key: bytes | None) -> Payload | None:
+    """Base64 text; None where it is none."""
     try:
         return Payload(text.encode("ascii"), tenant_key)
     except ValueError:
@@ -116,11 +146,37 @@ def _read(text: str, tenant_key: bytes | None) -> Payload | None:
 
 def _key(content_id: bytes, instance: Any) -> Key:
     """Everything that ImageMediaIO's result depends on, beside limits that are charged per request."""
-    limit = envs.VLLM_MAX_IMAGE_PIXELS
-    return Key(content_id, (type(instance).__name__, instance.image_mode, instance.rgba_background_color, limit))
+    limits = envs.VLLM_MAX_IMAGE_PIXELS, Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
+    options = instance.image_mode, instance.rgba_background_color
+    return Key(content_id, (_facts(), type(instance).__module__, type(instance).__qualname__, *options, *limits))
 
 
-def _open_lazily(record: Record, content: Callable[[], bytes], instance: Any, content_id: bytes) -> RecordedMedia:
+@cache
+def _facts() -> str:
+    """What decodes here, since a record is read by other processes, too."""
+    codecs = [(name, features.version(name)) for name in _CODECS]
+    versions = [(module.__name__, module.__version__) for module in (vllm_mmcache, vllm, PIL, numpy)]
+    return repr((versions, codecs))
+
+
+def _open(stock: Callable[[bytes], Any], content: Callable[[], bytes], instance: Any, content_id: bytes) -> Any:
+    key = _key(content_id, instance)
+    record = records.find(key)
+    if record is not None:
+        return _open_lazily(record, stock, content, instance, content_id)
+    decoded_from = content()
+    opened = stock(decoded_from)
+    events.IMAGES_DECODED.add()
+    if type(opened.media) is not Image.Image:  # still bound to its file, so more than size, mode and pixels
+        return opened
+    record = records.admit(key, Record(opened.media.size, opened.media.mode, opened.io_config))
+    origin = origin_of(instance, lambda: decoded_from)
+    return RecordedMedia(opened.media, lambda: decoded_from, record, content_id, origin)
+
+
+def _open_lazily(
+    record: Record, stock: Callable[[bytes], Any], content: Callable[[], bytes], instance: Any, content_id: bytes
+) -> RecordedMedia:
     budget = getattr(instance, "decoded_budget", None)  # vLLM 0.33: decoded bytes that one request may ask for
     if budget is not None:
         budget.charge(record.size[0] * record.size[1] * 4)
@@ -132,12 +188,10 @@ def _open_lazily(record: Record, content: Callable[[], bytes], instance: Any, co
         image: Image.Image = stock(content()).media
         return image
 
-    stock = _stock_load_bytes(instance)
-    return RecordedMedia(LazyPicture(record.size, record.mode, decode), content, record, content_id)
+    picture = LazyPicture(record.size, record.mode, decode)
+    return RecordedMedia(picture, content, record, content_id, origin_of(instance, content))
 
 
-def _stock_load_bytes(instance: Any) -> Callable[[bytes], Any]:
-    """vLLM's own load_bytes, below our wrapper; the lazy picture's decode must not give a lazy picture."""
-    bound = instance.load_bytes
-    below: Callable[[bytes], Any] = getattr(bound, "__wrapped__", bound)
-    return below
+def _stock_load_bytes(instance: Any) -> Callable[[bytes], Any] | None:
+    """vLLM's own load_bytes, below our wrapper; None for a loader that overrides it, and meets our wrapper later."""
+    return getattr(instance.load_bytes, "__wrapped__", None)

@@ -5,8 +5,10 @@ API server. Of text it has digests only.
 """
 
 import itertools
+import secrets
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 MOST_WAITING = 16384  # of some 4 KiB each
 
@@ -19,12 +21,13 @@ UNKNOWN: Layers = (0, 0, "unknown", "unknown", "unknown")
 class Asked:
     """One request. turns and the first two of spans: positions in tokens."""
 
-    id: str
+    request_id: str
+    """As the client sees it, who may have chosen it."""
     time_s: float
     prompt_tokens: int
     lora: str
     salt: str
-    """Digest of the cache_salt."""
+    """Its class; see digests.salt_class."""
     num_answers: int
     turns: Sequence[int]
     roles: Sequence[str]
@@ -34,35 +37,45 @@ class Asked:
     """offset, length, vLLM's identifier of each image."""
     layers: Sequence[Layers]
 
-    def is_echo(self, turn: int, given: Container[int]) -> bool:
-        """Whether the assistant's turn is one of the answers that were given, sent back word for word."""
+    def is_echo(self, turn: int, given: Container[tuple[str, int]]) -> bool:
+        """Whether the assistant's turn is an answer that was given under this salt, sent back word for word."""
         place = [index for index, role in enumerate(self.roles) if role == "assistant"].index(turn)
         if place >= len(self.answers):
             return False
         digest = self.answers[place]
-        return digest is None or digest in given
+        return digest is None or (self.salt, digest) in given
 
 
 class Waiting:
-    """Requests that have gone to an engine, by a number that no other request of this process has. Bounded."""
+    """Requests that have gone to an engine, by an id that no other request of any process has. Bounded."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._kept: dict[int, Asked] = {}
+        self._kept: dict[str, Asked] = {}
 
-    def add(self, asked: Asked) -> int:
-        """Keep a request; returns its number, from 1."""
-        number = next(self._numbers)
-        self._kept[number] = asked
+    @cached_property
+    def _token(self) -> str:
+        """Of this process; made with its first request, since processes are forked before."""
+        return secrets.token_hex(4)
+
+    def add(self, asked: Asked) -> str:
+        """Keep a request; returns the id that its record will have."""
+        record_id = f"{self._token}-{next(self._numbers)}"
+        self._kept[record_id] = asked
         if len(self._kept) > MOST_WAITING:
             self._kept.pop(next(iter(self._kept)), None)
-        return number
+        return record_id
 
-    def take(self, number: int) -> Asked | None:
-        """The request of that number, once for each of its answers; None if it had to go, or was never there."""
-        asked = self._kept.get(number)
+    def salt_of(self, record_id: str) -> str | None:
+        """The class of a request's salt; None if it is not known."""
+        asked = self._kept.get(record_id)
+        return asked.salt if asked is not None else None
+
+    def take(self, record_id: str) -> Asked | None:
+        """The request of that id, once for each of its answers; None if it had to go, or was never there."""
+        asked = self._kept.get(record_id)
         if asked is not None:
             asked.num_answers -= 1
             if asked.num_answers <= 0:
-                self._kept.pop(number, None)
+                self._kept.pop(record_id, None)
         return asked

@@ -71,9 +71,10 @@ def explain(prompt: Prompt, found: Found, lookup: Lookup) -> list[Cause]:
     start = common
     if start < total and found.elsewhere is not None:
         entry, until = found.elsewhere.entry, min(found.elsewhere.common_tokens, total)
+        details = {"other": entry.id}
         reason = Reason.OTHER_SALT if entry.salt != prompt.entry.salt else Reason.OTHER_LORA
-        name = "salt" if reason is Reason.OTHER_SALT else "lora"
-        details = {"was": getattr(entry, name), "now": getattr(prompt.entry, name), "other": entry.id}
+        if reason is Reason.OTHER_LORA:
+            details |= {"was": entry.lora, "now": prompt.entry.lora}
         causes.append(Cause(reason, start, until - start, start, details))
         start = until
     if start < total:

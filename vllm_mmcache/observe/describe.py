@@ -8,14 +8,15 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from vllm_mmcache.observe.asked import Asked
-from vllm_mmcache.observe.schema import Group, Image, Kind, Miss, Nearest, Reason, Record, Segment, digest
+from vllm_mmcache.observe.digests import shown
+from vllm_mmcache.observe.schema import Group, Image, Kind, Miss, Nearest, Reason, Record, Segment
 from vllm_mmcache.observe.wire import Cause, Outcome
 
 
 class Told:
     """What both sides say of one request: `asked` the API server, `outcome` the engine."""
 
-    def __init__(self, asked: Asked, outcome: Outcome, answers: Container[int]) -> None:
+    def __init__(self, asked: Asked, outcome: Outcome, answers: Container[tuple[str, int]]) -> None:
         self.asked, self.outcome = asked, outcome
         self.causes = [self._judged(cause, answers) for cause in outcome.causes]
 
@@ -34,7 +35,7 @@ class Told:
         """How many images had their features from where."""
         return Counter(map(self.source, range(len(self.asked.spans))))
 
-    def _judged(self, cause: Cause, answers: Container[int]) -> Cause:
+    def _judged(self, cause: Cause, answers: Container[tuple[str, int]]) -> Cause:
         """Whether an answer was changed or came back as it was given, the engine can't know."""
         if cause.details.get("answer") and self.asked.is_echo(cause.details["turn"], answers):
             return cause._replace(reason=Reason.TEMPLATE_REWROTE)
@@ -64,12 +65,13 @@ def describe(told: Told, server: str, model: str) -> Record:
         )
     return Record(
         id=outcome.id,
+        request_id=asked.request_id,
         time_s=asked.time_s,
         server=server,
         engine=outcome.engine,
         model=model,
         lora=asked.lora or None,
-        salt=asked.salt or None,
+        salt=shown(asked.salt) if asked.salt else None,
         prompt_tokens=asked.prompt_tokens,
         reused_tokens=outcome.reused_tokens,
         external_tokens=outcome.external_tokens,
@@ -109,7 +111,7 @@ def _image(told: Told, index: int) -> Image:
     width, height, *layers = told.asked.layers[index]
     happened: dict[str, Any] = dict(zip(("body", "decode", "processor"), layers, strict=True))
     happened["features"] = told.source(index)
-    name = digest(told.asked.spans[index][2])
+    name = shown(told.asked.spans[index][2])
     return Image(index=index, digest=name, width=width or None, height=height or None, **happened)
 
 

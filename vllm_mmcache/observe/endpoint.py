@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point `vllm.endpoint_plugins: mmcache_observe`: /mmcache on the API server, where VLLM_PLUGINS names it.
 
-vLLM checks API keys only below paths such as /v1, so the keys are handed to our routes, which check them themselves.
+The routes check a key of their own: vLLM's API keys are those of all clients, who may not read about each other.
 Runs in the API server while its app is built.
 """
 
 import logging
-import os
 from typing import Any
 
-from vllm_mmcache import rooms
+from vllm_mmcache import rooms, settings
+from vllm_mmcache.observe.admin import MISSING, admin_key
+from vllm_mmcache.observe.listener import listen
 from vllm_mmcache.observe.recorder import RECORDER
 from vllm_mmcache.observe.store import RecordStore
 from vllm_mmcache.observe.web import routes
@@ -25,17 +26,28 @@ class Endpoint:
     required_tasks = None
 
     def attach_router(self, app: Any) -> None:
-        """Add our routes to vLLM's FastAPI app, with the keys that vLLM itself asks for."""
-        keys = [key for key in (app.state.args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
-        app.router.routes.extend(routes(recorded, keys, in_force))
+        """Add our routes to vLLM's FastAPI app, or serve them on an address of their own, where one is set.
+
+        Raises: SettingsError where the admin key can't be read, or the address not be had.
+        """
+        chosen = settings.current()
+        ours = routes(recorded, admin_key(chosen), in_force)
+        if chosen.observe_listen:
+            listen(chosen.observe_listen, ours)
+        else:
+            app.router.routes.extend(ours)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Say where the page is: the engines are ready, and what is in force is known."""
         logger.info("mmcache: the page is %s, `mmcache explain` says the same", address(args))
+        if admin_key(settings.current()) is None:
+            logger.warning("mmcache: %s", MISSING)
 
 
 def address(args: Any) -> str:
     """Where the page of a server with these arguments of vLLM's is, as far as they say."""
+    if own := settings.current().observe_listen:
+        return f"http://{own}/mmcache"
     if args.uds:
         return f"/mmcache on {args.uds}"
     host = args.host or "127.0.0.1"

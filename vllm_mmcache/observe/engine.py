@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_mmcache import events, rooms, settings
+from vllm_mmcache import events, rooms, settings, sizes
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.causes import GroupHit, Lookup, Lost, Prompt, explain
+from vllm_mmcache.observe.digests import salt_class
 from vllm_mmcache.observe.history import Entry, Found, History
-from vllm_mmcache.observe.schema import Reason, digest
+from vllm_mmcache.observe.schema import Reason
 from vllm_mmcache.observe.wire import Cause
 
 EVICTIONS = 65536  # block keys whose eviction is remembered
@@ -29,7 +30,7 @@ _SEEN = "_mmcache_seen"
 class Seen:
     """What is known of one request between its lookup and its first output."""
 
-    ticket: int
+    ticket: str
     entry: Entry
     found: Found
     hit_tokens: int = -1
@@ -104,7 +105,12 @@ class Observer:
     def __init__(self, manager: Any) -> None:
         self.manager = manager
         self.pool = manager.block_pool
-        self.history = History(self.pool.hash_block_size, lambda: settings.current().observe_bytes)
+        self.history = History(
+            self.pool.hash_block_size,
+            lambda: settings.current().observe_bytes,
+            lambda: settings.current().observe_across_salts,
+        )
+        sizes.of_engine("history", self.history.size)
         self.waiting: dict[str, Seen] = {}
         self.ended: list[str] = []
         self.reset_s = 0.0
@@ -182,15 +188,14 @@ class Observer:
 
     def _meet(self, request: Any) -> Seen:
         text, request.trace_headers = wire.take(request.trace_headers)
-        ticket, name, notes = wire.open_notes(text) if text else (0, request.request_id, "")
+        ticket, name, notes = wire.open_notes(text) if text else ("", "", "")
         number, _, rest = request.request_id.partition("_")
-        if number.isdigit() and rest.startswith(name):  # one of the n answers that were asked for
-            name = f"{number}_{name}"
+        is_one_of_n = name and number.isdecimal() and rest.startswith(name)
         features = request.mm_features
         entry = Entry(
-            id=name,
+            id=f"{ticket}.{number}" if is_one_of_n else ticket,
             time_s=request.arrival_time,
-            salt=digest(request.cache_salt) if request.cache_salt else "",
+            salt=salt_class(request.cache_salt),
             lora=request.lora_request.lora_name if request.lora_request else "",
             prompt_tokens=request.num_prompt_tokens,
             notes=notes,

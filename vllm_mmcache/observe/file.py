@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from vllm_mmcache import events
 from vllm_mmcache.observe.schema import Record, from_json, to_json
 
 logger = logging.getLogger("vllm.mmcache")
@@ -40,7 +41,7 @@ class RecordFile:
         try:
             self._queue.put_nowait(record)
         except queue.Full:
-            self.dropped += 1
+            self._drop()
 
     def flush(self) -> None:
         """Wait until all that was handed in is written or given up."""
@@ -63,6 +64,10 @@ class RecordFile:
         finally:
             os.close(lock)
 
+    def _drop(self) -> None:
+        self.dropped += 1
+        events.OBSERVED_DROPPED.add()
+
     def _write_all(self) -> None:
         failed = False
         while True:
@@ -71,7 +76,7 @@ class RecordFile:
                 self.write(record())
                 failed = False
             except Exception as error:
-                self.dropped += 1
+                self._drop()
                 if not failed:
                     logger.warning("mmcache: records are not written to %s: %s", self.path, error)
                 failed = True

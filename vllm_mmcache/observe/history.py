@@ -4,6 +4,9 @@
 Knows no vLLM. Requests form a tree: one that shares its first blocks with an earlier one remembers only its own rest.
 Block keys are chained, so that a key that is known vouches for everything before it, and the longest known beginning
 is found by bisection. Token ids stay in this process and never go into a record. Bounded in bytes.
+
+A request is compared with those of its own salt alone, unless the operator asks for more: how far two prompts agree
+tells, guess by guess, what the other one says.
 """
 
 from array import array
@@ -13,10 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_mmcache.bounded import Size
 from vllm_mmcache.observe import wire
 
 BRANCHES = 4  # requests remembered per place at which they went different ways
-STARTS = 8  # requests remembered per first block, whatever their salt and adapter
+STARTS = 8  # requests remembered per salt and first block, whatever their adapter
 _ENTRY_BYTES = 1024
 _KEY_BYTES = 200
 
@@ -28,6 +32,7 @@ class Entry:
     id: str
     time_s: float
     salt: str
+    """The whole salt's digest; see digests.salt_class. Empty without one, which is a class of its own."""
     lora: str
     prompt_tokens: int
     images_end: int = 0
@@ -91,19 +96,22 @@ class Found:
     num_known: int
     nearest: Match | None
     elsewhere: Match | None
-    """A request under another salt or adapter that shares more."""
+    """A request under another adapter that shares more; or under another salt, where that is asked for."""
 
 
 class History:
     """Remembered requests, used longest ago forgotten first; a request outlives those that build on it.
 
-    Units: budget_bytes counts what `Entry.size_bytes` estimates.
+    Units: budget_bytes counts what `Entry.size_bytes` estimates. across_salts: compare requests of different salts.
     """
 
-    def __init__(self, block_tokens: int, budget_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self, block_tokens: int, budget_bytes: Callable[[], int], across_salts: Callable[[], bool] = lambda: False
+    ) -> None:
         self.block_tokens = block_tokens
         self.size_bytes = 0
         self._budget = budget_bytes
+        self._across_salts = across_salts
         self._entries: OrderedDict[int, Entry] = OrderedDict()
         self._by_key: dict[bytes, Entry] = {}
         self._branches: dict[object, deque[Entry]] = {}
@@ -112,13 +120,18 @@ class History:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def size(self) -> Size:
+        """What there is, and what there may be."""
+        return Size(len(self), self.size_bytes, self._budget())
+
     def owner(self, key: bytes) -> Entry | None:
         """The request that had the block of this key first."""
         return self._by_key.get(key)
 
     def find(self, new: Entry, prompt: Sequence[int], keys: Sequence[bytes]) -> Found:
         """Look a new request up. prompt and keys are those of its whole prompt; `new` is not remembered by this."""
-        new.start = hash((tuple(prompt[: self.block_tokens]), new.first_images))
+        salt = "" if self._across_salts() else new.salt
+        new.start = salt, hash((tuple(prompt[: self.block_tokens]), new.first_images))
         known = self._count_known(keys)
         at = known * self.block_tokens
         candidates = list(self._branches.get(keys[known - 1] if known else (new.salt, new.lora), ()))
@@ -126,6 +139,8 @@ class History:
             candidates.append(self._by_key[keys[known - 1]])
         nearest: Match | None = None
         for entry in candidates:
+            if entry.salt != new.salt:  # vLLM's keys hold the salt; this does not depend on it
+                continue
             limit = min(len(prompt), entry.total, at + self.block_tokens)
             match = Match(entry, _common(new, entry, prompt, at, limit))
             if nearest is None or _better(match, nearest):

@@ -17,11 +17,12 @@ from pydantic import ValidationError
 
 from vllm_mmcache.errors import RecordsError
 from vllm_mmcache.observe.file import Follower, read_records
-from vllm_mmcache.observe.schema import Record, from_json
+from vllm_mmcache.observe.schema import REQUEST_ID_CHARS, Record, from_json
 
 TIMEOUT_S = 15.0
 WAIT_S = 2.0
 POLL_S = 0.5
+NO_SERVER = "start one with `mmcache serve MODEL --observe`, or name one that runs with --url"
 
 
 class Reader(Protocol):
@@ -30,8 +31,8 @@ class Reader(Protocol):
     def last(self, num: int) -> list[Record]:
         """The newest records, newest last."""
 
-    def one(self, record_id: str) -> Record:
-        """The record of one request."""
+    def named(self, name: str) -> list[Record]:
+        """The record of that id, or else those of the requests that carry it, newest first; one at least."""
 
     def follow(self, num: int) -> Iterator[Record]:
         """The newest `num` records, then more as they come, without an end."""
@@ -40,15 +41,19 @@ class Reader(Protocol):
 class ServerReader:
     """Records of a server. `url` may end in /v1, as clients have it."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, admin_key: str | None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1").removesuffix("/mmcache")
-        self.api_key = api_key
+        self.admin_key = admin_key
 
     def last(self, num: int) -> list[Record]:
         return self._records(self._get(f"records?full=1&limit={num}"))
 
-    def one(self, record_id: str) -> Record:
-        return self._record(self._get("records/" + urllib.parse.quote(record_id, safe="")))
+    def named(self, name: str) -> list[Record]:
+        query = urllib.parse.urlencode({"full": 1, "limit": 1000, "id": name}, errors="surrogatepass")
+        found = self._records(self._get(f"records?{query}"))
+        if not found:
+            raise RecordsError(f"{self.url}: no record {name!r}: it is unknown, or had to go for newer ones")
+        return found
 
     def follow(self, num: int) -> Iterator[Record]:
         news = self._get(f"records?full=1&limit={num}")
@@ -62,15 +67,15 @@ class ServerReader:
     def _get(self, path: str) -> dict[str, Any]:
         try:
             request = urllib.request.Request(f"{self.url}/mmcache/{path}")
-            if self.api_key:
-                request.add_header("Authorization", f"Bearer {self.api_key}")
+            if self.admin_key:
+                request.add_unredirected_header("Authorization", f"Bearer {self.admin_key}")
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
                 body = json.loads(answer.read())
         except urllib.error.HTTPError as error:
             raise self._refused(error) from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise RecordsError(f"no answer from {self.url}: {reason}: name a running server with --url") from None
+            raise RecordsError(f"no answer from {self.url}: {reason}: {NO_SERVER}") from None
         if not isinstance(body, dict):
             raise RecordsError(f"{self.url} answered with no record: is it a vLLM server with mmcache?")
         return body
@@ -81,8 +86,10 @@ class ServerReader:
         except (OSError, ValueError, AttributeError):
             said = None
         if error.code == 401:
-            given = "is not the server's" if self.api_key else "is missing"
-            return RecordsError(f"{self.url}: the API key {given}: give it with --api-key, or set VLLM_API_KEY")
+            given = "is not the server's" if self.admin_key else "is missing"
+            return RecordsError(
+                f"{self.url}: the admin key {given}: set MMCACHE_ADMIN_KEY, or give it with --admin-key"
+            )
         if not isinstance(said, str):  # the server's own 404
             return RecordsError(
                 f"{self.url} has no /mmcache (status {error.code}): start it with `mmcache serve MODEL --observe`"
@@ -108,11 +115,13 @@ class FileReader:
     def last(self, num: int) -> list[Record]:
         return self._records()[-num:]
 
-    def one(self, record_id: str) -> Record:
-        for record in reversed(self._records()):
-            if record.id == record_id:
-                return record
-        raise RecordsError(f"{self.path}: no record of request {record_id!r} in it")
+    def named(self, name: str) -> list[Record]:
+        records = self._records()[::-1]
+        found = [record for record in records if record.id == name]
+        found = found or [record for record in records if record.request_id == name[:REQUEST_ID_CHARS]]
+        if not found:
+            raise RecordsError(f"{self.path}: no record {name!r} in it")
+        return found
 
     def follow(self, num: int) -> Iterator[Record]:
         follower = Follower(self.path)

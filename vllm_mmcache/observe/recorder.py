@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from vllm_mmcache import events, settings
+from vllm_mmcache import events, settings, sizes
 from vllm_mmcache.bounded import Bounded, Budget
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.asked import Waiting
@@ -28,7 +28,7 @@ from vllm_mmcache.observe.store import RecordStore
 RECORD_BYTES, SEGMENT_BYTES = 4096, 1024  # what a record that was read takes; tests/observe measures
 LAG_S = 0.1  # from the first output to the record, unless somebody asks for it
 MOST_ARRIVED = 1024
-_ANSWER_COST_BYTES = 200
+_ANSWER_COST_BYTES = 250
 _REASONING_END = "</think>"
 SHARED_NAME = "mmcache-records.jsonl"
 
@@ -44,7 +44,9 @@ class Recorder:
         self.model = ""
         self.store = RecordStore(_budget, self._refresh)
         self.waiting = Waiting()
-        self._answers: Bounded[int, bool] = Bounded(lambda: Budget(65536, 16 << 20), _ANSWER_COST_BYTES)
+        self._answers: Bounded[tuple[str, int], bool] = Bounded(lambda: Budget(65536, 16 << 20), _ANSWER_COST_BYTES)
+        sizes.of_server("observed", self.store.size)
+        sizes.of_server("answers", self._answers.size)
         self._arrived: deque[tuple[Callable[[str], None], str]] = deque()
         self._has_news = threading.Event()
         self._reading = threading.Lock()
@@ -58,9 +60,9 @@ class Recorder:
         """An engine's outcome has arrived with a request's first output; read soon, in a thread."""
         self._put(self._record, outcome)
 
-    def note_answer(self, text: str) -> None:
-        """An answer has ended; kept as a digest, to be known again when it is sent back."""
-        self._put(self._remember, text)
+    def note_answer(self, salt: str, text: str) -> None:
+        """An answer has ended; kept as a digest, to be known again when it is sent back under the same salt's class."""
+        self._put(partial(self._remember, salt), text)
 
     def read_notes(self) -> None:
         """Read what has arrived. Notes are read in the order in which they came."""
@@ -107,14 +109,14 @@ class Recorder:
         self.store.count(outcome.reused_tokens + sum(missed.values()), outcome.reused_tokens, missed, images)
         if told is not None:
             recipe = partial(describe, told, self.server, self.model)
-            self.store.add(outcome.id, _size_bytes(told.num_segments), recipe)
+            self.store.add(outcome.id, _size_bytes(told.num_segments), recipe, told.asked.request_id)
             for file in self._files:
                 file.hand(recipe)
 
-    def _remember(self, text: str) -> None:
+    def _remember(self, salt: str, text: str) -> None:
         for answer in {text, text.rpartition(_REASONING_END)[2]}:
             for sent in {answer, answer.strip()}:
-                self._answers.admit(message_digest("assistant", sent), True)
+                self._answers.admit((salt, message_digest("assistant", sent)), True)
 
     @cached_property
     def _shared(self) -> Path | None:
@@ -143,7 +145,7 @@ class Recorder:
                 missed = _sums((miss.reason.value, miss.tokens) for miss in record.misses)
                 images = _sums((segment.image.features, 1) for segment in record.segments if segment.image)
                 self.store.count(record.prompt_tokens, record.reused_tokens, missed, images)
-                self.store.add(record.id, _size_bytes(len(record.segments)), record)
+                self.store.add(record.id, _size_bytes(len(record.segments)), record, record.request_id)
 
 
 def message_digest(role: str, text: str) -> int:

@@ -2,11 +2,10 @@
 """What is said about one request: its segments, what of each was reused, and one reason for what was not.
 
 Imports neither vLLM nor torch: the page, `mmcache explain` and tests read records with it, on any machine. A record
-never holds text, token ids or bytes of a prompt; digests are shortened to 8 hex digits. JSON is `model_dump(mode=
+never holds text, token ids or bytes of a prompt; digests are keyed and have 8 hex digits. JSON is `model_dump(mode=
 "json")`; one record a line in a record file. Unknown fields of a newer format are ignored, another `format` is refused.
 """
 
-import hashlib
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -14,11 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 FORMAT = 1
 DIGEST_CHARS = 8
-
-
-def digest(text: str) -> str:
-    """A short digest of a name or an id, which a client may have chosen."""
-    return hashlib.blake2b(text.encode(), digest_size=DIGEST_CHARS // 2).hexdigest()
+REQUEST_ID_CHARS = 128  # of a client's id; the rest of a longer one is left out
 
 
 class Reason(StrEnum):
@@ -90,17 +85,29 @@ class Image(_Part):
 
     index: int
     digest: str
-    """First 8 hex digits of a digest of vLLM's mm_hash."""
+    """Of vLLM's mm_hash: 8 hex digits, keyed; see digests.shown."""
     width: int | None = None
     height: int | None = None
     body: Literal["lifted", "left", "unknown"] = "unknown"
     """Taken out of the HTTP body before it was parsed, or left in it (URL, short, no HTTP at all)."""
     decode: Literal["skipped", "decoded", "late", "unknown"] = "unknown"
     """skipped: known bytes, pixels never needed. late: known, but somebody needed the pixels after all."""
-    processor: Literal["hit", "run", "unknown"] = "unknown"
-    """Whether vLLM's processor cache had the processed image."""
-    features: Literal["ram", "disk", "remote", "tower", "encoder_cache", "not_needed", "unknown"] = "unknown"
-    """Where its features came from. not_needed: its KV was reused whole. encoder_cache: vLLM's own, of this moment."""
+    processor: Literal["hit", "run", "deferred", "unknown"] = "unknown"
+    """Whether vLLM's processor cache had the processed image. deferred: it went to the engine without its pixels."""
+    features: Literal[
+        "ram",
+        "disk",
+        "remote",
+        "tower",
+        "tower_faster_than_disk",
+        "tower_faster_than_remote",
+        "encoder_cache",
+        "not_needed",
+        "unknown",
+    ] = "unknown"
+    """Where its features came from. not_needed: its KV was reused whole. encoder_cache: vLLM's own, of this moment.
+    tower_faster_than_*: a tier was not asked, since it takes longer than the vision tower.
+    """
 
 
 Kind = Literal["system", "message", "image", "generation", "text"]
@@ -144,7 +151,9 @@ class Record(_Part):
 
     format: Literal[1] = 1
     id: str
-    """The request's id as the client sees it (`chatcmpl-...`); offline, vLLM's counter."""
+    """The record's own, made by the server: no client can choose it. One of n answers has its number behind it."""
+    request_id: str = ""
+    """The request's id as the client sees it (`chatcmpl-...`); it may have chosen it. Offline, vLLM's counter."""
     time_s: float
     """Unix time at which the request arrived."""
     server: str = ""
@@ -153,7 +162,7 @@ class Record(_Part):
     model: str = ""
     lora: str | None = None
     salt: str | None = None
-    """Digest of the cache_salt, so that two can be told apart; None without one."""
+    """Of the cache_salt, so that two can be told apart: 8 hex digits, keyed; None without one."""
     prompt_tokens: int
     reused_tokens: int
     external_tokens: int = 0

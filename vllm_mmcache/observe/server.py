@@ -18,13 +18,15 @@ from vllm_mmcache import events, rooms
 from vllm_mmcache.media.picture import LazyPicture
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.asked import UNKNOWN, Asked, Layers
+from vllm_mmcache.observe.digests import salt_class
 from vllm_mmcache.observe.recorder import RECORDER, message_digest
-from vllm_mmcache.observe.schema import digest
+from vllm_mmcache.observe.schema import REQUEST_ID_CHARS
 from vllm_mmcache.observe.turns import Marks, find_marks
 
 _CHAT = "mmcache_chat"
 _IMAGES = "mmcache_images"
 _MARKS = "_mmcache_marks"
+_SALT = "_mmcache_salt"
 _processing = threading.local()
 
 
@@ -86,15 +88,24 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             if output.trace_headers:
                 text, output.trace_headers = wire.take(output.trace_headers)
                 if text is not None:
+                    _keep_salt(instance.request_states.get(output.request_id), text)
                     RECORDER.note(text)
             if output.finish_reason is not None:
                 ended.append(instance.request_states.get(output.request_id))
     outcome = wrapped(*args, **kwargs)
     with events.guarded("observe"):
         for state in ended:
-            if state is not None and state.detokenizer is not None:
-                RECORDER.note_answer(state.detokenizer.output_text)
+            salt = getattr(state, _SALT, None)
+            if salt is not None and state.detokenizer is not None:
+                RECORDER.note_answer(salt, state.detokenizer.output_text)
     return outcome
+
+
+def _keep_salt(state: Any, outcome: str) -> None:
+    """vLLM's state of a request lives until its answer ends; an answer is known again under its own salt alone."""
+    salt = RECORDER.waiting.salt_of(wire.ticket_of(outcome))
+    if state is not None and salt is not None:
+        setattr(state, _SALT, salt)
 
 
 def _lay_chat(renderer: Any, args: Any, kwargs: Any, outcome: Any) -> None:
@@ -124,13 +135,13 @@ def _keep(renderer: Any, request: Any, prompt: dict[str, Any]) -> str:
     turns = marks.find(tokens, spans) if marks is not None and tokens is not None else []
     roles = marks.roles_of(tokens, turns) if marks is not None and turns else []
     lora, sampling = request.lora_request, request.sampling_params
-    number = RECORDER.waiting.add(
+    record_id = RECORDER.waiting.add(
         Asked(
-            id=request.request_id,
+            request_id=request.request_id[:REQUEST_ID_CHARS],
             time_s=request.arrival_time,
             prompt_tokens=len(tokens) if tokens is not None else len(request.prompt_embeds),
             lora=lora.lora_name if lora else "",
-            salt=digest(request.cache_salt) if request.cache_salt else "",
+            salt=salt_class(request.cache_salt),
             num_answers=sampling.n if sampling is not None else 1,
             turns=turns,
             roles=roles,
@@ -140,7 +151,7 @@ def _keep(renderer: Any, request: Any, prompt: dict[str, Any]) -> str:
         )
     )
     notes = wire.Notes(turns, roles, messages, spans, [content for content, _ in seen])
-    return wire.pack(number, request.request_id, notes)
+    return wire.pack(record_id, request.request_id, notes)
 
 
 _Content = tuple[str, str, int, int]  # as in wire.Notes
@@ -163,6 +174,7 @@ def _notes(items: Any, given: Any, cached: Sequence[bool] | None) -> list[tuple[
             decode = "late" if media.is_decoded else "skipped"
         else:
             decode = "unknown" if media is None else "decoded"
+        ran = getattr(item, "processor", None) or ran  # of the room pixels, before vLLM's cache was asked
         width, height = media.size if hasattr(media, "mode") else (0, 0)
         found.append(((content, processor_settings, width, height), (width, height, body, decode, ran)))
     return found

@@ -15,6 +15,7 @@ def summary(record: Record) -> dict[str, Any]:
     tiers = Counter(segment.image.features for segment in record.segments if segment.image)
     return {
         "id": record.id,
+        "request_id": record.request_id,
         "time_s": record.time_s,
         "server": record.server,
         "model": record.model,

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from vllm_mmcache.observe.schema import Image, Record, Segment
 from vllm_mmcache.observe.summary import summary
 
-LIST_HEAD = f"{'time (UTC)':<9} {'reused':>6} {'of tokens':>9} {'images':>6}  {'mostly':<17} request"
+LIST_HEAD = f"{'time (UTC)':<9} {'reused':>6} {'of tokens':>9} {'images':>6}  {'mostly':<17} {'record':<15} request"
 BAR_CHARS = 60
 REUSED, PARTLY, COMPUTED = "#", "+", "."
 
@@ -18,13 +18,16 @@ def list_line(record: Record) -> str:
     at = datetime.fromtimestamp(record.time_s, UTC).strftime("%H:%M:%S")
     why = words(facts["reason"]) if facts["reason"] else "all reused"
     images = sum(facts["images"].values())
-    return plain(f"{at:<10} {share(record):>5} {record.prompt_tokens:>9} {images:>6}  {why:<17} {record.id}")
+    names = f"{record.id:<15} {record.request_id}".rstrip()
+    return plain(f"{at:<10} {share(record):>5} {record.prompt_tokens:>9} {images:>6}  {why:<17} {names}")
 
 
 def full(record: Record) -> Iterator[str]:
     """The lines that tell all of one record."""
     at = datetime.fromtimestamp(record.time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     yield plain(f"{record.id}  {at}  {record.model}  {record.server}")
+    if record.request_id:
+        yield plain(f"request {record.request_id}")
     yield f"{record.reused_tokens} of {record.prompt_tokens} prompt tokens reused ({share(record)})"
     yield f"[{bar(record)}]  {REUSED} reused, {PARTLY} in part, {COMPUTED} computed"
     if nearest := record.nearest:
@@ -79,7 +82,7 @@ def share(record: Record) -> str:
 
 
 def words(name: str) -> str:
-    return name.replace("_", " ")
+    return name.replace("tower_faster", "tower: faster").replace("_", " ")
 
 
 def plain(text: str) -> str:

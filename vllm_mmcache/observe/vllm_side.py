@@ -17,7 +17,7 @@ import wrapt
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_mmcache import events
+from vllm_mmcache import events, sizes
 from vllm_mmcache.observe.engine import send_outcome
 
 _PREFIX = "mmcache:"
@@ -88,7 +88,7 @@ def send(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler.make_stats; engine process, scheduler thread."""
     stats = wrapped(*args, **kwargs)
     if stats is not None:
-        for name, amount in events.take_engine_counts().items():
+        for name, amount in (events.take_engine_counts() | sizes.take_changed()).items():
             stats.num_kv_fetch_reqs_by_stage[_PREFIX + name] = amount
     return stats
 
@@ -99,7 +99,11 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if stats is not None:
         by_name = stats.num_kv_fetch_reqs_by_stage
         for key in [key for key in by_name if key.startswith(_PREFIX)]:
-            events.show_engine_count(key.removeprefix(_PREFIX), by_name.pop(key))
+            name, number = key.removeprefix(_PREFIX), by_name.pop(key)
+            if name.startswith(sizes.PREFIX):
+                sizes.show_changed(name, number, kwargs.get("engine_idx") or 0)
+            else:
+                events.show_engine_count(name, number)
     return wrapped(*args, **kwargs)
 
 

@@ -2,12 +2,12 @@
 """The page /mmcache and its JSON: records, one record, totals, rooms. Plain Starlette routes over a store; no vLLM.
 
 Runs in the API server, on its event loop. The page's own files hold nothing of anybody and are served to all; the JSON
-asks for the server's API key, since vLLM's own middleware guards only paths such as /v1.
+tells of everybody's requests and asks for the admin key, which the clients of the server don't have.
 """
 
 import asyncio
 import hashlib
-import secrets
+import hmac
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from vllm_mmcache.observe.schema import MEANINGS, to_json
+from vllm_mmcache.observe.admin import MISSING
+from vllm_mmcache.observe.schema import MEANINGS, Record, to_json
 from vllm_mmcache.observe.store import RecordStore
 from vllm_mmcache.observe.summary import summary
 
@@ -43,21 +44,22 @@ Rooms = Callable[[], dict[str, Any]]
 """What is in force: rooms and places; see upstream/display.py."""
 
 
-def routes(records: Callable[[], RecordStore | None], api_keys: Sequence[str], rooms: Rooms) -> list[Route]:
-    """The page and its JSON. records: gives the store, or None while nothing is recorded; rooms: what is in force."""
-    digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+def routes(records: Callable[[], RecordStore | None], admin_key: str | None, rooms: Rooms) -> list[Route]:
+    """The page and its JSON. records: gives the store, or None while nothing is recorded; rooms: what is in force.
 
-    def allowed(request: Request) -> bool:
+    admin_key: what the JSON asks for; without one it tells nothing to anybody.
+    """
+
+    def allowed(request: Request, admin_key: str) -> bool:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        given = hashlib.sha256(key.encode()).digest()
-        # Every key is compared, so that the time tells nothing.
-        right = sum(secrets.compare_digest(given, digest) for digest in digests)
-        return scheme.lower() == "bearer" and right > 0
+        return bool(hmac.compare_digest(_digest(key), _digest(admin_key)) & (scheme.lower() == "bearer"))
 
     def guarded(answer: Callable[[Request], Awaitable[Any]]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
-            if digests and not allowed(request):
-                return failure(401, "the server's API key is missing or wrong")
+            if admin_key is None:
+                return failure(403, MISSING)
+            if not allowed(request, admin_key):
+                return failure(401, "the admin key is missing or wrong")
             try:
                 return JSONResponse(await answer(request), headers=PRIVATE)
             except Refused as refused:
@@ -69,7 +71,8 @@ def routes(records: Callable[[], RecordStore | None], api_keys: Sequence[str], r
         async def from_store(request: Request) -> Any:
             store = records()
             if store is None:
-                raise Refused(503, OFF)
+                why = rooms()["rooms"].get("observe", {}).get("reason")
+                raise Refused(503, f"{OFF} (observe is off: {why})" if why else OFF)
             return await answer(request, store)
 
         return guarded(from_store)
@@ -105,6 +108,11 @@ def failure(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": message}, status_code=status, headers=PRIVATE)
 
 
+def _digest(key: str) -> bytes:
+    """What is compared: of one length, so that the time tells nothing of the key's, and of any characters."""
+    return hashlib.sha256(key.encode(errors="surrogatepass")).digest()
+
+
 async def page(_: Request) -> Response:
     return FileResponse(HERE / "index.html", media_type="text/html", headers=HEADERS)
 
@@ -121,25 +129,36 @@ def static_file(name: str) -> Endpoint:
 
 
 async def list_records(request: Request, store: RecordStore) -> dict[str, Any]:
-    """Parameters: limit (100); since, a cursor: only what is newer; wait, seconds, with since; full, whole records."""
+    """Parameters: limit (100); since, a cursor: only what is newer; wait, seconds, with since; full, whole records.
+
+    id: of these instead the record of that id, or else all whose requests carry it, newest first.
+    """
     limit = max(1, int(number(request, "limit", 100, MAX_RECORDS)))
     wait_s = number(request, "wait", 0, MAX_WAIT_S)
     full = request.query_params.get("full", "0") in ("1", "true")
+    if (name := request.query_params.get("id")) is not None:
+        return {"records": await shown(await run_in_threadpool(store.named, name, limit), full)}
     cursor = request.query_params.get("since", "")
     deadline = time.monotonic() + (wait_s if cursor else 0)
-    found, cursor = await run_in_threadpool(store.since, cursor, limit)
+    try:
+        found, cursor = await run_in_threadpool(store.since, cursor, limit)
+    except ValueError as error:
+        raise Refused(400, f"since={error}") from None
     while not found and time.monotonic() < deadline and not await request.is_disconnected():
         await asyncio.sleep(POLL_S)
         found, cursor = await run_in_threadpool(store.since, cursor, limit)
-    shown = await run_in_threadpool(lambda: [to_json(r) if full else summary(r) for r in found])
-    return {"records": shown, "cursor": cursor}
+    return {"records": await shown(found, full), "cursor": cursor}
+
+
+async def shown(records: Sequence[Record], full: bool) -> list[dict[str, Any]]:
+    return await run_in_threadpool(lambda: [to_json(r) if full else summary(r) for r in records])
 
 
 async def one_record(request: Request, store: RecordStore) -> dict[str, Any]:
     record_id = request.path_params["record_id"]
     record = await run_in_threadpool(store.get, record_id)
     if record is None:
-        raise Refused(404, f"no record of request {record_id!r}: it is unknown, or its record had to go for newer ones")
+        raise Refused(404, f"no record {record_id!r}: it is unknown, or its record had to go for newer ones")
     return to_json(record)
 
 

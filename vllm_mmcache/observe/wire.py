@@ -44,9 +44,10 @@ class Notes(msgspec.Struct, array_like=True):
 class Outcome(msgspec.Struct, array_like=True):
     """What the engine says of a request with its first output. All of it can go into a record."""
 
-    ticket: int
-    """The API server's number of the request; 0 where it gave none."""
+    ticket: str
+    """The id of the record that the API server will make; empty where it sent none."""
     id: str
+    """The same; of one of several answers, with its number."""
     reused_tokens: int
     external_tokens: int
     block_tokens: int
@@ -54,7 +55,7 @@ class Outcome(msgspec.Struct, array_like=True):
     groups: list[tuple[int, str, int, int, bool]]
     """index, kind, tokens of a block, tokens of its hit, whether it vetoed."""
     nearest: tuple[str, float, int, bool, bool] | None
-    """id, seconds before, tokens in common, same salt, same adapter."""
+    """id of its record, seconds before, tokens in common, same salt, same adapter."""
     features: dict[int, str]
     """Where the features of an image came from, for images that were encoded or loaded for this request."""
     causes: list[Cause]
@@ -65,16 +66,16 @@ _decode_notes = msgspec.json.Decoder(Notes).decode
 _decode_outcome = msgspec.json.Decoder(Outcome).decode
 
 
-def pack(ticket: int, request_id: str, notes: Notes) -> str:
-    """The text for the way to the engine."""
+def pack(ticket: str, request_id: str, notes: Notes) -> str:
+    """The text for the way to the engine. A ticket has no space."""
     return f"{ticket} {request_id}\n{_encode(notes).decode()}"
 
 
-def open_notes(text: str) -> tuple[int, str, str]:
+def open_notes(text: str) -> tuple[str, str, str]:
     """Of the text that `pack` made: ticket, request id, and what `read_notes` reads. An id may have any character."""
     head, _, notes = text.rpartition("\n")
     ticket, _, request_id = head.partition(" ")
-    return int(ticket), request_id, notes
+    return ticket, request_id, notes
 
 
 def read_notes(text: str) -> Notes:
@@ -85,6 +86,11 @@ def read_notes(text: str) -> Notes:
 def pack_outcome(outcome: Outcome) -> str:
     """The text for the way back."""
     return _encode(outcome).decode()
+
+
+def ticket_of(outcome: str) -> str:
+    """The ticket alone, of the text that `pack_outcome` made. It is the first of a list, and needs no escapes."""
+    return outcome[2 : outcome.find('"', 2)]
 
 
 def unpack_outcome(text: str) -> Outcome:

@@ -24,7 +24,6 @@ from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
-from vllm_mmcache.prove import workers
 from vllm_mmcache.prove.oracle import Oracle
 from vllm_mmcache.zoo import BY_NAME, build_cached
 
@@ -201,7 +200,8 @@ class Rig:
     def make_cold(self) -> None:
         """Forget all KV blocks, encoder outputs and processed images, and the features in RAM."""
         self.forget_all_but_features()
-        self.in_workers(workers.forget_features)
+        if (features := self.features) is not None:
+            features.store.ram.clear()
 
     def in_workers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What a function of the module `workers` says of each of the engine's workers, wherever they run."""
@@ -212,6 +212,9 @@ class Rig:
         assert self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
+        if (features := self.features) is not None:
+            assert features.copying.wait(60)
+            assert features.wait_until_known(600)
 
     @property
     def runner(self) -> Any:
@@ -221,8 +224,10 @@ class Rig:
 
     @property
     def features(self) -> Any:
-        """The feature store of the engine's model; None on stock, and where workers have processes of their own."""
-        return getattr(self.runner, "_mmcache_features", None)
+        """The feature store beside the engine's scheduler; None on stock, and where features are not kept."""
+        from vllm_mmcache.features.scheduler import connector_of
+
+        return connector_of(self.scheduler)
 
     def num_preemptions(self) -> int:
         """Requests preempted since the engine started."""

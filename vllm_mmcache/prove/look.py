@@ -59,17 +59,16 @@ def families_of(architecture: str) -> list[str]:
 
 def see(model: str, own: bool, arguments: Sequence[str]) -> Seen:
     """In the process of its own. Raises: EnvironmentProblem."""
-    from packaging.specifiers import SpecifierSet
     from vllm.platforms import current_platform
 
     from vllm_mmcache.prove.arguments import given, taken
     from vllm_mmcache.prove.items import UNTESTED
     from vllm_mmcache.upstream import vllm_version
     from vllm_mmcache.upstream.start import platform_name
-    from vllm_mmcache.upstream.swap import TESTED_VLLM
+    from vllm_mmcache.upstream.swap import TESTED_VLLM, version_supported
 
     version = vllm_version()
-    if version.partition("+")[0] not in SpecifierSet(TESTED_VLLM) and os.environ.get(UNTESTED) != "1":
+    if not version_supported(version, TESTED_VLLM) and os.environ.get(UNTESTED) != "1":
         raise EnvironmentProblem(
             f"vLLM {version} is outside {TESTED_VLLM}, which mmcache is written for: install one inside, "
             f"or set {UNTESTED}=1 to try it all the same"

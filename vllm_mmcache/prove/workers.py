@@ -7,15 +7,6 @@ Each function gets vLLM's worker first, and is sent by its name: `Rig.in_workers
 from collections.abc import Iterator
 from typing import Any
 
-_FEATURES = "_mmcache_features"
-
-
-def forget_features(worker: Any) -> None:
-    """Empty the RAM tier of the feature store, where there is one."""
-    room = getattr(worker.model_runner, _FEATURES, None)
-    if room is not None:
-        room.store.ram.clear()
-
 
 def tower_images(worker: Any) -> int:
     """Images that this worker's vision tower has run for since it started."""

@@ -9,12 +9,13 @@ without us. What was found goes to the API servers with the engine's ready messa
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from vllm_mmcache import __version__, rooms
+from vllm_mmcache.errors import MMCacheError
 from vllm_mmcache.rooms import ON, State
 from vllm_mmcache.upstream.ledger import parts
 
@@ -33,12 +34,45 @@ def agree(executor: Any, vllm_config: Any) -> None:
     """Switch a room off in all ranks where it is off in one, or in the engine. Engine process, before any request."""
     if vllm_config.parallel_config.node_rank_within_dp > 0:
         return  # the leader asks the workers of this node, too
-    _settle(executor, are_alike=False)
-    setattr(executor, _WORKERS, _settle(executor, are_alike=True))
+    _settle(executor, "")
+    arena = _prepare(vllm_config)
+    found, features = _settle(executor, arena)
+    if arena and not _open(vllm_config, features):
+        found, _ = _settle(executor, "")
+    setattr(executor, _WORKERS, found)
 
 
-def _settle(executor: Any, *, are_alike: bool) -> dict[int, dict[str, State]]:
-    found = _ask(executor, {}, are_alike)
+def _prepare(vllm_config: Any) -> str:
+    """The address of what the ranks shall share with the engine; empty where features are not kept."""
+    if not rooms.is_on("features"):
+        return ""
+    from vllm_mmcache.features import scheduler
+
+    try:
+        return scheduler.prepare(vllm_config)
+    except MMCacheError as error:
+        rooms.put("engine", "features", State("off", str(error)))
+        return ""
+
+
+def _open(vllm_config: Any, told: Iterable[Mapping[str, Any]]) -> bool:
+    """Open the engine's store; whether it is open, or need not be said to be off."""
+    from vllm_mmcache.features import scheduler
+
+    if not rooms.is_on("features"):
+        scheduler.forget(vllm_config)
+        return True
+    try:
+        scheduler.open_store(vllm_config, told)
+    except MMCacheError as error:
+        rooms.put("engine", "features", State("off", str(error)))
+        return False
+    return True
+
+
+def _settle(executor: Any, arena: str) -> tuple[dict[int, dict[str, State]], list[Mapping[str, Any]]]:
+    """Ask all workers, and switch off in all what is off in one. Returns the states by rank, and what told features."""
+    found, features = _ask(executor, {}, arena)
     off = {}
     for room in dict.fromkeys([*parts("engine"), *parts("worker")]):
         places = [(f"worker {rank}", states[room]) for rank, states in found.items() if room in states]
@@ -51,8 +85,8 @@ def _settle(executor: Any, *, are_alike: bool) -> dict[int, dict[str, State]]:
     some = [room for room in off if any(states.get(room) == ON for states in found.values())]
     if some:
         logger.warning("mmcache: off in all ranks: %s", "; ".join(f"{room}: {off[room]}" for room in some))
-        found = _ask(executor, off, are_alike)
-    return found
+        found, _ = _ask(executor, off, "")
+    return found, features
 
 
 def send_report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -71,19 +105,24 @@ def of_engine(engine_core: Any) -> dict[str, Told]:
     return {process: told(states) for process, states in processes.items()}
 
 
-def of_worker(worker: Any, off: Mapping[str, str], are_alike: bool) -> Told:
+def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> Told:
     """What is told of this worker, after the rooms named were switched off. Worker process, asked by the engine.
 
-    are_alike: all ranks have the same rooms, so what they do together can begin. Until then each looks by itself.
+    arena: address of what it shares with the engine. With one, all ranks have the same rooms, so what they do together
+    can begin; until then each looks by itself.
     """
     for room, reason in off.items():
         if room in rooms.of("worker") and rooms.of("worker")[room].state != "unneeded":
             rooms.put("worker", room, State("off", reason))  # the same reason everywhere, with the ranks it is of
+    features: Mapping[str, Any] = {}
     if rooms.is_on("features"):
-        from vllm_mmcache.features.vllm_side import look_at, open_in
+        from vllm_mmcache.features import runner
 
-        (open_in if are_alike else look_at)(worker)
-    return told(rooms.of("worker"))
+        if arena:
+            features = runner.open_in(worker, arena)
+        else:
+            runner.look_at(worker)
+    return {**told(rooms.of("worker")), "features": features}
 
 
 def told(states: Mapping[str, State]) -> Told:
@@ -99,16 +138,19 @@ def read(said: Told | None, parts: Mapping[str, Any]) -> dict[str, State]:
     return {room: State(state, reason) for room, (state, reason) in said["rooms"].items()}
 
 
-def _ask(executor: Any, off: Mapping[str, str], are_alike: bool) -> dict[int, dict[str, State]]:
-    answers = executor.collective_rpc(_question(dict(off), are_alike))
-    return {rank: read(said, parts("worker")) for rank, said in answers}
+def _ask(
+    executor: Any, off: Mapping[str, str], arena: str
+) -> tuple[dict[int, dict[str, State]], list[Mapping[str, Any]]]:
+    answers = executor.collective_rpc(_question(dict(off), arena))
+    states = {rank: read(said, parts("worker")) for rank, said in answers}
+    return states, [said["features"] for _, said in answers if said is not None and said.get("features")]
 
 
-def _question(off: dict[str, str], are_alike: bool) -> Callable[[Any], tuple[int, Told | None]]:
+def _question(off: dict[str, str], arena: str) -> Callable[[Any], tuple[int, Told | None]]:
     def question(wrapper: Any) -> tuple[int, Told | None]:  # of a function: so it is pickled by value
         ours: Any = sys.modules.get("vllm_mmcache.upstream.agree")
         is_ours = ours is not None and ours.rooms.of("worker")
         worker = getattr(wrapper, "worker", wrapper)
-        return worker.rank, ours.of_worker(worker, off, are_alike) if is_ours else None
+        return worker.rank, ours.of_worker(worker, off, arena) if is_ours else None
 
     return question

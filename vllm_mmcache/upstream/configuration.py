@@ -4,6 +4,7 @@
 Any process, at start.
 """
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +12,18 @@ from typing import Any
 from vllm_mmcache import rooms, settings
 from vllm_mmcache.rooms import Role, State
 
-_CARRIED = "mmcache_settings"  # attribute of an additional_config
+RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
+"""The variable with which vLLM serves without Python; a frontend is no part of a VllmConfig."""
+NO_PYTHON = f"the Rust frontend ({RUST_FRONTEND}) runs no Python"
 
-_NO_IMAGES = "this deployment takes no images"
+_CARRIED = "mmcache_settings"  # attributes of an additional_config
+_OUR_NAMES = "mmcache_names"
+
 _NOT_CACHED = "prefix caching is off"
 
 
-def carry(vllm_config: Any, chosen: settings.Settings) -> None:
-    """Lay all that was set beside a configuration, so that every process that gets it has it.
+def carry(vllm_config: Any, chosen: settings.Settings, are_names_ours: bool = False) -> None:
+    """Lay all that was set beside a configuration, so that every process that gets it has it; and whose names it has.
 
     Also where nothing was set: a configuration without it comes from a process that is without us. What it says stays
     as it is, and so does vLLM's hash of it, which clients see. An OrderedDict keeps an attribute when it is pickled,
@@ -27,6 +32,7 @@ def carry(vllm_config: Any, chosen: settings.Settings) -> None:
     if isinstance(vllm_config.additional_config, dict):
         beside = OrderedDict(vllm_config.additional_config)
         vars(beside)[_CARRIED] = settings.carried(chosen)
+        vars(beside)[_OUR_NAMES] = are_names_ours or names_are_ours(vllm_config)
         vllm_config.additional_config = beside
 
 
@@ -34,6 +40,16 @@ def carried(vllm_config: Any) -> dict[str, Any] | None:
     """What a process with mmcache has laid beside a configuration; None where none has."""
     found: dict[str, Any] | None = getattr(vllm_config.additional_config, _CARRIED, None)
     return found
+
+
+def has_rust_frontend() -> bool:
+    """Whether vLLM serves with its Rust frontend, as far as this process's environment says."""
+    return os.environ.get(RUST_FRONTEND, "0").strip() not in ("", "0")
+
+
+def names_are_ours(vllm_config: Any) -> bool:
+    """Whether the name of an image says what it shows: those who gave the names have the room `identity` on."""
+    return bool(getattr(vllm_config.additional_config, _OUR_NAMES, False))
 
 
 def why_absent(role: Role, vllm_config: Any) -> str:
@@ -46,6 +62,8 @@ def why_absent(role: Role, vllm_config: Any) -> str:
 
 def state_in(room: str, vllm_config: Any) -> State | None:
     """Why a room has nothing to do in a configuration, or can't be in it; None where neither is known."""
+    if room in OF_IMAGES and not _takes_images(vllm_config):
+        return State("unneeded", "this deployment takes no images")
     rule = _RULES.get(room)
     return rule(vllm_config) if rule is not None else None
 
@@ -72,8 +90,6 @@ def _image_spans(vllm_config: Any) -> State | None:
 
 
 def _resumed_images(vllm_config: Any) -> State | None:
-    if not _takes_images(vllm_config):
-        return State("unneeded", _NO_IMAGES)
     if vllm_config.use_v2_model_runner:
         return State("unneeded", "model runner V2 is sent a resumed request as a new one, images included")
     return None
@@ -81,8 +97,6 @@ def _resumed_images(vllm_config: Any) -> State | None:
 
 def _image_checkpoints(vllm_config: Any) -> State | None:
     parallel = vllm_config.parallel_config
-    if not _takes_images(vllm_config):
-        return State("unneeded", _NO_IMAGES)
     if not vllm_config.cache_config.enable_prefix_caching:
         return State("unneeded", _NOT_CACHED)
     if vllm_config.speculative_config is not None:
@@ -96,12 +110,15 @@ def _image_checkpoints(vllm_config: Any) -> State | None:
 
 def _features(vllm_config: Any) -> State | None:
     mm_config = vllm_config.model_config.multimodal_config
-    if not _takes_images(vllm_config):
-        return State("unneeded", _NO_IMAGES)
     if not vllm_config.cache_config.enable_prefix_caching:
         return State("off", _NOT_CACHED)
     if vllm_config.ec_transfer_config is not None:
         return State("off", "ec_transfer_config is set, and wins")
+    if vllm_config.parallel_config.prefill_context_parallel_size > 1:
+        return State("off", "not written for context parallelism in prefill")
+    if mm_config.mm_processor_cache_type == "shm" and settings.current().identity is False:
+        why = "with mm_processor_cache_type=shm the engine can't see what an image shows, and identity, which says it"
+        return State("off", f"{why}, is switched off")
     if vllm_config.lora_config is not None and vllm_config.lora_config.enable_tower_connector_lora:
         return State("off", "LoRA adapters can change the vision tower")
     if mm_config.is_multimodal_pruning_enabled():
@@ -112,8 +129,9 @@ def _features(vllm_config: Any) -> State | None:
     return None
 
 
-def _media(vllm_config: Any) -> State | None:
-    return None if _takes_images(vllm_config) else State("unneeded", _NO_IMAGES)
+def _pixels(vllm_config: Any) -> State | None:
+    device = vllm_config.model_config.multimodal_config.get_mm_processor_device_type()
+    return State("off", f"images are processed on {device}") if device not in (None, "cpu") else None
 
 
 def _identity(vllm_config: Any) -> State | None:
@@ -121,13 +139,15 @@ def _identity(vllm_config: Any) -> State | None:
     return None if is_multimodal else State("unneeded", "this model takes text alone")
 
 
+OF_IMAGES = frozenset({"resumed_images", "image_checkpoints", "features", "lazy_media", "lifted_bodies", "pixels"})
+"""Rooms that have nothing to do where no images are taken."""
+
 _RULES: dict[str, Callable[[Any], State | None]] = {
     "block_keys": _block_keys,
     "image_spans": _image_spans,
     "resumed_images": _resumed_images,
     "image_checkpoints": _image_checkpoints,
     "features": _features,
-    "lazy_media": _media,
-    "lifted_bodies": _media,
     "identity": _identity,
+    "pixels": _pixels,
 }

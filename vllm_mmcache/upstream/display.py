@@ -14,11 +14,14 @@ def whereabouts(found: Mapping[str, State]) -> list[str]:
     chosen = settings.current()
     lines = []
     if _is_somewhere(found, "features"):
-        ram = f"RAM ({chosen.feature_ram_bytes.human_readable()} in each worker)" if chosen.feature_ram_bytes else ""
+        ram = f"RAM ({chosen.feature_ram_bytes.human_readable()})" if chosen.feature_ram_bytes else ""
         directory, url = settings.store_places(chosen.store)
         disk = f"{directory} ({chosen.store_disk_bytes.human_readable()} at most)" if directory else ""
         places = [place for place in (ram, disk, settings.without_secrets(url)) if place]
-        lines.append(f"features are kept: {', '.join(places) or 'nowhere'}")
+        until = f"; beyond RAM {chosen.store_ttl.until()} (MMCACHE_STORE_TTL)" if directory or url else ""
+        lines.append(f"features are kept: {', '.join(places) or 'nowhere'}{until}")
+    if _is_somewhere(found, "pixels") and found["features"].state != "on":
+        lines.append(f"images go to the engine with their pixels: features are {found['features']}")
     if _is_somewhere(found, "observe"):
         lines.append(f"requests are recorded{f': {chosen.observe_file}' if chosen.observe_file else ''}")
     return lines

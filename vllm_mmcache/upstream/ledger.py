@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every vLLM symbol that mmcache replaces. Data only: start, doctor, docs, checks and tests read this one tuple."""
+"""Every vLLM symbol that mmcache replaces. Data only: start, doctor, docs, checks and tests read this one tuple.
+
+A vLLM that a group does not fit runs without it, and is then as wrong or right there as it is without us.
+"""
 
 from functools import partial
 
 from vllm_mmcache.rooms import Role
+from vllm_mmcache.upstream.ledger_bodies import BODIES
 from vllm_mmcache.upstream.ledger_features import FEATURES
 from vllm_mmcache.upstream.ledger_identity import IDENTITY
 from vllm_mmcache.upstream.ledger_observe import METRICS, OBSERVE
 from vllm_mmcache.upstream.ledger_report import REPORT
 from vllm_mmcache.upstream.swap import TESTED_VLLM, Swap
 
-# None of these gives wrong output by its absence, so a vLLM that it does not fit runs without its group.
-_swap = partial(Swap, vllm=TESTED_VLLM, on_mismatch="off")
+_swap = partial(Swap, vllm=TESTED_VLLM)
 
 _SETTINGS_WHY = (
     "a general plugin gets no configuration; the `mmcache` part of --additional-config must be checked and put in "
@@ -28,6 +31,8 @@ _RESUMED_UPSTREAM = "none yet; reproduced on 0.32 under random load with a small
 _RESUMED_REMOVE = (
     "vLLM's model runner V1 is gone: V2 (0.32, 0.33) is sent a resumed request as a new one, images included"
 )
+
+_VIDEO_WHY = "every video of a conversation is decoded on every turn, also when all its tokens are cached"
 
 LEDGER: tuple[Swap, ...] = (
     _swap(
@@ -267,18 +272,67 @@ LEDGER: tuple[Swap, ...] = (
         remove_when="vLLM remembers the hash of known bytes",
     ),
     _swap(
-        name="lifted_bodies.layer",
-        group="lifted_bodies",
-        target="vllm.entrypoints.launchers.app:init_entrypoints_middleware",
-        reads=("vllm.renderers.hf:HfRenderer.render_messages_async",),
-        make="vllm_mmcache.body.vllm_side:add_layer",
+        name="lazy_media.video_text",
+        group="lazy_media",
+        target="vllm.multimodal.media.video:VideoMediaIO.load_base64",
+        make="vllm_mmcache.media.video.vllm_side:load_base64",
         process="api",
-        args_used=("app",),
-        why="megabytes of base64 are parsed, validated and copied as text on every turn; --middleware needs a flag",
-        upstream="44688: requests wait for a busy frontend",
-        remove_when="vLLM has a seam for middleware that needs no flag, or takes images out of bodies itself",
+        args_used=("media_type", "data"),
+        why=_VIDEO_WHY,
+        upstream="57752 (lazy media, an experiment)",
+        remove_when="vLLM keeps known videos undecoded",
     ),
+    _swap(
+        name="lazy_media.video_content",
+        group="lazy_media",
+        target="vllm.multimodal.media.video:VideoMediaIO.load_bytes",
+        make="vllm_mmcache.media.video.vllm_side:load_bytes",
+        process="api",
+        args_used=("data",),
+        why=_VIDEO_WHY,
+        upstream="57752 (lazy media, an experiment)",
+        remove_when="vLLM keeps known videos undecoded",
+    ),
+    _swap(
+        name="lazy_media.video_parts",
+        group="lazy_media",
+        target="vllm.multimodal.parse:MultiModalDataParser._get_video_with_metadata",
+        make="vllm_mmcache.media.video.vllm_side:keep_undecoded",
+        process="api",
+        args_used=("video",),
+        why="it takes frames and metadata apart, for which an undecoded video would be decoded",
+        upstream="none yet",
+        remove_when="vLLM keeps known videos undecoded",
+    ),
+    _swap(
+        name="lazy_media.video_names",
+        group="lazy_media",
+        target="vllm.renderers.base:BaseRenderer._validate_mm_uuids",
+        make="vllm_mmcache.media.video.vllm_side:look_at_none",
+        process="api",
+        args_used=("mm_data", "mm_data_items", "mm_uuid_items"),
+        why="it looks at each item to see whether it is None, for which an undecoded video would be decoded",
+        upstream="none yet",
+        remove_when="vLLM keeps known videos undecoded",
+    ),
+    *BODIES,
     *IDENTITY,
+    _swap(
+        name="pixels.renderer",
+        group="pixels",
+        target="vllm.renderers.base:BaseRenderer.__init__",
+        reads=(
+            "vllm.renderers.base:BaseRenderer._process_multimodal",
+            "vllm.multimodal.processing.processor:BaseMultiModalProcessor._cached_apply_hf_processor",
+            "vllm.multimodal.processing.processor:BaseMultiModalProcessor._get_mm_hashes",
+        ),
+        make="vllm_mmcache.pixels.vllm_side:build_renderer",
+        process="api",
+        args_used=(),
+        why="one thread processes all images, known ones too when they have left vLLM's processor cache",
+        upstream="55583, 57752 (both open)",
+        remove_when="vLLM makes pixels where its encoder needs them, and processes images side by side",
+    ),
     *OBSERVE,
 )
 
@@ -308,7 +362,7 @@ OVERTAKEN_WHERE: dict[str, tuple[str, str]] = {
 }
 
 # A group can't work without another.
-NEEDS: dict[str, str] = {"lifted_bodies": "lazy_media", "observe": "metrics"}
+NEEDS: dict[str, str] = {"lifted_bodies": "lazy_media", "pixels": "lazy_media", "observe": "metrics"}
 
 
 def groups() -> dict[str, list[Swap]]:

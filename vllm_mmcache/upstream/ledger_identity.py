@@ -9,7 +9,7 @@ from functools import partial
 
 from vllm_mmcache.upstream.swap import TESTED_VLLM, Swap
 
-_swap = partial(Swap, vllm=TESTED_VLLM, on_mismatch="off")
+_swap = partial(Swap, vllm=TESTED_VLLM)
 
 _UPSTREAM = "none: cache_salt is for KV blocks alone"
 _REMOVE = "vLLM hands the salt to whoever opens and processes an image"
@@ -92,6 +92,17 @@ IDENTITY: tuple[Swap, ...] = (
         why="images are opened before anybody but the request's model knows its salt",
         upstream=_UPSTREAM,
         remove_when=_REMOVE,
+    ),
+    _swap(
+        name="identity.layer",
+        group="identity",
+        target="vllm.entrypoints.launchers.app:init_exception_handler",
+        make="vllm_mmcache.identity.vllm_side:add_layer",
+        process="api",
+        args_used=("app",),
+        why="a pipelined request inherits the salt of the one before it, where its endpoint knows no cache_salt",
+        upstream="none: a server's contexts are its own matter",
+        remove_when="vLLM serves with uvicorn's reset_contextvars, or --middleware needs no flag",
     ),
     _swap(
         name="identity.media",

@@ -9,7 +9,6 @@ _metric = partial(
     Swap,
     group="metrics",
     vllm=TESTED_VLLM,
-    on_mismatch="off",
     upstream="none: the stat logger plugins receive, but nothing sends",
     remove_when="a plugin can add to SchedulerStats, and its worker's side to ModelRunnerOutput",
 )
@@ -71,7 +70,6 @@ _swap = partial(
     Swap,
     group="observe",
     vllm=TESTED_VLLM,
-    on_mismatch="off",
     upstream="43587, 51250, 45238, 31920 ask why; the RFC 43711 went stale",
     remove_when="vLLM says for each request what was not reused and why",
 )

@@ -9,7 +9,6 @@ _swap = partial(
     Swap,
     group="report",
     vllm=TESTED_VLLM,
-    on_mismatch="off",
     upstream="none: a plugin can't add to what an engine says when it is ready",
     remove_when="the ready message has a field for plugins, and a plugin is told when the engines are ready",
 )

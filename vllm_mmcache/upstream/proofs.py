@@ -13,7 +13,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -130,15 +130,16 @@ def read() -> tuple[list[Proof], list[str]]:
     return found, lines
 
 
-def proven_rooms(place: Place) -> frozenset[str]:
-    """The rooms that the user has proven at this very place. Never raises."""
-    return frozenset(room for proof in read()[0] if proof.place == place for room in proof.rooms)
+def proven_rooms(place: Place, proofs: Sequence[Proof] | None = None) -> frozenset[str]:
+    """The rooms that are proven at this very place, by proofs that were read, or by the file's. Never raises."""
+    proofs = read()[0] if proofs is None else proofs
+    return frozenset(room for proof in proofs if proof.place == place for room in proof.rooms)
 
 
-def why_passed_over(place: Place) -> list[str]:
+def why_passed_over(place: Place, proofs: Sequence[Proof] | None = None) -> list[str]:
     """A line for each proof about the same architecture whose rooms are not proven here. Never raises."""
-    proofs, _ = read()
-    here = {room for proof in proofs if proof.place == place for room in proof.rooms}
+    proofs = read()[0] if proofs is None else proofs
+    here = proven_rooms(place, proofs)
     lines = []
     for proof in proofs:
         rooms = [room for room in proof.rooms if room not in here]
@@ -195,6 +196,22 @@ def forget(number: int | None = None) -> int:
             raise IndexError(number)
         del entries[usable[number - 1]]
     return 1
+
+
+def remove() -> int:
+    """Remove the file of proofs with all that lies beside it for its sake. Returns how many proofs went.
+
+    Raises: ProofsUnwritable.
+    """
+    count = forget()
+    try:
+        for left in (path().with_name("proofs.lock"), path().with_name("proofs.json.ignored")):
+            left.unlink(missing_ok=True)
+        with suppress(OSError):  # it holds what is not ours, or is not there
+            path().parent.rmdir()
+    except OSError as error:
+        raise ProofsUnwritable(f"{error.filename} can't be removed: {error.strerror}") from error
+    return count
 
 
 def _value(place: Place, field: Any) -> Any:

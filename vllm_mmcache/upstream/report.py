@@ -14,7 +14,7 @@ import msgspec
 
 from vllm_mmcache import __version__, events, rooms
 from vllm_mmcache.rooms import State
-from vllm_mmcache.upstream import agree, display, start, swap
+from vllm_mmcache.upstream import agree, configuration, display, start, swap
 from vllm_mmcache.upstream.ledger import ROOMS, parts
 
 logger = logging.getLogger("vllm.mmcache")
@@ -22,6 +22,7 @@ logger = logging.getLogger("vllm.mmcache")
 _ENGINES = "_mmcache_engines"  # on a client: index of an engine -> what its ready message said, or None
 
 _places: dict[str, dict[str, State]] = {}
+_everywhere: frozenset[str] = frozenset()  # rooms of in_force that are on
 _is_shown = False
 
 
@@ -31,6 +32,11 @@ def in_force() -> dict[str, State]:
         room: rooms.combine((place, states[room]) for place, states in _places.items() if room in states)
         for room in (ROOMS if _places else ())
     }
+
+
+def is_on_everywhere(room: str) -> bool:
+    """Whether a room is on in all processes that have a part in it; not before the engines are ready."""
+    return room in _everywhere
 
 
 def places() -> dict[str, dict[str, State]]:
@@ -52,8 +58,8 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of AsyncLLM.__init__ and LLMEngine.__init__: the engines are ready. Raises: SwapError; see `_show`."""
-    global _is_shown
-    _is_shown = False
+    global _is_shown, _everywhere
+    _is_shown, _everywhere = False, frozenset()
     outcome = wrapped(*args, **kwargs)
     client = instance.engine_core
     inside = getattr(client, "engine_core", None)  # of an engine in this process
@@ -71,9 +77,9 @@ def no_python(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     Raises: SwapError, where salts are required.
     """
-    reason = "the Rust frontend (VLLM_USE_RUST_FRONTEND) runs no Python"
-    start.refuse_if_required(f"{reason}, so {start.WITHOUT_IDENTITY}")
-    logger.error("mmcache: %s: off are %s; %s", reason, ", ".join(parts("api")), start.WITHOUT_IDENTITY)
+    start.refuse_if_required(f"{configuration.NO_PYTHON}, so {start.WITHOUT_IDENTITY}")
+    off = ", ".join(parts("api"))
+    logger.error("mmcache: %s: off are %s; %s", configuration.NO_PYTHON, off, start.WITHOUT_IDENTITY)
     return wrapped(*args, **kwargs)
 
 
@@ -101,7 +107,7 @@ def _found_here(llm: Any) -> dict[str, State]:
 
 def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
     """Put together, log, export. Raises: SwapError, where salts are required and a process is without us."""
-    global _is_shown
+    global _is_shown, _everywhere
     _places.clear()
     _places["api"] = here
     for index, told in engines.items():
@@ -109,6 +115,7 @@ def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
             place = f"engine {index}" if process == "engine" else f"{process} of engine {index}"
             _places[place] = agree.read(said, {**parts("engine"), **(parts("worker") if told is None else {})})
     found = in_force()
+    _everywhere = frozenset(room for room, state in found.items() if state == rooms.ON)
     events.ROOM_INFO.show({(room, state.state, state.reason) for room, state in found.items()})
     logger.info("mmcache %s in force: %s", __version__, start.words(found.items()))
     for line in display.whereabouts(found):

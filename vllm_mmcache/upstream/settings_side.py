@@ -24,11 +24,12 @@ def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     if not configuration.is_of_an_engine(instance) or _depth or rooms.process_name() != "api":
         return outcome
     _read(instance)
-    configuration.carry(instance, settings.current())
     said = [settings.current(), start.engine_here(instance), instance.model_config.model]
     if "api" not in rooms.roles() or said != _seen:  # vLLM makes some more than once
         _seen[:] = said
         start.take_on("api", instance)
+    are_names_ours = rooms.of("api").get("identity") == rooms.ON and not configuration.has_rust_frontend()
+    configuration.carry(instance, settings.current(), are_names_ours)
     return outcome
 
 

@@ -8,7 +8,7 @@ part in the role: is it wanted (settings), does it have something to do and can 
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +34,6 @@ logger = logging.getLogger("vllm.mmcache")
 
 WITHOUT_IDENTITY = "uuids of clients are trusted, and images are not apart by cache_salt"
 
-_line = ""  # what this process has said
-
 
 def start() -> swap.Outcome:
     """Install the hooks that see the VllmConfig; re-entrant. Raises: SettingsError; SwapError, if salts are required.
@@ -57,10 +55,11 @@ def take_on(role: Role, vllm_config: Any) -> None:
     """
     rooms.begin(role)
     version, engine = vllm_version(), engine_here(vllm_config)
+    own, unusable = own_proofs(engine, vllm_config)
     absent = configuration.why_absent(role, vllm_config)
     absent = absent or _install(f"{ALWAYS} ({role})", _telling(role), version).reason
     for room, members in parts(role).items():
-        state = State("off", absent) if absent else decide(room, engine, vllm_config)
+        state = State("off", absent) if absent else decide(room, engine, vllm_config, own)
         if state == ON and (needed := NEEDS.get(room)) and rooms.of(role).get(needed, ON) != ON:
             state = State("off", f"needs {needed}, which is {rooms.of(role)[needed].state}")
         if state == ON:
@@ -73,13 +72,14 @@ def take_on(role: Role, vllm_config: Any) -> None:
         logger.error("mmcache: identity is off (%s): %s", reason, WITHOUT_IDENTITY)
     _say(role, version, engine)
     if role == "api":
-        _say_of_proofs(engine, vllm_config)
+        for line in unusable:
+            logger.warning("mmcache: %s", line)
 
 
-def decide(room: str, engine: Engine, vllm_config: Any) -> State:
+def decide(room: str, engine: Engine, vllm_config: Any, own: Container[str] = ()) -> State:
     """What a room is to be on this engine, with this configuration; on, as far as is known without installing it.
 
-    Without a configuration (None) what one would say is left out.
+    Without a configuration (None) what one would say is left out. own: the rooms of the user's own proofs.
     """
     chosen = settings.current()
     wanted = getattr(chosen, room)
@@ -92,10 +92,21 @@ def decide(room: str, engine: Engine, vllm_config: Any) -> State:
         return State("unneeded", f"vLLM has its own: {', '.join(OVERTAKEN_BY[room])}")
     if room in OVERTAKEN_WHERE and swap.reads_name(*OVERTAKEN_WHERE[room]):
         return State("unneeded", f"vLLM has its own: {OVERTAKEN_WHERE[room][0]}")
-    if wanted is None and not chosen.unproven and (reason := why_unproven(room, engine)):
-        own = proofs.proven_rooms(proofs.Place.of(vllm_config)) if vllm_config is not None else ()
-        return ON if room in own else State("off", reason)
+    if wanted is None and not chosen.unproven and room not in own and (reason := why_unproven(room, engine)):
+        return State("off", reason)
     return ON
+
+
+def own_proofs(engine: Engine, vllm_config: Any) -> tuple[frozenset[str], list[str]]:
+    """The rooms that the user has proven here, and lines about what of the proofs can't be used.
+
+    Which ones hold here, or elsewhere alone, is looked at where a proof would help.
+    """
+    found, unusable = proofs.read()
+    if vllm_config is None or not any(why_unproven(room, engine) for room in ENGINE_ROOMS):
+        return frozenset(), unusable
+    place = proofs.Place.of(vllm_config)
+    return proofs.proven_rooms(place, found), unusable + proofs.why_passed_over(place, found)
 
 
 def foresee(vllm_config: Any = None) -> dict[str, State]:
@@ -104,6 +115,7 @@ def foresee(vllm_config: Any = None) -> dict[str, State]:
     Without a configuration: what it will be unless one says otherwise.
     """
     version, engine = vllm_version(), engine_here(vllm_config)
+    own, _ = own_proofs(engine, vllm_config)
     nothing = misfit(groups()[HOOKS], version)
     found: dict[str, State] = {}
     for role in ROLES:
@@ -111,7 +123,7 @@ def foresee(vllm_config: Any = None) -> dict[str, State]:
         for room, members in parts(role).items():
             state = found.get(room, ON)
             if state == ON:
-                state = State("off", absent) if absent else decide(room, engine, vllm_config)
+                state = State("off", absent) if absent else decide(room, engine, vllm_config, own)
             if state == ON and (needed := NEEDS.get(room)) and found[needed] != ON:
                 state = State("off", f"needs {needed}, which is {found[needed].state}")
             if state == ON and (reason := misfit(members, version)):
@@ -187,23 +199,9 @@ def _install(group: str, members: list[swap.Swap], version: str) -> swap.Outcome
     return outcome
 
 
-def _say_of_proofs(engine: Engine, vllm_config: Any) -> None:
-    """What of the user's proofs can't be used, and, where a proof would help, which ones hold elsewhere alone."""
-    _, lines = proofs.read()
-    if any(why_unproven(room, engine) for room in ENGINE_ROOMS):
-        lines += proofs.why_passed_over(proofs.Place.of(vllm_config))
-    for line in lines:
-        logger.warning("mmcache: %s", line)
-
-
 def _say(role: Role, version: str, engine: Engine) -> None:
     """What is prepared in this process; what is in force is known when the model is loaded (report.py)."""
-    global _line
-    line = (
-        f"mmcache {__version__} [{role}] on {replace(engine, vllm=version)}: prepared: {words(rooms.of(role).items())}"
-    )
-    if line != _line:
-        _line = line
-        logger.info(line)
-        if settings.current().unproven:
-            logger.warning("mmcache: MMCACHE_UNPROVEN is set: rooms are on that nobody has shown to be exact here")
+    where = f"[{role}] on {replace(engine, vllm=version)}"
+    logger.info("mmcache %s %s: prepared: %s", __version__, where, words(rooms.of(role).items()))
+    if settings.current().unproven:
+        logger.warning("mmcache: MMCACHE_UNPROVEN is set: rooms are on that nobody has shown to be exact here")

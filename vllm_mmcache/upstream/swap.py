@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from vllm_mmcache.errors import SwapDisturbed, SwapError, SymbolChanged, SymbolMissing, VersionUnsupported
+from vllm_mmcache.rooms import Role
 
 TESTED_VLLM = ">=0.32.0,<0.34"  # of every entry of the ledger
 
@@ -36,9 +37,8 @@ class Swap:
     target: str
     make: str
     vllm: str
-    process: Literal["api", "engine", "worker", "any"]
+    process: Role
     args_used: tuple[str, ...]
-    on_mismatch: Literal["off", "refuse"]
     why: str
     upstream: str
     remove_when: str
@@ -51,7 +51,7 @@ class Outcome:
     """What became of one group in this process."""
 
     group: str
-    state: Literal["on", "off", "refused"]
+    state: Literal["on", "off"]
     reason: str = ""
 
 
@@ -75,7 +75,7 @@ _installed: dict[str, list[_Slot]] = {}  # group -> slots, oldest first
 
 
 def version_supported(installed: str, spec: str) -> bool:
-    """Whether `installed` lies in the range; a development or unparsable version does not."""
+    """Whether `installed` lies in the range; a development, pre-release or unparsable version does not."""
     try:
         version = Version(installed)
     except InvalidVersion:
@@ -86,10 +86,7 @@ def version_supported(installed: str, spec: str) -> bool:
 
 
 def install(group: str, swaps: Sequence[Swap], vllm_version: str, *, allow_untested: bool = False) -> Outcome:
-    """Install all swaps of one group, or none of them. A second call changes nothing.
-
-    Returns: the outcome; "refused" means that at least one member says that vLLM must not run without it.
-    """
+    """Install all swaps of one group, or none of them. A second call changes nothing."""
     if group in _installed:
         return Outcome(group, "on")
     done: list[_Slot] = []
@@ -101,8 +98,7 @@ def install(group: str, swaps: Sequence[Swap], vllm_version: str, *, allow_untes
         _confirm(done)
     except SwapError as error:
         _put_back(done)
-        refuse = any(swap.on_mismatch == "refuse" for swap in swaps)
-        return Outcome(group, "refused" if refuse else "off", str(error))
+        return Outcome(group, "off", str(error))
     except BaseException:
         _put_back(done)
         raise

@@ -18,7 +18,7 @@ from benchmarks.image_questions.worker import counted
 from benchmarks.image_questions.workloads import demos, growing, interleaved, shifted, unique
 from tests.engine_configuration import CHOSEN
 from tests.exactness.mixed import BATCH, ask_mixed, assert_all_cold
-from tests.sizes import scaled
+from tests.sizes import WHOLE, scaled
 from vllm_mmcache import events, rooms, settings
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_exact
@@ -125,9 +125,10 @@ def test_bounds_of_the_policy(pool: EnginePool, config: EngineConfig, monkeypatc
 def test_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
     """Images, lengths, salts and prefixes in many orders, a cache that evicts and preempts: each as its cold run.
 
-    300 requests; of Qwen3.5 60 on model runner V2, whose interpreter takes minutes for them.
+    90 requests, with `make matrix` 300; of Qwen3.5 60 on model runner V2, whose interpreter takes minutes for them.
     """
-    num_batches = scaled(10 if CHOSEN.runner == 2 and config.family == "qwen3.5" else 50)
+    is_slow = CHOSEN.runner == 2 and config.family == "qwen3.5"
+    num_batches = scaled(10 if is_slow else 50 if WHOLE else 15)
     rig = pool.get(config)
     before, preempted = events.totals(), rig.num_preemptions()
     answers = ask_mixed(rig, num_batches, SHAPES[config.family].size)

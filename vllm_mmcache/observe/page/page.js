@@ -11,11 +11,19 @@ const BUCKETS = 40;
 const COLOURS = 7; // of a chart; what is left is one more, "others"
 
 const $ = (id) => document.getElementById(id);
+const fromHash = () => {
+  try {
+    return decodeURIComponent(location.hash.slice(1));
+  } catch {
+    return ""; // no address of ours
+  }
+};
+takeKey();
 const state = { key: sessionStorage.getItem("mmcache-key"), cursor: null, rows: new Map(), meanings: {}, open: null };
 const number = (value) => Math.round(value).toLocaleString("en");
 const percent = (part, whole) => (whole ? `${Math.floor((100 * part) / whole)}%` : "–");
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
-const words = (name) => name.replaceAll("_", " ");
+const words = (name) => name.replace("tower_faster", "tower: faster").replaceAll("_", " ");
 const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 
 function make(tag, text, className) {
@@ -69,11 +77,11 @@ async function follow() {
         await sums();
       }
       say(`Live. Newest request: ${newest()}`, "live");
-      if (first && location.hash) await open(fromHash());
+      if (first && fromHash()) await open(fromHash());
       await pause(PAUSE_MS);
     } catch (error) {
       if (error instanceof Refusal && error.status === 401) {
-        say(state.key ? "The API key is wrong." : "This server asks for its API key.", "gone");
+        say(state.key ? "The admin key is wrong." : "This page asks for the admin key.", "gone");
         state.cursor = null;
         $("key-form").hidden = false;
         $("key").focus();
@@ -175,14 +183,14 @@ function row(summary) {
   const images = Object.values(summary.images).reduce((a, b) => a + b, 0);
   link.append(
     make("span", clock(summary.time_s)),
-    make("span", summary.id),
+    make("span", summary.request_id || summary.id),
     share,
     make("span", `${percent(reused, all)} of ${number(all)}${images ? ` ▣${images}` : ""}`, "number"),
     make("span", summary.reason ? words(summary.reason) : "all reused"),
   );
   link.setAttribute(
     "aria-label",
-    `${clock(summary.time_s)}, ${summary.id}: ${number(reused)} of ${plural(all, "token")} reused, ` +
+    `${clock(summary.time_s)}, ${summary.request_id || summary.id}: ${number(reused)} of ${plural(all, "token")} reused, ` +
       `${plural(images, "image")}; ${summary.reason ? `mostly ${words(summary.reason)}` : "all reused"}`,
   );
   const item = make("li");
@@ -209,12 +217,14 @@ function options() {
 
 function filter() {
   const wanted = $("filter").value;
+  const name = $("find").value.trim();
   let shown = 0;
   for (const summary of state.rows.values()) {
-    summary.row.hidden = Boolean(wanted) && summary.reason !== wanted;
+    const named = !name || summary.id === name || (summary.request_id ?? "").includes(name);
+    summary.row.hidden = !named || (Boolean(wanted) && summary.reason !== wanted);
     shown += !summary.row.hidden;
   }
-  $("count").textContent = `${plural(shown, "request")}${wanted ? ` of ${number(state.rows.size)}` : ""}`;
+  $("count").textContent = `${plural(shown, "request")}${wanted || name ? ` of ${number(state.rows.size)}` : ""}`;
   const links = visibleLinks();
   if (links.length && !links.some((link) => link.tabIndex === 0)) links[0].tabIndex = 0;
 }
@@ -287,8 +297,6 @@ function chart(id, rows, counts, unit) {
 
 // --- one request ------------------------------------------------------------------------------------------------
 
-const fromHash = () => decodeURIComponent(location.hash.slice(1));
-
 async function open(id) {
   for (const link of document.querySelectorAll('#list a[aria-current="true"]')) link.removeAttribute("aria-current");
   state.open = id;
@@ -296,8 +304,9 @@ async function open(id) {
   if (!id) return;
   state.rows.get(id)?.row.firstChild.setAttribute("aria-current", "true");
   try {
-    const record = await ask(`records/${encodeURIComponent(id)}`);
-    if (state.open === id) show(record);
+    const { records } = await ask(`records?full=1&id=${encodeURIComponent(id)}`);
+    if (!records.length) throw new Refusal(404, `no record '${id}': it is unknown, or had to go for newer ones`);
+    if (state.open === id) show(records[0], records.length);
   } catch (error) {
     if (state.open !== id) return;
     for (const part of ["facts", "bar", "segment", "misses", "segments", "groups"]) $(part).replaceChildren();
@@ -309,13 +318,15 @@ async function open(id) {
   $("detail").scrollIntoView({ block: "start" });
 }
 
-function show(record) {
+function show(record, carriers) {
   const { prompt_tokens: all, reused_tokens: reused, nearest } = record;
   $("detail-title").textContent = `Request ${record.id}`;
   const facts = [
     `${new Date(record.time_s * 1000).toLocaleString("en-GB")}, ${record.model || "?"}, server ${record.server || "?"}, engine ${record.engine}.`,
     `${number(reused)} of ${plural(all, "prompt token")} reused (${percent(reused, all)}), in blocks of ${record.block_tokens}.`,
   ];
+  if (record.request_id) facts.push(`The client's id is ${record.request_id}.`);
+  if (carriers > 1) facts.push(`${number(carriers)} requests carry the id that was asked for; this is the newest.`);
   if (nearest) {
     facts.push(
       `Nearest earlier request: ${nearest.id}, ${nearest.age_s.toFixed(1)} s before, the same for ${plural(nearest.common_tokens, "token")}` +
@@ -432,11 +443,21 @@ $("key-form").addEventListener("submit", (event) => {
   follow();
 });
 $("filter").addEventListener("change", filter);
+$("find").addEventListener("input", filter);
 $("list").addEventListener("keydown", (event) => move(visibleLinks(), event, { ArrowDown: 1, ArrowUp: -1 }));
 $("bar").addEventListener("keydown", (event) => move([...$("bar").children], event, { ArrowRight: 1, ArrowLeft: -1 }));
 $("close").addEventListener("click", close);
 document.addEventListener("keydown", (event) => event.key === "Escape" && state.open && close());
-addEventListener("hashchange", () => open(fromHash()));
+addEventListener("hashchange", () => (takeKey() ? location.reload() : open(fromHash())));
+
+// A link may bring the key behind "#", which no server sees; it does not stay in the address.
+function takeKey() {
+  const given = /^#key=(.+)$/.exec(location.hash);
+  if (!given) return false;
+  sessionStorage.setItem("mmcache-key", given[1]);
+  history.replaceState(null, "", location.pathname + location.search);
+  return true;
+}
 
 function close() {
   const row = state.rows.get(state.open)?.row.firstChild;

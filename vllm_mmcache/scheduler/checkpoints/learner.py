@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from vllm_mmcache.bounded import Size
 from vllm_mmcache.scheduler.checkpoints.positions import KINDS, Checkpoint
 
 PATIENCE = 32  # checkpoints of a kind evicted unused in a row, until the kind is given up
@@ -59,6 +60,10 @@ class Live:
 
     def __len__(self) -> int:
         return len(self._live)
+
+    def size(self) -> Size:
+        """How many there are. The KV cache is theirs and vLLM's, and has the bound."""
+        return Size(len(self))
 
     def add(self, key: bytes, checkpoint: Checkpoint) -> bool:
         """A checkpoint was made; False if it is known already."""

@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-from vllm_mmcache import events, rooms, settings
+from vllm_mmcache import events, rooms, settings, sizes
 from vllm_mmcache.rooms import State
 from vllm_mmcache.scheduler.checkpoints.learner import Learner, Live
 from vllm_mmcache.scheduler.checkpoints.positions import KINDS, Checkpoint, candidates, choose
@@ -92,6 +92,7 @@ class Checkpoints:
         self.group = next(m for m in coordinator.single_type_managers if _is_sparse(m)).kv_cache_group_id
         self.learner = Learner()
         self.live = Live(self.learner)
+        sizes.of_engine("checkpoints", self.live.size)
         self._cached = self.pool.cached_block_hash_to_block
 
     def plan(self, request: Any, hit_tokens: int, junction_tokens: int) -> None:

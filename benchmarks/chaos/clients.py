@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clients of the chaos run: they ask about pictures for as long as it lasts, and know each answer beforehand.
+
+An answer is compared token by token, with the log-probability of each. A request that was under way while the server
+was killed is excused, and asked again when there is a server; every other one has to be answered, and rightly.
+"""
+
+import math
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from typing import Any, cast
+
+import openai
+
+from benchmarks.servers import MODEL
+from benchmarks.warm_turn.pictures import Kind, data_url, picture
+
+PICTURE = Kind("image/png", (256, 256), 20, {"format": "PNG"})
+QUESTIONS = ("What is this?", "Name the colours, from left to right.")
+ANSWER_TOKENS = 8
+TIMEOUT_S = 60.0
+PAUSE_S = 0.5  # after a failure
+TOLERANCE = 1e-5  # of a log-probability, which is a float32 near 1
+NEAR_TIE = 1e-2  # two tokens so close may change places where the batch is another
+NUM_ERRORS = 5  # kept
+
+Answer = tuple[tuple[str, float], ...]
+"""The tokens, each with its log-probability."""
+Pair = tuple[int, int]
+"""Number of the picture, number of the question."""
+
+
+def difference(expected: Answer, seen: Answer) -> float:
+    """The largest difference of a log-probability; infinite where the tokens differ."""
+    if [token for token, _ in expected] != [token for token, _ in seen]:
+        return math.inf
+    return max((abs(one - other) for (_, one), (_, other) in zip(expected, seen, strict=True)), default=0.0)
+
+
+def confusable(answers: Mapping[Pair, Answer]) -> list[tuple[Pair, Pair]]:
+    """The pairs that ask the same about two pictures and whose answers the comparison would take for one another."""
+    return [
+        (one, other)
+        for one, other in combinations(sorted(answers), 2)
+        if one[1] == other[1] and difference(answers[one], answers[other]) <= TOLERANCE
+    ]
+
+
+class Asker:
+    """Asks one server about pictures. Raises: openai.OpenAIError from `ask`."""
+
+    def __init__(self, url: str, pictures: Sequence[str]) -> None:
+        self._api = openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=TIMEOUT_S)
+        self._pictures = pictures
+
+    def ask(self, pair: Pair) -> Answer:
+        return tuple((one.token, one.logprob) for one in self._tokens(pair, 0))
+
+    def ask_surely(self, pair: Pair) -> tuple[Answer, bool]:
+        """The answer, and whether each of its tokens was far ahead of the next best."""
+        tokens = self._tokens(pair, 2)
+        sure = all(one.top_logprobs[0].logprob - one.top_logprobs[1].logprob > NEAR_TIE for one in tokens)
+        return tuple((one.token, one.logprob) for one in tokens), sure
+
+    def _tokens(self, pair: Pair, top: int) -> list[Any]:
+        content = [
+            {"type": "image_url", "image_url": {"url": self._pictures[pair[0]]}},
+            {"type": "text", "text": QUESTIONS[pair[1]]},
+        ]
+        done = self._api.chat.completions.create(
+            model=MODEL,
+            messages=cast(Any, [{"role": "user", "content": content}]),
+            temperature=0,
+            max_tokens=ANSWER_TOKENS,
+            logprobs=True,
+            top_logprobs=top,
+            extra_body={"ignore_eos": True},
+        )
+        logprobs = done.choices[0].logprobs
+        return list(logprobs.content or ()) if logprobs else []
+
+
+def make_pictures(number: int) -> list[str]:
+    """So many data URLs, the same in every run."""
+    return [data_url(PICTURE, picture(PICTURE, seed)) for seed in range(number)]
+
+
+def cold_answers(url: str, pictures: Sequence[str]) -> tuple[dict[Pair, Answer], int]:
+    """The answer of a server to each pair, asked one at a time; and how many are left out, as near ties."""
+    asker = Asker(url, pictures)
+    asked = {
+        (image, question): asker.ask_surely((image, question)) for image in range(len(pictures)) for question in (0, 1)
+    }
+    answers = {pair: answer for pair, (answer, sure) in asked.items() if sure}
+    return answers, len(asked) - len(answers)
+
+
+@dataclass
+class Found:
+    """What the clients saw in one phase. Units: slowest_s is of an answered request."""
+
+    requests: int = 0
+    wrong: int = 0
+    failed: int = 0
+    excused: int = 0
+    slowest_s: float = 0.0
+    largest_difference: float = 0.0
+    errors: list[str] = field(default_factory=list)
+
+    def add(self, later: "Found") -> None:
+        """What was seen later, too."""
+        for name in ("requests", "wrong", "failed", "excused"):
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        self.slowest_s = max(self.slowest_s, later.slowest_s)
+        self.largest_difference = max(self.largest_difference, later.largest_difference)
+        self.errors = [*self.errors, *later.errors][:NUM_ERRORS]
+
+    def as_dict(self) -> dict[str, Any]:
+        rounded = {"slowest_s": round(self.slowest_s, 2), "largest_difference": float(f"{self.largest_difference:.1e}")}
+        return {**asdict(self), **rounded}
+
+
+class Clients:
+    """So many threads that ask from `serve` to `down`, again and again, until the block ends."""
+
+    def __init__(self, answers: Mapping[Pair, Answer], pictures: Sequence[str], number: int) -> None:
+        self._answers = answers
+        self._pairs = sorted(answers)
+        self._pictures = pictures
+        self._number = number
+        self._changed = threading.Condition()
+        self._asker: Asker | None = None
+        self._kills = 0
+        self._ended = False
+        self._found = Found()
+        self._pool = ThreadPoolExecutor(number)
+
+    def __enter__(self) -> "Clients":
+        self._running = [self._pool.submit(self._run, random.Random(seed)) for seed in range(self._number)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        for one in self._running:
+            one.result()
+        self._pool.shutdown()
+
+    def serve(self, url: str) -> None:
+        """There is a server at `url` from now on."""
+        with self._changed:
+            self._asker = Asker(url, self._pictures)
+            self._changed.notify_all()
+
+    def wait_for_an_answer(self, timeout_s: float) -> None:
+        """Since the last `take`; or for that long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._found.requests, timeout_s)
+
+    def down(self) -> None:
+        """The server is about to be killed: what is under way is excused."""
+        with self._changed:
+            self._asker = None
+            self._kills += 1
+
+    def take(self) -> Found:
+        """What was seen since the last call."""
+        with self._changed:
+            found, self._found = self._found, Found()
+        return found
+
+    def _run(self, chance: random.Random) -> None:
+        pair = chance.choice(self._pairs)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or self._asker is not None)
+                asker, kills = self._asker, self._kills
+                if self._ended or asker is None:
+                    return
+            start = time.monotonic()
+            answer: Answer | None = None
+            error = ""
+            try:
+                answer = asker.ask(pair)
+            except Exception as raised:  # whatever it is: the request failed, the others go on
+                error = f"{type(raised).__name__}: {raised}"[:500]
+            self._note(pair, answer, error, time.monotonic() - start, kills)
+            if answer is None:
+                time.sleep(PAUSE_S)
+            else:
+                pair = chance.choice(self._pairs)
+
+    def _note(self, pair: Pair, answer: Answer | None, error: str, seconds: float, kills: int) -> None:
+        with self._changed:
+            found = self._found
+            if answer is None:
+                if kills != self._kills:
+                    found.excused += 1
+                    return
+                found.failed += 1
+            else:
+                found.requests += 1
+                self._changed.notify_all()
+                found.slowest_s = max(found.slowest_s, seconds)
+                apart = difference(self._answers[pair], answer)
+                if apart <= TOLERANCE:
+                    found.largest_difference = max(found.largest_difference, apart)
+                    return
+                found.wrong += 1
+                error = f"picture {pair[0]}, question {pair[1]}: {apart:.1e} apart"
+            if len(found.errors) < NUM_ERRORS:
+                found.errors.append(error)

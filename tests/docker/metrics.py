@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of alerts and dashboard share: promtool, and the metrics that there are."""
+
+import re
+import subprocess
+
+from tests.programs import program
+from vllm_mmcache import events, sizes
+
+
+def promtool(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [program("promtool"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def exposed() -> set[str]:
+    """The names of all samples of ours on /metrics, as the code makes them."""
+    counters = (*events.COUNTERS, *events.TIER_COUNTERS.values(), *events.RECORD_COUNTERS.values())
+    names = {f"{counter.name}_total" for counter in (*counters, events.PROMPT_TOKENS, events.PROMPT_IMAGES)}
+    names |= {gauge.name for gauge in vars(events).values() if isinstance(gauge, events.Gauge | events.Info)}
+    return names | {f"{prefix}_{what}" for prefix in ("table", "engine_table") for what in sizes._MEANINGS}
+
+
+def named(*expressions: str) -> set[str]:
+    return set(re.findall(r"mmcache:(\w+)", " ".join(expressions)))

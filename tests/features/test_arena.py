@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that an engine shares with its workers: what one process writes others see, and nobody can resize it."""
+
+import fcntl
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_mmcache.errors import ArenaUnusable
+from vllm_mmcache.features.arena import BOARD, HEAD_BYTES, MAGIC, Arena
+
+SIZE = 1 << 20
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+Process = "subprocess.Popen[str]"
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena.create(SIZE, num_ranks=4)
+    yield made
+    made.close()
+
+
+def start(code: str, *arguments: object) -> Process:
+    """A process of its own that runs `code`, with `arguments` in sys.argv, and talks line by line."""
+    return subprocess.Popen(
+        [sys.executable, "-c", f"import os, sys\nfrom vllm_mmcache.features.arena import Arena\n{code}"]
+        + [str(argument) for argument in arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def said(process: Process) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    assert line, process.communicate()[1]
+    return line
+
+
+def run(code: str, *arguments: object) -> str:
+    out, error = start(code, *arguments).communicate(timeout=60)
+    assert not error, error
+    return out.strip()
+
+
+def path_of(address: str) -> str:
+    return address.partition("#")[0]
+
+
+WRITE = """
+arena = Arena.open(sys.argv[1])
+print(bytes(arena.buffer(4096, 5)).decode())
+arena.buffer(8192, 5)[:] = b"child"
+arena.board[2]["fingerprint"] = b"ab" * 32
+arena.board[2]["tower_s"][31] = 0.5
+"""
+
+
+def test_what_a_child_writes_is_seen(arena: Arena) -> None:
+    """And the other way round, also when the child comes long after."""
+    arena.buffer(4096, 5)[:] = b"owner"
+    assert run(WRITE, arena.address) == "owner"
+    assert bytes(arena.buffer(8192, 5)) == b"child"
+    assert arena.board["fingerprint"].tolist() == [b"", b"", b"ab" * 32, b""]
+    assert arena.board["tower_s"].sum() == arena.board[2]["tower_s"][31] == 0.5
+    assert not any(arena.buffer(0, 4096))
+
+
+COUNT = """
+arena, rank, number = Arena.open(sys.argv[1]), int(sys.argv[2]), 0
+while not arena.board[3]["generation"]:
+    number += 1
+    arena.board[rank]["saves_done"] = number
+    arena.board[rank]["generation"] = number << 32 | number
+print(number)
+"""
+
+
+def test_rows_of_the_board_are_independent(arena: Arena) -> None:
+    ranks = [start(COUNT, arena.address, rank) for rank in range(3)]
+    seen = [arena.board["generation"].copy()]
+    while (seen[-1][:3] < 1000).any() or len(seen) < 100:  # until all have been seen at work
+        assert all(rank.poll() is None for rank in ranks), [rank.communicate() for rank in ranks]
+        now = arena.board["generation"].copy()
+        if (now != seen[-1]).any():
+            seen.append(now)
+    arena.board[3]["generation"] = 1
+    outcomes = [rank.communicate(timeout=60) for rank in ranks]
+    assert [error for _, error in outcomes] == [""] * 3
+    assert arena.board["saves_done"].tolist() == [*(int(said) for said, _ in outcomes), 0]
+    numbers = np.array(seen)[:, :3]
+    assert (numbers >> 32 == numbers & 0xFFFFFFFF).all()  # a number is never half old
+    assert (np.diff(numbers.astype(np.int64), axis=0) >= 0).all()
+
+
+RESIZE = """
+fd = os.open(sys.argv[1], os.O_RDWR)
+for attempt in (lambda: os.ftruncate(fd, 0), lambda: os.truncate(sys.argv[1], 1 << 30),
+                lambda: os.open(sys.argv[1], os.O_RDWR | os.O_TRUNC)):
+    try:
+        attempt()
+        print("done")
+    except PermissionError as error:
+        print(error.strerror)
+"""
+
+
+def test_no_process_can_resize_it(arena: Arena) -> None:
+    arena.buffer(0, 3)[:] = b"all"
+    assert run(RESIZE, path_of(arena.address)).splitlines() == ["Operation not permitted"] * 3
+    assert bytes(arena.buffer(0, 3)) == b"all"
+    assert bytes(arena.buffer(SIZE - 1, 1)) == b"\0"  # the last page is there
+
+
+def test_unsealed_memory_can_be_resized() -> None:
+    """The control of the test above."""
+    fd = os.memfd_create("plain", os.MFD_CLOEXEC)
+    os.ftruncate(fd, SIZE)
+    assert run(RESIZE, f"/proc/{os.getpid()}/fd/{fd}").splitlines() == ["done"] * 3
+    assert os.fstat(fd).st_size == 0
+    os.close(fd)
+
+
+CREATE = f"""
+arena = Arena.create({SIZE}, 2)
+arena.buffer(0, 5)[:] = b"owner"
+print(arena.address, flush=True)
+input()
+"""
+GO_ON = """
+arena = Arena.open(sys.argv[1])
+print(os.stat(sys.argv[1].partition("#")[0]).st_nlink, flush=True)
+input()
+arena.buffer(8192, 5)[:] = b"still"
+print(bytes(arena.buffer(0, 5)) + bytes(arena.buffer(8192, 5)), flush=True)
+"""
+
+
+def test_killing_the_creator_leaves_the_mapping_and_no_file() -> None:
+    creator = start(CREATE)
+    address = said(creator)
+    worker = start(GO_ON, address)
+    assert said(worker) == "0"  # no name in any directory, so there is nothing to leave behind
+    creator.kill()
+    creator.communicate()
+    with pytest.raises(ArenaUnusable, match=r"not at /proc/\d+/fd/\d+: .*No such file"):
+        Arena.open(address)
+    assert worker.communicate("\n", timeout=60) == (f"{b'ownerstill'}\n", "")
+
+
+def test_a_forked_child_shares_it() -> None:
+    code = CREATE.replace("input()", "pid = os.fork()\nif not pid: arena.buffer(0, 5)[:] = b'child'; os._exit(0)")
+    assert run(code + "os.waitpid(pid, 0)\nprint(bytes(arena.buffer(0, 5)))").endswith("b'child'")
+
+
+def test_memory_is_committed_when_it_is_written() -> None:
+    arena = Arena.create(64 << 30, num_ranks=1)
+    fd = int(path_of(arena.address).rpartition("/")[2])
+    before = os.fstat(fd).st_blocks * 512
+    assert before < 1 << 20
+    arena.buffer(32 << 30, SIZE)[:] = bytes(SIZE)
+    assert SIZE <= os.fstat(fd).st_blocks * 512 - before <= 8 * SIZE  # huge pages round up
+    arena.close()
+
+
+def test_closing_leaves_buffers_that_are_in_use() -> None:
+    arena = Arena.create(SIZE, num_ranks=1)
+    used = arena.buffer(0, 4)
+    used[:] = b"used"
+    address = arena.address
+    arena.close()
+    arena.close()
+    assert bytes(used) == b"used"
+    with pytest.raises(ValueError, match="not in a data area of 0 bytes"):
+        arena.buffer(0, 1)
+    with pytest.raises(ArenaUnusable):
+        Arena.open(address)
+
+
+def test_sizes() -> None:
+    arena = Arena.create(mmap.PAGESIZE + 1, num_ranks=100)
+    assert arena.num_bytes == 2 * mmap.PAGESIZE
+    assert (arena.board.shape, arena.board.dtype) == ((100,), BOARD)
+    assert BOARD.itemsize % 8 == HEAD_BYTES % 8 == 0  # numbers are aligned
+    arena.board.view(np.uint8)[:] = 255
+    assert not any(arena.buffer(0, arena.num_bytes))  # the board ends before the data
+    opened = Arena.open(arena.address)
+    assert (opened.num_bytes, len(opened.board)) == (arena.num_bytes, 100)
+    for offset, num_bytes in ((-1, 1), (0, -1), (arena.num_bytes, 1), (0, arena.num_bytes + 1), (1 << 70, 1)):
+        with pytest.raises(ValueError, match="not in a data area"):
+            arena.buffer(offset, num_bytes)
+    for one in (arena, opened):
+        one.close()
+    for num_bytes, num_ranks in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="an arena of"):
+            Arena.create(num_bytes, num_ranks)
+
+
+def forged(size: int, seals: int, head: bytes) -> int:
+    fd = os.memfd_create("forged", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    os.pwrite(fd, head, 0)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def test_what_is_not_the_engines_is_refused(arena: Arena, tmp_path: Path) -> None:
+    """As in another container, whose process of the same number has something of its own there."""
+    path, _, token = arena.address.partition("#")
+    head = os.pread(int(path.rpartition("/")[2]), HEAD_BYTES, 0)
+    size = os.stat(path).st_size
+    other = Arena.create(SIZE, num_ranks=4)
+    plain, pipe = os.open(tmp_path / "plain", os.O_RDWR | os.O_CREAT), os.pipe()
+    os.pwrite(plain, head.ljust(size, b"\0"), 0)
+    refused = {
+        forged(size, 0, head): "not sealed",
+        forged(size, SEALS & ~fcntl.F_SEAL_SHRINK, head): "not sealed",
+        plain: "not sealed",
+        pipe[0]: "not sealed",
+        forged(size, SEALS, head.replace(MAGIC, b"vllm-mmcache arena 9".ljust(len(MAGIC), b"\0"))): "another version",
+        forged(size, SEALS, b""): "another version",
+        forged(8, SEALS, head[:8]): "another version",
+        forged(size + 4096, SEALS, head): "does not fit 4 ranks",
+        forged(size - 4096, SEALS, head): "does not fit 4 ranks",
+    }
+    for fd, why in {**refused, int(path_of(other.address).rpartition("/")[2]): "another engine"}.items():
+        with pytest.raises(ArenaUnusable, match=why):
+            Arena.open(f"/proc/{os.getpid()}/fd/{fd}#{token}")
+    # What these have in common is not why: the same, whole and sealed, is opened.
+    right = forged(size, SEALS, head)
+    Arena.open(f"/proc/{os.getpid()}/fd/{right}#{token}").close()
+    other.close()
+    for fd in (*refused, pipe[1], right):
+        os.close(fd)
+
+
+@pytest.mark.parametrize("address", ["", "/dev/shm/x", "/proc/1/fd/../environ#" + 32 * "0", "/proc/1/fd/1", "\ud800"])
+def test_no_address(address: str) -> None:
+    with pytest.raises(ArenaUnusable, match="no address of an engine's shared memory"):
+        Arena.open(address)
+
+
+def test_a_refusal_leaves_nothing_open(arena: Arena) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        with pytest.raises(ArenaUnusable):
+            Arena.open(arena.address[:-32] + 32 * "0")
+        Arena.open(arena.address).close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+LIMITED = """
+import resource
+from vllm_mmcache.errors import ArenaUnusable
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+Arena.create(1 << 19, 1).close()
+before = len(os.listdir("/proc/self/fd"))
+try:
+    Arena.create(1 << 21, 1)
+except ArenaUnusable as error:
+    print(error, len(os.listdir("/proc/self/fd")) - before)
+"""
+
+
+def test_a_system_that_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = run(LIMITED)
+    assert "2097152 bytes of memfd failed: [Errno 27] File too large" in out
+    assert out.endswith(" 0")
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(ArenaUnusable, match="this platform has no memfd"):
+        Arena.create(SIZE, num_ranks=1)

@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine and ranks copy features through the arena: a slot stays while a rank copies, and what is kept is sealed."""
+
+import gc
+import multiprocessing
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.features.packages import SHAPE, features, identity
+from tests.features.rank_process import raw, serve, tensor
+from tests.features.tiers import LONG_S
+from tests.sizes import scaled
+from vllm_mmcache.features.arena import Arena
+from vllm_mmcache.features.copies import Copies, Unpinnable
+from vllm_mmcache.features.costs import Costs
+from vllm_mmcache.features.engine import Copying, Ranks
+from vllm_mmcache.features.message import SEAL_BYTES, Place
+from vllm_mmcache.features.package import Shape
+from vllm_mmcache.features.ram import ALIGN_BYTES, RamTier, Slot
+from vllm_mmcache.features.store import Store
+
+FACTS = {"width": SHAPE.width, "dtype": SHAPE.dtype, "model": "model", "processor": "processor", "layout": "shared"}
+CPU = torch.device("cpu")
+ODD = [
+    Shape(num_tokens, width, dtype)
+    for dtype in ("bfloat16", "float16", "float32")
+    for num_tokens, width in ((1, 1), (1, 3), (7, 5), (257, 129))
+]
+
+
+class Engine:
+    """The engine's part: an arena, a store with nothing below, and what follows the ranks."""
+
+    def __init__(self, num_ranks: int, num_bytes: int) -> None:
+        self.arena = Arena.create(num_bytes, num_ranks)
+        self.ranks = Ranks(self.arena, [FACTS] * num_ranks)
+        self.store = Store(self.arena, RamTier(self.arena.num_bytes), [], Costs(lambda num_tokens: None, None))
+        self.copying = Copying(self.store, self.arena, self.ranks)
+
+    def save(self, number: int, shape: Shape = SHAPE) -> tuple[Place, Slot]:
+        """Room for what a rank shall save."""
+        slot = self.store.reserve(identity(number), shape)
+        assert slot is not None
+        return self.copying.save(f"image-{number}", slot, identity(number), shape), slot
+
+    def load(self, number: int, shape: Shape = SHAPE) -> tuple[Place, Slot]:
+        """What ranks shall load."""
+        slot = self.store.find(identity(number), shape)
+        assert slot is not None
+        return self.copying.load(f"image-{number}", slot, shape), slot
+
+    def put(self, number: int) -> None:
+        """Into RAM, without a rank."""
+        slot = self.store.reserve(identity(number), SHAPE)
+        assert slot is not None
+        self.arena.buffer(slot.offset, SHAPE.num_bytes)[:] = features(number)
+        self.store.keep(slot, identity(number), SHAPE)
+
+    def kept(self, number: int, shape: Shape = SHAPE) -> bytes | None:
+        slot = self.store.find(identity(number), shape)
+        if slot is None:
+            return None
+        seen = bytes(self.arena.buffer(slot.offset, shape.num_bytes))
+        self.store.release(slot)
+        return seen
+
+    def held_bytes(self) -> float:
+        return self.store.ram.counters.snapshot()["held_bytes"]
+
+    def close(self) -> None:
+        self.copying.close()
+        self.store.close(LONG_S)
+        self.arena.close()
+
+
+@pytest.fixture
+def open_engine() -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def opened(num_ranks: int = 1, num_bytes: int = 256 * ALIGN_BYTES) -> Engine:
+        made.append(Engine(num_ranks, num_bytes))
+        return made[-1]
+
+    yield opened
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def engine(open_engine: Callable[..., Engine]) -> Engine:
+    """Of one rank."""
+    return open_engine()
+
+
+@pytest.fixture
+def open_copies() -> Iterator[Callable[..., Copies]]:
+    """Ranks in this process, as with one process per engine."""
+    made: list[Copies] = []
+
+    def opened(engine: Engine, row: int = 0) -> Copies:
+        made.append(Copies(Arena.open(engine.arena.address), row, CPU))
+        return made[-1]
+
+    yield opened
+    for copies in made:
+        copies.close()
+
+
+@dataclass
+class Rank:
+    """One in a process of its own."""
+
+    process: Any
+    pipe: Any
+
+    def do(self, *what: object) -> Any:
+        self.pipe.send(what)
+        assert self.pipe.poll(LONG_S)
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        self.process.kill()  # SIGKILL
+        self.process.join(LONG_S)
+
+
+@pytest.fixture
+def start_rank() -> Iterator[Callable[..., Rank]]:
+    spawning = multiprocessing.get_context("spawn")
+    made: list[Rank] = []
+
+    def started(engine: Engine, row: int = 0) -> Rank:
+        ours, theirs = spawning.Pipe()
+        process = spawning.Process(target=serve, args=(engine.arena.address, row, theirs), daemon=True)
+        process.start()
+        made.append(Rank(process, ours))
+        return made[-1]
+
+    yield started
+    for rank in made:
+        rank.kill()
+
+
+# Loads
+
+
+def test_what_is_loaded_is_held_until_every_rank_has_it(open_engine: Any, open_copies: Any) -> None:
+    """Two ranks, one of which lags; the control: when it is there, too, the slot can go."""
+    engine = open_engine(num_ranks=2, num_bytes=ALIGN_BYTES)
+    quick, lagging = open_copies(engine, 0), open_copies(engine, 1)
+    go_on = threading.Event()
+    lagging.then(lambda: go_on.wait(LONG_S))
+    engine.put(0)
+    place, slot = engine.load(0)
+    for copies in (quick, lagging):
+        (seen,) = copies.load([place])
+        assert raw(seen) == features(0)
+    quick.flush()
+    assert engine.arena.board["loads_done"].tolist() == [1, 0]
+    assert not engine.copying.wait(0.02)
+    assert slot.num_holders == 1
+    assert engine.store.reserve(identity(1), SHAPE) is None  # nothing can take its place
+    go_on.set()
+    assert engine.copying.wait(LONG_S)
+    assert slot.num_holders == 0
+    assert engine.store.reserve(identity(1), SHAPE) is not None
+
+
+def test_what_was_loaded_is_the_ranks_own(engine: Engine, open_copies: Any) -> None:
+    copies = open_copies(engine)
+    engine.put(0)
+    place, _ = engine.load(0)
+    (seen,) = copies.load([place])
+    engine.arena.buffer(place.offset, SHAPE.num_bytes)[:] = bytes(SHAPE.num_bytes)
+    assert raw(seen) == features(0)
+
+
+def test_several_loads_at_once_and_none(engine: Engine, open_copies: Any) -> None:
+    copies = open_copies(engine)
+    assert copies.load([]) == []
+    copies.skip([])
+    for number in range(5):
+        engine.put(number)
+    loads = [engine.load(number) for number in range(5)]
+    assert [place.number for place, _ in loads] == [1, 2, 3, 4, 5]
+    seen = copies.load([place for place, _ in loads[:3]])
+    assert [raw(one) for one in seen] == [features(number) for number in range(3)]
+    copies.flush()
+    assert engine.arena.board["loads_done"].tolist() == [3]
+    while sum(slot.num_holders for _, slot in loads) > 2:
+        time.sleep(0.001)
+    assert not engine.copying.wait(0.02)
+    assert [slot.num_holders for _, slot in loads] == [0, 0, 0, 1, 1]
+    copies.skip([place for place, _ in loads[3:]])  # not wanted after all
+    assert engine.copying.wait(LONG_S)
+    assert [slot.num_holders for _, slot in loads] == [0] * 5
+
+
+def test_a_load_that_a_rank_never_heard_of_ends_with_the_next(engine: Engine, open_copies: Any) -> None:
+    copies = open_copies(engine)
+    engine.put(0)
+    (_, first), (place, second) = engine.load(0), engine.load(0)
+    assert first is second
+    copies.load([place])
+    assert engine.copying.wait(LONG_S)
+    assert first.num_holders == 0
+
+
+# Saves
+
+
+@pytest.mark.parametrize("shape", ODD, ids=str)
+def test_what_is_saved_is_kept_to_the_bit(engine: Engine, open_copies: Any, shape: Shape) -> None:
+    """Any bits: numbers that are none, infinities, and the smallest; also where the tower gives a view."""
+    copies = open_copies(engine)
+    for number, seen in ((0, features(0, shape)), (1, features(1, shape))):
+        place, slot = engine.save(number, shape)
+        whole = tensor(place, bytes(seen))
+        if number:
+            whole = torch.cat([whole, whole]).t().contiguous().t()[: shape.num_tokens]
+        copies.save(place, whole)
+        assert engine.copying.wait(LONG_S)
+        assert slot.num_holders == 0
+        assert engine.kept(number, shape) == seen
+        place, _ = engine.load(number, shape)
+        (loaded,) = copies.load([place])
+        assert (tuple(loaded.shape), loaded.dtype) == ((shape.num_tokens, shape.width), whole.dtype)
+        assert raw(loaded) == seen
+
+
+def test_a_rank_without_features_makes_the_engine_give_up(engine: Engine, open_copies: Any) -> None:
+    copies = open_copies(engine)
+    place, _ = engine.save(0)
+    fetch = engine.store.fetch(identity(0), SHAPE)
+    copies.save(place, None)
+    assert engine.copying.wait(LONG_S)
+    assert (fetch.is_done, fetch.source) == (True, "")
+    assert engine.kept(0) is None
+    assert engine.held_bytes() == 0
+    place, _ = engine.save(0)  # the control: the next time it has them
+    copies.save(place, tensor(place, features(0)))
+    assert engine.copying.wait(LONG_S)
+    assert engine.kept(0) == features(0)
+
+
+@pytest.mark.parametrize("seal", [0, 1, 2, 3, 1 << 40])
+def test_only_the_right_seal_keeps(engine: Engine, seal: int) -> None:
+    """Whatever the board says; the second save's seal is 2."""
+    places = [engine.save(number) for number in range(2)]
+    place, slot = places[1]
+    engine.arena.buffer(place.offset, SHAPE.num_bytes)[:] = features(1)
+    engine.arena.buffer(place.offset + SHAPE.num_bytes, SEAL_BYTES)[:] = seal.to_bytes(SEAL_BYTES, "little")
+    engine.arena.board["saves_done"] = 2
+    assert engine.copying.wait(LONG_S)
+    assert engine.kept(0) is None
+    assert engine.kept(1) == (features(1) if seal == 2 else None)
+    assert slot.num_holders == 0
+
+
+def test_an_old_seal_is_none(engine: Engine, open_copies: Any) -> None:
+    """Memory that is used again still holds one, which could be taken for the next one's."""
+    copies = open_copies(engine)
+    place, slot = engine.save(0)
+    seal = engine.arena.buffer(place.offset + SHAPE.num_bytes, SEAL_BYTES)
+    copies.save(place, tensor(place, features(0)))
+    assert engine.copying.wait(LONG_S)
+    assert int.from_bytes(seal, "little") == 1
+    engine.store.ram.clear()
+    seal[:] = (2).to_bytes(SEAL_BYTES, "little")
+    place, slot = engine.save(1)
+    assert (place.number, place.offset) == (2, slot.offset)
+    copies.save(place, None)
+    assert engine.copying.wait(LONG_S)
+    assert engine.kept(1) is None
+
+
+def test_only_the_first_rank_saves(open_engine: Any, open_copies: Any) -> None:
+    """Another one's features may differ in the last bit, and may come when others are there."""
+    engine = open_engine(num_ranks=2)
+    first, second = open_copies(engine, 0), open_copies(engine, 1)
+    place, slot = engine.save(0)
+    second.save(place, tensor(place, features(1)))
+    second.flush()
+    assert not engine.copying.wait(0.02)  # it has nothing to say
+    assert bytes(engine.arena.buffer(slot.offset, slot.num_bytes)) == bytes(slot.num_bytes)
+    first.save(place, tensor(place, features(0)))
+    assert engine.copying.wait(LONG_S)
+    assert engine.kept(0) == features(0)
+
+
+def test_a_copy_that_fails_holds_up_nothing(engine: Engine, open_copies: Any, caplog: pytest.LogCaptureFixture) -> None:
+    copies = open_copies(engine)
+    place, slot = engine.save(0)
+    copies.save(place, torch.zeros(3, 5))  # of another shape
+    assert engine.copying.wait(LONG_S)
+    assert slot.num_holders == 0
+    assert engine.kept(0) is None
+    assert "a copy of features failed" in caplog.text
+    place, _ = engine.save(1)
+    copies.save(place, tensor(place, features(1)))
+    assert engine.copying.wait(LONG_S)
+    assert engine.kept(1) == features(1)
+
+
+def test_what_is_being_saved_is_no_ones_yet(engine: Engine, open_copies: Any) -> None:
+    copies = open_copies(engine)
+    go_on = threading.Event()
+    copies.then(lambda: go_on.wait(LONG_S))
+    place, slot = engine.save(0)
+    fetch = engine.store.fetch(identity(0), SHAPE)
+    copies.save(place, tensor(place, features(0)))
+    assert not engine.copying.wait(0.02)
+    assert not fetch.is_done
+    assert engine.kept(0) is None
+    assert engine.store.reserve(identity(0), SHAPE) is None
+    go_on.set()
+    assert engine.store.wait([fetch], LONG_S)
+    assert fetch.source == "ram"
+    assert engine.kept(0) == features(0)
+    assert slot.num_holders == 0
+
+
+def test_numbers_of_each_kind_are_in_order(engine: Engine, open_copies: Any) -> None:
+    copies = open_copies(engine)
+    numbers: dict[str, list[int]] = {"loads": [], "saves": []}
+    for number in range(10):
+        place, _ = engine.save(number)
+        numbers["saves"].append(place.number)
+        copies.save(place, tensor(place, features(number)) if number % 3 else None)
+        assert engine.copying.wait(LONG_S)
+        if number % 3:
+            place, _ = engine.load(number)
+            numbers["loads"].append(place.number)
+            copies.load([place])
+    assert engine.copying.wait(LONG_S)
+    assert numbers == {"loads": [1, 2, 3, 4, 5, 6], "saves": list(range(1, 11))}
+    (row,) = engine.arena.board
+    assert (int(row["loads_done"]), int(row["saves_done"])) == (6, 10)
+
+
+def test_nothing_stays_open() -> None:
+    """Neither the engine's memory nor the rank's view of it, whether they are closed or forgotten."""
+    gc.collect()
+    before = open_files()
+    for closes in (True, False):
+        engine = Engine(1, ALIGN_BYTES)
+        copies = Copies(Arena.open(engine.arena.address), 0, CPU)
+        place, _ = engine.save(0)
+        copies.save(place, tensor(place, features(0)))
+        assert engine.copying.wait(LONG_S)
+        assert open_files() - before
+        copies.close()
+        engine.copying.close()
+        if closes:
+            engine.close()
+        del copies, engine
+        gc.collect()
+        assert not open_files() - before
+
+
+def open_files() -> set[int]:
+    """Inodes of the arenas that this process maps or holds open; those of earlier tests may still go."""
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:vllm-mmcache" in line]
+    opened = [
+        os.stat(f"/proc/self/fd/{link.name}").st_ino
+        for link in Path("/proc/self/fd").iterdir()
+        if link.is_symlink() and "memfd:vllm-mmcache" in os.readlink(link)
+    ]
+    return {int(line.split()[4]) for line in mapped} | set(opened)
+
+
+def test_a_device_of_another_kind(engine: Engine) -> None:
+    with pytest.raises(Unpinnable, match="a device of type meta"):
+        Copies(engine.arena, 0, torch.device("meta"))
+
+
+# Ranks in processes of their own
+
+
+def test_two_processes(open_engine: Any, start_rank: Any) -> None:
+    engine = open_engine(num_ranks=2)
+    ranks = [start_rank(engine, row) for row in range(2)]
+    for number in range(6):
+        place, _ = engine.save(number)
+        assert {rank.do("save", place, bytes(features(number))) for rank in ranks} == {place.number}
+    assert engine.copying.wait(LONG_S)
+    loads = [engine.load(number) for number in range(6)]
+    places = [place for place, _ in loads]
+    assert ranks[0].do("load", places) == [features(number) for number in range(6)]
+    assert not engine.copying.wait(0.02)
+    assert {slot.num_holders for _, slot in loads} == {1}
+    assert ranks[1].do("load", places) == [features(number) for number in range(6)]
+    assert engine.copying.wait(LONG_S)
+    assert {slot.num_holders for _, slot in loads} == {0}
+    assert [rank.do("end") for rank in ranks] == ["ended"] * 2
+
+
+def test_a_rank_is_killed_in_the_middle_of_a_copy(engine: Engine, start_rank: Any) -> None:
+    """What it had sealed is kept, and nothing else; the engine's threads go on."""
+    rank = start_rank(engine)
+    for number in range(3):
+        place, _ = engine.save(number)
+        rank.do("save", place, bytes(features(number)))
+    assert engine.copying.wait(LONG_S)
+    half, slot = engine.save(3)
+    assert rank.do("hang", half, bytes(features(3))) == 4
+    after, _ = engine.save(4)
+    rank.do("save", after, bytes(features(4)))
+    rank.kill()
+    assert not engine.copying.wait(0.02)
+    seen = bytes(engine.arena.buffer(slot.offset, SHAPE.num_bytes))
+    assert seen != features(3)
+    assert seen[: SHAPE.num_bytes // 2] == features(3)[: SHAPE.num_bytes // 2]
+    assert [engine.kept(number) for number in range(5)] == [*(features(number) for number in range(3)), None, None]
+    again = start_rank(engine)  # what a new one says of later saves ends those of the dead one, unsealed
+    place, _ = engine.save(5)
+    again.do("save", place, bytes(features(5)))
+    assert engine.copying.wait(LONG_S)
+    assert [engine.kept(number) for number in range(3, 6)] == [None, None, features(5)]
+
+
+def test_a_rank_is_killed_at_any_moment(open_engine: Any, start_rank: Any) -> None:
+    """While it copies as fast as it can: what is kept is whole, and what it was done with is kept."""
+    shape = Shape(1024, 512, "bfloat16")
+    drawn = random.Random(0)
+    for _ in range(scaled(3)):
+        engine = open_engine(num_bytes=16 * (shape.num_bytes + ALIGN_BYTES))
+        rank = start_rank(engine)
+        rank.do("load", [])  # it is there
+        for number in range(12):
+            place, _ = engine.save(number, shape)
+            rank.pipe.send(("save", place, bytes(features(number, shape))))
+        num_done = drawn.randrange(1, 6)
+        while engine.ranks.saved() < num_done:
+            time.sleep(0.0005)
+        rank.kill()
+        copied = engine.ranks.saved()
+        while len(engine.copying._saves) > 12 - copied:
+            time.sleep(0.001)
+        kept = [engine.kept(number, shape) for number in range(12)]
+        assert kept == [features(number, shape) if number < copied else None for number in range(12)]
+
+
+# Weights
+
+
+def test_the_weights_are_known_when_all_ranks_know_theirs(open_engine: Any, start_rank: Any) -> None:
+    engine = open_engine(num_ranks=2)
+    ranks, board = engine.ranks, engine.arena.board
+    first, second = start_rank(engine, 0), start_rank(engine, 1)
+    assert (ranks.generation(), ranks.identity("image")) == (0, None)
+    first.do("know", 1, "a" * 64)
+    assert (ranks.generation(), ranks.identity("image")) == (0, None)  # the other one does not know its own
+    second.do("know", 1, "b" * 64)
+    assert ranks.generation() == 1
+    known = ranks.identity("image")
+    board["generation"][1] = 0  # doubted
+    assert (ranks.generation(), ranks.identity("image")) == (0, None)
+    second.do("know", 2, "c" * 64)
+    assert (ranks.generation(), ranks.identity("image")) == (0, None)  # rows differ
+    first.do("know", 2, "a" * 64)
+    assert ranks.generation() == 2
+    changed = ranks.identity("image")
+    assert known is not None
+    assert changed is not None
+    assert known.model != changed.model
+    first.do("know", 3, "a" * 64)
+    second.do("know", 3, "b" * 64)
+    assert ranks.identity("image") == known  # the weights that there were before
+    first.do("know", 4, "b" * 64)
+    second.do("know", 4, "a" * 64)
+    assert ranks.identity("image") != known
+
+
+@pytest.mark.parametrize("torn", [True, False])
+def test_a_fingerprint_that_changes_while_it_is_read(open_engine: Any, torn: bool) -> None:
+    """The control: without a change the weights are known."""
+    engine = open_engine(num_ranks=2)
+    board = engine.arena.board
+    board["generation"] = 1
+    board["fingerprint"] = b"a" * 64
+
+    class Changing:
+        def __getitem__(self, field: str) -> Any:
+            if field == "fingerprint" and torn:
+                board["generation"][1] = 0
+                board["fingerprint"][1] = b"b" * 64
+            return board[field]
+
+    engine.ranks._board = Changing()
+    assert engine.ranks.generation() == (0 if torn else 1)
+    board["generation"] = 2
+    torn = False
+    assert engine.ranks.generation() == 2
+
+
+def test_what_the_engine_knows_of_its_ranks(engine: Engine) -> None:
+    assert engine.ranks.shape(7) == Shape(7, SHAPE.width, SHAPE.dtype)
+    engine.arena.board["generation"], engine.arena.board["fingerprint"] = 1, b"a" * 64
+    one, other = engine.ranks.identity("one"), engine.ranks.identity("other")
+    assert one is not None
+    assert other is not None
+    assert (one.content_id, one.processor, one.dtype, one.layout) == ("one", "processor", SHAPE.dtype, "shared")
+    assert one.model == other.model != FACTS["model"]

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured decides whether a tier is asked: never one that is known to be slower, but now and then."""
+
+import multiprocessing
+from multiprocessing.shared_memory import SharedMemory
+from multiprocessing.synchronize import Event
+
+import numpy as np
+import pytest
+
+from vllm_mmcache.features.costs import (
+    NUM_BUCKETS,
+    PROBE_EVERY_S,
+    UNKNOWN_TOWER_S,
+    WEIGHT,
+    Ask,
+    Costs,
+    Estimate,
+)
+from vllm_mmcache.features.counters import Counters
+
+MIB = 1024**2
+SIZE = 64 * MIB
+TOKENS = 2000
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tower(num_tokens: int) -> float | None:
+    """40 ms for the image of these tests."""
+    return 0.04 * num_tokens / TOKENS
+
+
+def costs_with(load_s: float, **options: object) -> tuple[Costs, Clock]:
+    clock = Clock()
+    costs = Costs(tower, None, clock=clock, **options)  # type: ignore[arg-type]
+    costs.loaded("disk", SIZE, load_s)
+    return costs, clock
+
+
+def test_nothing_is_known_at_first() -> None:
+    assert Estimate().seconds(100) is None
+    assert Estimate().seconds(0) == 0
+
+
+def test_an_estimate_is_linear_from_the_nearest_size() -> None:
+    estimate = Estimate()
+    estimate.add(1000, 1.0)
+    estimate.add(100_000, 10.0)
+    assert estimate.seconds(1000) == pytest.approx(1.0)
+    assert estimate.seconds(2000) == pytest.approx(2.0)
+    assert estimate.seconds(90_000) == pytest.approx(9.0)
+    assert estimate.seconds(10**12) == pytest.approx(10**8)
+    assert estimate.seconds(1) == pytest.approx(0.001)
+
+
+def test_an_estimate_follows_what_is_measured() -> None:
+    estimate = Estimate()
+    estimate.add(1000, 1.0)
+    estimate.add(1000, 2.0)
+    assert estimate.seconds(1000) == pytest.approx(1 + WEIGHT)
+    for _ in range(50):
+        estimate.add(1000, 2.0)
+    assert estimate.seconds(1000) == pytest.approx(2.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(0, 1.0), (-1, 1.0), (1, 0.0), (1, -1.0), (1, np.nan), (1, np.inf)])
+def test_what_can_be_no_measurement_is_left_out(size: int, seconds: float) -> None:
+    estimate = Estimate()
+    estimate.add(size, seconds)
+    assert estimate.seconds(1) is None
+
+
+def test_rubbish_in_shared_values_is_unknown() -> None:
+    assert Estimate(np.full(NUM_BUCKETS, np.nan)).seconds(5) is None
+    assert Estimate(np.full(NUM_BUCKETS, -1.0)).seconds(5) is None
+    values = np.full(NUM_BUCKETS, np.inf)
+    values[3] = 0.5
+    assert Estimate(values).seconds(4) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 2**31, 2**32 - 1, 2**32, 2**60])
+def test_every_size_has_a_place(size: int) -> None:
+    estimate = Estimate()
+    estimate.add(size, 3.0)
+    assert estimate.seconds(size) == pytest.approx(3.0)
+    assert np.count_nonzero(estimate.values) == 1
+
+
+def _write_until(name: str, stop: Event) -> None:
+    memory = SharedMemory(name)
+    values: np.ndarray = np.ndarray(NUM_BUCKETS, np.float64, memory.buf)
+    number = 0
+    while not stop.is_set():
+        Estimate(values).add(1024, 1024.0 * (1 + number % 97 / 97))
+        number += 1
+    del values
+    memory.close()
+
+
+def test_another_process_reads_while_one_writes() -> None:
+    context = multiprocessing.get_context("spawn")
+    memory = SharedMemory(create=True, size=8 * NUM_BUCKETS)
+    values: np.ndarray = np.ndarray(NUM_BUCKETS, np.float64, memory.buf)
+    values[:] = 0
+    stop = context.Event()
+    writer = context.Process(target=_write_until, args=(memory.name, stop))
+    writer.start()
+    seen: set[float | None] = set()
+    while len(seen) < 10 and writer.is_alive():
+        seen.add(Estimate(values).seconds(1))
+    stop.set()
+    writer.join()
+    del values
+    memory.close()
+    memory.unlink()
+    assert writer.exitcode == 0
+    assert len(seen) == 10, "the writer was not seen at work"
+    assert all(one is None or 1 <= one <= 2 for one in seen)
+
+
+def test_waits_while_something_is_unknown() -> None:
+    counters = Counters("disk")
+    costs = Costs(tower, None, [counters])
+    assert costs.ask("disk", TOKENS, SIZE) is Ask.WAIT
+    blind = Costs(lambda _: None, None, [counters])
+    blind.loaded("disk", SIZE, 100.0)
+    assert blind.ask("disk", TOKENS, SIZE) is Ask.WAIT
+    assert counters.snapshot()["expected_load_s"] == counters.snapshot()["not_asked"] == 0
+
+
+@pytest.mark.parametrize(("load_s", "ask"), [(0.01, Ask.WAIT), (0.04, Ask.WAIT), (0.041, Ask.SKIP), (5.0, Ask.SKIP)])
+def test_the_faster_one_is_taken(load_s: float, ask: Ask) -> None:
+    costs, _ = costs_with(load_s)
+    assert costs.ask("disk", TOKENS, SIZE) is ask
+    assert costs.ask("remote", TOKENS, SIZE) is Ask.WAIT, "nothing is known of the other tier"
+
+
+def test_a_slow_tier_is_probed_now_and_then() -> None:
+    costs, clock = costs_with(1.0)
+    asked = []
+    for _ in range(100):
+        asked.append(costs.ask("disk", TOKENS, SIZE))
+        clock.now += 1
+    assert asked.count(Ask.PROBE) == 100 // PROBE_EVERY_S
+    assert asked.index(Ask.PROBE) == PROBE_EVERY_S, "it was measured just before"
+    assert Ask.WAIT not in asked
+
+
+def test_probes_bring_a_tier_back() -> None:
+    costs, clock = costs_with(0.1)
+    for _ in range(20):
+        clock.now += PROBE_EVERY_S
+        if costs.ask("disk", TOKENS, SIZE) is Ask.WAIT:
+            break
+        costs.loaded("disk", SIZE, 0.02)
+    assert costs.ask("disk", TOKENS, SIZE) is Ask.WAIT
+    costs.loaded("disk", SIZE, 10.0)
+    assert costs.ask("disk", TOKENS, SIZE) is Ask.SKIP
+
+
+def test_an_operator_who_waits_is_obeyed() -> None:
+    counters = Counters("disk")
+    costs = Costs(tower, 3.0, [counters])
+    costs.loaded("disk", SIZE, 1.0)
+    assert [costs.ask("disk", TOKENS, SIZE) for _ in range(3)] == [Ask.WAIT] * 3
+    assert costs.patience(TOKENS) == 3.0
+    assert Costs(tower, 0.0).patience(TOKENS) == 0.0
+    assert counters.snapshot()["not_asked"] == 0
+
+
+def test_patience_is_the_towers_time() -> None:
+    assert Costs(tower, None).patience(3 * TOKENS) == pytest.approx(0.12)
+    assert Costs(lambda _: None, None).patience(TOKENS) == UNKNOWN_TOWER_S
+
+
+def test_decisions_are_counted() -> None:
+    counters = Counters("disk")
+    costs, clock = costs_with(0.1, counters=[counters])
+    for _ in range(3):
+        costs.ask("disk", TOKENS, SIZE)
+    clock.now += PROBE_EVERY_S
+    assert costs.ask("disk", TOKENS, SIZE) is Ask.PROBE
+    counts = counters.snapshot()
+    assert counts["not_asked"] == 3
+    assert counts["expected_load_s"] == pytest.approx(0.4)
+    assert counts["expected_tower_s"] == pytest.approx(0.16)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A known image goes to the engine without its pixels, which are made only where the tower needs them.
+
+Every answer is that of a cold run, and of Transformers.
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.features.films import Part, chat, file_of, frames_of, takes_videos
+from tests.media.video.test_engine import Decoded
+from tests.pixels.asking import Asking, Work, finish_reasons, forget_processed
+from vllm_mmcache import records
+from vllm_mmcache.features.scheduler import Connector
+from vllm_mmcache.media.records import RECORDS
+from vllm_mmcache.media.video.record import VIDEOS
+from vllm_mmcache.pixels.making import Maker
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.expect import assert_equals_answer, assert_exact, tolerance_of
+from vllm_mmcache.prove.scenarios import assistant, filler, picture, user
+from vllm_mmcache.zoo import FAMILIES
+
+pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
+
+CONFIGS = [pytest.param(EngineConfig(family), id=family) for family in FAMILIES]
+ONE = pytest.mark.parametrize("config", [pytest.param(EngineConfig("qwen3-vl"), id="qwen3-vl")])
+
+
+@pytest.fixture(autouse=True)
+def unknown() -> None:
+    """Nothing is known of any image."""
+    records.current().clear()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_pixels_are_made_only_for_the_tower(pool: EnginePool, config: EngineConfig) -> None:
+    rig = pool.get(config)
+    asking = Asking(rig)
+    talk = [user(filler(60), picture(730), "and", picture(731, (300, 160)), "Compare.")]
+    assert asking.ask(talk) == Work(processed=2, tower=2)
+    rig.forget_all_but_features()
+    assert asking.ask(talk) == Work(deferred=2)
+    rig.make_cold()
+    assert asking.ask(talk) == Work(deferred=2, made=2, tower=2)
+    talk += [assistant(asking.answers[0].text), user("And this one?", picture(732), "Well?")]
+    forget_processed(rig)
+    assert asking.ask(talk) == Work(deferred=2, processed=1, tower=1)
+    assert_exact(rig, asking.answers)
+
+
+@ONE
+def test_what_is_cached_by_vllm_is_not_deferred(pool: EnginePool, config: EngineConfig) -> None:
+    rig = pool.get(config)
+    asking = Asking(rig)
+    talk = [user(picture(733), "What is it?")]
+    asking.ask(talk)
+    assert asking.ask(talk) == Work()
+    rig.forget_all_but_features()
+    assert asking.ask(talk) == Work(deferred=1)
+    assert asking.ask(talk) == Work()  # what vLLM has now is the deferred item
+    rig.make_cold()
+    asking.ask(talk)
+    assert_exact(rig, asking.answers)
+
+
+@ONE
+def test_features_that_went_away_cost_time_alone(
+    pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = pool.get(config)
+    asking = Asking(rig)
+    talk = [user(picture(734), "What is it?", picture(735), "And that?")]
+    asking.ask(talk)
+    rig.make_cold()
+    # The engine takes them for there, so that the request goes on: as if they were evicted in the same moment.
+    monkeypatch.setattr(Connector, "_needs_pixels", lambda self, wanted: False)
+    assert asking.ask(talk) == Work(deferred=2, made=2, late=2, tower=2)
+    assert_exact(rig, asking.answers)
+
+
+@ONE
+def test_kv_needs_no_pixels(pool: EnginePool, config: EngineConfig) -> None:
+    rig = pool.get(config)
+    asking = Asking(rig)
+    talk = [user(filler(60), picture(736), filler(60))]
+    asking.ask(talk)
+    rig.features.store.ram.clear()
+    forget_processed(rig)
+    assert asking.ask(talk) == Work(deferred=1)
+    assert asking.answers[-1].num_cached_tokens > rig.image_spans(asking.answers[-1])[0][1]
+    rig.llm.reset_prefix_cache()  # the control: with neither, they are made
+    forget_processed(rig)
+    rig.llm.llm_engine.reset_encoder_cache()
+    assert asking.ask(talk) == Work(deferred=1, made=1, tower=1)
+    assert_exact(rig, asking.answers)
+
+
+@ONE
+def test_arguments_and_tenants_have_records_of_their_own(pool: EnginePool, config: EngineConfig) -> None:
+    rig = pool.get(config)
+    asking = Asking(rig)
+    talk = [user(picture(737), "What is it?")]
+    assert asking.ask(talk) == Work(processed=1, tower=1)
+    forget_processed(rig)
+    small = {"mm_processor_kwargs": {"max_pixels": 48 * 48}}
+    assert asking.ask(talk, **small) == Work(processed=1, tower=1)
+    assert asking.ask(talk, salt="a tenant") == Work(processed=1, tower=1)
+    forget_processed(rig)
+    assert asking.ask(talk, salt="a tenant") == Work(deferred=1)
+    assert asking.ask(talk, salt="another") == Work(processed=1, tower=1)
+    rig.make_cold()
+    assert asking.ask(talk, **small) == Work(deferred=1, made=1, tower=1)
+    assert asking.answers[-1].token_ids == asking.answers[1].token_ids
+    assert len(asking.answers[1].prompt_ids) != len(asking.answers[0].prompt_ids)
+
+
+@ONE
+def test_pixels_that_can_not_be_made_fail_their_request_alone(
+    pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = pool.get(config)
+    asking = Asking(rig)
+    talk, other = [user(picture(738), "What is it?")], [user(picture(739), "What is it?")]
+    asking.ask(talk)
+    rig.make_cold()
+
+    def broken(self: Maker, item: object) -> None:
+        raise OSError("nothing to decode with")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Maker, "make", broken)
+        assert finish_reasons(rig, talk, other) == ["error", "length"]
+    assert "the pixels of an image can't be made: nothing to decode with" in caplog.text
+    assert asking.ask(talk, other) == Work(deferred=1, processed=1, made=1, tower=2)
+    assert_exact(rig, asking.answers)
+
+
+@ONE
+def test_images_with_names_of_their_own(pool: EnginePool, config: EngineConfig) -> None:
+    """A uuid is an alias: the image has one record, whatever the client calls it."""
+    rig = pool.get(config)
+    asking = Asking(rig)
+    talk = [user(picture(740), "What is it?")]
+    assert asking.ask(talk, multi_modal_uuids={"image": ["one"]}) == Work(processed=1, tower=1)
+    forget_processed(rig)
+    assert asking.ask(talk, multi_modal_uuids={"image": ["another"]}) == Work(deferred=1)
+    forget_processed(rig)
+    assert asking.ask(talk) == Work(deferred=1)
+    assert_exact(rig, asking.answers)
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(takes_videos(family), id=family) for family in ("qwen3-vl", "qwen3.5")]
+)
+@pytest.mark.parametrize("make", [file_of, frames_of], ids=["file", "frames"])
+def test_videos(pool: EnginePool, config: EngineConfig, make: Callable[..., Part]) -> None:
+    """They go without their frames, too, also after a restart; other frames are another video."""
+    rig, name = pool.get(config), f"pixels of {config.family}"
+    asking, decoded = Asking(rig), Decoded()
+    cold = chat(rig, make(name))
+    assert (asking.work(), decoded.new()) == (Work(processed=1, tower=1), 1)
+    RECORDS.clear()
+    VIDEOS.clear()  # as a restart does; records are kept elsewhere, too
+    rig.forget_all_but_features()
+    warm = chat(rig, make(name))
+    assert (asking.work(), decoded.new()) == (Work(deferred=1), 0)
+    rig.make_cold()
+    late = chat(rig, make(name))
+    assert asking.work() == Work(deferred=1, made=1, tower=1)
+    for answer in (warm, late):
+        assert_equals_answer(answer, cold, tolerance_of(rig), "the cold run")
+    other = chat(rig, make(name, num_frames=4))
+    assert asking.work() == Work(processed=1, tower=1)
+    assert other.prompt_ids != cold.prompt_ids

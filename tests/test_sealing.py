@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encryption at rest: what is sealed comes back only whole, under its name and key, and key files are looked at."""
+
+import base64
+import os
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from vllm_mmcache import sealing
+from vllm_mmcache.errors import SettingsError, StoreCorrupt, StoreSealed
+from vllm_mmcache.sealing import CHUNK_BYTES, CLEAR, HEAD_BYTES, NONCE_BYTES, TAG_BYTES, Sealed, _Bytes
+from vllm_mmcache.settings import load_settings
+
+KEY = Sealed(bytes(range(32)))
+OTHER = Sealed(bytes(range(1, 33)))
+NAME = b"n" * 32
+SIZES = [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 7]
+CHUNK = CHUNK_BYTES + NONCE_BYTES + TAG_BYTES
+
+
+def content(num_bytes: int) -> bytes:
+    return random.Random(num_bytes).randbytes(num_bytes)
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_there_and_back(num_bytes: int) -> None:
+    whole = content(num_bytes)
+    cuts = sorted([0, num_bytes // 3, num_bytes // 2, num_bytes])
+    parts = [memoryview(whole)[start:end] for start, end in pairwise(cuts)]
+    sealed = b"".join(map(bytes, KEY.parts(NAME, parts, num_bytes)))
+    assert len(sealed) == KEY.num_bytes(num_bytes)
+    assert KEY.unseal(NAME, sealed) == whole
+    assert num_bytes < 16 or whole[:16] not in sealed
+    assert KEY.seal(NAME, whole) != sealed  # nonces are random
+    source = KEY.opened(_Bytes(sealed), NAME)
+    assert source.num_bytes == num_bytes
+    for start, end in [(0, min(7, num_bytes)), (num_bytes // 2, num_bytes), (num_bytes // 3, num_bytes // 2)]:
+        room = bytearray(end - start)
+        source.read_into(start, memoryview(room), 0.0)
+        assert room == whole[start:end]
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_without_a_key_all_is_as_it_is(num_bytes: int) -> None:
+    whole = content(num_bytes)
+    assert CLEAR.seal(NAME, whole) == CLEAR.unseal(NAME, whole) == whole
+    assert (CLEAR.name(NAME), CLEAR.num_bytes(num_bytes)) == (NAME, num_bytes)
+
+
+def test_names_are_keyed() -> None:
+    assert len({NAME, KEY.name(NAME), OTHER.name(NAME), KEY.name(b"m" * 32)}) == 4
+    assert len(KEY.name(NAME)) == 32
+
+
+def swapped(sealed: bytes) -> bytes:
+    """The first two chunks in the other order."""
+    first, second = HEAD_BYTES, HEAD_BYTES + CHUNK
+    return sealed[:first] + sealed[second : second + CHUNK] + sealed[first:second] + sealed[second + CHUNK :]
+
+
+LARGE = 3 * CHUNK_BYTES + 7
+CHANGES = {
+    "cut": lambda sealed: sealed[:-1],
+    "cut at a chunk": lambda sealed: sealed[: HEAD_BYTES + 2 * CHUNK],
+    "the last chunk is gone": lambda sealed: sealed[: HEAD_BYTES + 3 * CHUNK],
+    "the first chunk is gone": lambda sealed: sealed[:HEAD_BYTES] + sealed[HEAD_BYTES + CHUNK :],
+    "longer": lambda sealed: sealed + b"x",
+    "a chunk more": lambda sealed: sealed + sealed[-CHUNK:],
+    "swapped": swapped,
+    "of another text": lambda sealed: (
+        KEY.seal(NAME, content(LARGE))[: HEAD_BYTES + CHUNK] + KEY.seal(NAME, content(LARGE + 1))[HEAD_BYTES + CHUNK :]
+    ),
+    "head alone": lambda sealed: sealed[:HEAD_BYTES],
+    "less than a head": lambda sealed: sealed[:5],
+    "empty": lambda sealed: b"",
+    "in the clear": lambda sealed: content(LARGE),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_changed_does_not_open(change: str) -> None:
+    with pytest.raises(StoreCorrupt):
+        KEY.unseal(NAME, CHANGES[change](KEY.seal(NAME, content(LARGE))))
+
+
+def test_no_bit_may_change() -> None:
+    sealed = KEY.seal(NAME, content(50))
+    for bit in range(8 * len(sealed)):
+        changed = bytearray(sealed)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(StoreCorrupt):
+            KEY.unseal(NAME, bytes(changed))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 50])
+def test_the_name_and_the_key_count(num_bytes: int) -> None:
+    sealed = KEY.seal(NAME, content(num_bytes))
+    with pytest.raises(StoreCorrupt, match="another name"):
+        KEY.unseal(b"m" * 32, sealed)
+    with pytest.raises(StoreSealed, match="another key"):
+        OTHER.unseal(NAME, sealed)
+    assert OTHER.is_foreign(sealed[:HEAD_BYTES])
+    assert CLEAR.is_foreign(sealed[:HEAD_BYTES])
+    assert not KEY.is_foreign(sealed[:HEAD_BYTES])
+    assert not KEY.is_foreign(content(50))
+
+
+def key_file(folder: Path, content: bytes, mode: int = 0o600) -> str:
+    path = folder / "key"
+    path.write_bytes(content)
+    path.chmod(mode)
+    return str(path)
+
+
+SECRET = bytes(range(32))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        SECRET,
+        b"\n" * 32,  # bytes as they are, whatever they are
+        SECRET.hex().encode(),
+        SECRET.hex().upper().encode() + b"\r\n",
+        base64.b64encode(SECRET),
+        base64.b64encode(SECRET) + b"\n",
+    ],
+)
+def test_forms_of_a_key(tmp_path: Path, written: bytes) -> None:
+    expected = written if len(written) == 32 else SECRET
+    assert sealing.read_key(key_file(tmp_path, written)) == expected
+    assert sealing.read_key(key_file(tmp_path, written, 0o440)) == expected  # as a secret of a group
+
+
+@pytest.mark.parametrize(
+    ("written", "mode", "said"),
+    [
+        (b"", 0o600, "holds 0 bytes, expected 32"),
+        (SECRET[:-1], 0o600, "holds 31 bytes"),
+        (SECRET + b"\n", 0o600, "holds 33 bytes"),
+        (b"secretsecret" * 6, 0o600, "expected 32, or 64 hex digits"),
+        (b"g" * 64, 0o600, "openssl rand -hex 32"),
+        (SECRET * 100, 0o600, "holds 1024 bytes"),
+        (SECRET, 0o644, "others may read or change it: chmod 600"),
+        (SECRET, 0o602, "others may read or change it"),
+        (SECRET, 0o620, "others may read or change it"),
+    ],
+)
+def test_what_is_no_key_stops_the_start(tmp_path: Path, written: bytes, mode: int, said: str) -> None:
+    place = key_file(tmp_path, written, mode)
+    with pytest.raises(SettingsError) as error:
+        load_settings({"store_key_file": place})
+    assert said in str(error.value)
+    assert place in str(error.value)
+    assert "secret" not in str(error.value)
+
+
+def test_a_key_that_is_not_there_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (tmp_path / "none", tmp_path):
+        monkeypatch.setenv("MMCACHE_STORE_KEY_FILE", str(place))
+        with pytest.raises(SettingsError, match=r"can't be read: No such file|is no file"):
+            load_settings()
+    monkeypatch.setenv("MMCACHE_STORE_KEY_FILE", key_file(tmp_path, os.urandom(32)))
+    assert load_settings().store_key_file
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealing.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"cryptography: pip install .*\[encryption\]"):
+        load_settings({"store_key_file": key_file(tmp_path, SECRET)})

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mmcache uninstall`: removes all that mmcache keeps on this machine for this user, before pip removes the package.
+
+That is the store's directory, also the one that `mmcache serve` uses unasked, what `mmcache prove` has shown, and what
+`python -m vllm_mmcache.environment` has put into this Python environment. Redis or Valkey is others', too, and stays.
+"""
+
+from pathlib import Path
+
+from vllm_mmcache.errors import StoreUnusable
+
+
+def uninstall() -> None:
+    """Remove stored features and records, proofs, and the start-up hook; say what is left, and how it goes.
+
+    Stop the servers first: one that runs makes its directory anew.
+    """
+    from vllm_mmcache import environment
+    from vllm_mmcache.cli import store
+    from vllm_mmcache.places import default_directory, store_places, without_secrets
+    from vllm_mmcache.settings import load_settings
+    from vllm_mmcache.upstream import proofs
+
+    settings = load_settings()
+    directory, url = store_places(settings.store)
+    for place in dict.fromkeys(filter(None, (directory, default_directory()))):
+        try:
+            with store.opened(Path(place)) as kept:
+                print(f"removed {store.cleared(kept)} files of {place}")
+        except StoreUnusable as error:
+            if Path(place).exists():
+                print(f"left {place}: {error}")
+    if num_proofs := proofs.remove():
+        print(f"removed {num_proofs} proofs")
+    for thing in environment.take_back():
+        print(f"removed {thing}")
+    if url is not None:
+        print(f"left {without_secrets(url)}, which others may use: `mmcache store clear` removes what is ours there")
+    if settings.observe_file:
+        print(f"left {settings.observe_file}, the file of recorded requests, and the one before it")
+    print("the package itself goes with: pip uninstall vllm-mmcache")

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The admin key: what /mmcache asks for, from the setting `admin_key` or the file that `admin_key_file` names.
+
+API server and command line. The key of the server's clients never opens anything here.
+"""
+
+from functools import cache
+from pathlib import Path
+
+from vllm_mmcache.errors import SettingsError
+from vllm_mmcache.places import check_key
+from vllm_mmcache.settings import Settings
+
+MISSING = (
+    "no admin key is set, so /mmcache tells nothing: set MMCACHE_ADMIN_KEY or MMCACHE_ADMIN_KEY_FILE before the start, "
+    "or start with `mmcache serve MODEL --observe`, which makes a key"
+)
+
+
+def admin_key(settings: Settings) -> str | None:
+    """The admin key, None where none is set. A file is read once in a process.
+
+    Raises: SettingsError for a file that can't be read, or whose first line is no key.
+    """
+    if settings.admin_key is not None:
+        return settings.admin_key.get_secret_value()
+    return _read(settings.admin_key_file) if settings.admin_key_file else None
+
+
+@cache
+def _read(path: str) -> str:
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            key = file.readline(4096).decode("ascii").strip()
+        check_key(key)
+    except OSError as error:
+        raise SettingsError(f"admin_key_file {path}: {error.strerror}: name a file that holds the admin key") from None
+    except (ValueError, RuntimeError) as error:  # also what is no ASCII, and a home that is nobody's
+        why = "it is not ASCII" if isinstance(error, UnicodeError) else str(error)
+        raise SettingsError(f"admin_key_file {path}: {why}: its first line is to be the admin key") from None
+    return key

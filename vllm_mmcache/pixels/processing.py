@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own processor, run for one item in a thread of ours: its result is stock's, bit for bit. Any process.
+
+vLLM processes what its cache lacks of a request in one go, so a processor gives for each item what it gives for it
+alone, unless it goes past the cache by how many items there are; those are told by `is_for_one`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.multimodal.inputs import MultiModalKwargsItem
+from vllm.multimodal.processing import BaseMultiModalProcessor, ProcessorInputs
+from vllm.multimodal.processing.context import TimingContext
+from vllm.multimodal.processing.processor import ResolvedPromptUpdate
+
+from vllm_mmcache.identity.vllm_side import OneRequest
+from vllm_mmcache.pixels.item import Arguments
+
+Processed = tuple[MultiModalKwargsItem, Sequence[ResolvedPromptUpdate]]
+"""What a processor makes of one item: the item, and how its prompt changes."""
+
+
+def is_for_one(processor: Any) -> bool:
+    """Whether what a processor gives for an item does not depend on how many there are."""
+    own = "_cached_apply_hf_processor"
+    return getattr(type(processor), own, None) is getattr(BaseMultiModalProcessor, own)
+
+
+def inputs_of(
+    processor: Any, modality: str, media: Any, name: str | None, arguments: Arguments, loading: Any
+) -> ProcessorInputs:
+    """One item as vLLM's processor takes it, for a prompt without text, and past its cache."""
+    return ProcessorInputs(
+        [],
+        processor.info.parse_mm_data({modality: [media]}, validate=False),
+        {modality: [name]},
+        hf_processor_mm_kwargs=arguments,
+        media_io_kwargs=loading,
+    )
+
+
+def process(processor: Any, modality: str, media: Any, arguments: Arguments) -> Processed:
+    """Run the processor for one item. Raises: what vLLM does for an item that can't be processed."""
+    inputs = inputs_of(processor, modality, media, OneRequest("-"), arguments, {})
+    made = processor._cached_apply_hf_processor(inputs, TimingContext(enabled=False))
+    return made.kwargs[modality][0], made.prompt_updates[modality][0]
+
+
+def use_one_core() -> None:
+    """To be called by a thread of ours that processes. A team of OpenMP's in it would slow down the model's own.
+
+    Not torch.set_num_threads, which vLLM's worker for the CPU replaces by a warning.
+    """
+    torch._C.set_num_threads(1)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SQLite file of the disk place: one connection to it, which moves on when the file does.
+
+    <store>/records/                        mode 0700, ours alone
+        records-00000000-1b2c3d4e.sqlite    one table: key, frame, when it was written; WAL, several processes at once
+        ...-wal, ...-shm                    SQLite's own
+
+The file in use is that with the greatest name. A file that is no database any more is left lying, and one with the next
+number is begun; the older ones go. No name is ever used twice, so that a connection to a file that is gone, of this or
+another process, can't touch the files of the next one. Whoever uses a connection looks for the greatest name first, so
+a file that was removed (`mmcache store clear`) or replaced is let go of at once.
+"""
+
+import logging
+import math
+import os
+import re
+import sqlite3
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+from time import monotonic
+from typing import TypeVar
+
+from vllm_mmcache.errors import StoreUnusable
+from vllm_mmcache.features.directory import is_ours
+
+logger = logging.getLogger("vllm.mmcache")
+
+FORMAT = 1
+HUNG_S = 1.0
+"""Work that takes longer hangs: nobody waits for its connection any more."""
+CACHE_KIB = 256
+MOST_WAL_BYTES = 4 * 1024**2
+
+_FILE = re.compile(r"records-([0-9]{8})-[0-9a-f]{8}\.sqlite")
+_NO_DATABASE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR})
+# Of a process that has forked: its connections must not be used here, nor closed.
+_inherited: list[sqlite3.Connection] = []
+
+T = TypeVar("T")
+
+
+class Busy(Exception):
+    """Others use the connection, or keep the file locked, for too long."""
+
+
+class Database:
+    """One connection, for one thread at a time; the others wait `wait_s` at most, as they do for other processes.
+
+    makes: whether it begins a file where there is none; one that does not finds nothing there.
+    """
+
+    def __init__(self, folder: Path, wait_s: float, *, makes: bool) -> None:
+        self._folder = folder
+        self._wait_s = wait_s
+        self._makes = makes
+        self._lock = threading.Lock()
+        self._begun = math.inf
+        self._open: tuple[int, str, sqlite3.Connection] | None = None  # process, name of the file
+
+    def run(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
+        """What `work` returns; None where there is no file. A file that is no database is replaced by a new one.
+
+        Raises: Busy; StoreUnusable for a folder or file that is not to be used; OSError and sqlite3.Error where the
+        system refuses, or the new file is no database either.
+        """
+        hangs = monotonic() - self._begun > HUNG_S
+        if not self._lock.acquire(timeout=0 if hangs else self._wait_s):
+            raise Busy(f"{self._folder} was in use for {0 if hangs else self._wait_s:g} s")
+        self._begun = monotonic()
+        try:
+            return self._tried(work, attempts=2)
+        finally:
+            self._begun = math.inf
+            self._lock.release()
+
+    def close(self) -> None:
+        """Let go of the file. Raises: Busy."""
+        if not self._lock.acquire(timeout=self._wait_s):
+            raise Busy(f"{self._folder} is in use")
+        try:
+            self._let_go()
+        finally:
+            self._lock.release()
+
+    def _tried(self, work: Callable[[sqlite3.Connection], T], attempts: int) -> T | None:
+        name = None
+        try:
+            name = current(self._folder)
+            connection = self._connected(name)
+            return None if connection is None else work(connection)
+        except sqlite3.Error as error:
+            self._let_go()  # which also takes back what was begun
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+            if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise Busy(str(error)) from None
+            if attempts == 1:
+                raise
+            if code in _NO_DATABASE and name is not None and current(self._folder) == name:
+                made = begin(self._folder)
+                logger.warning("mmcache set aside %s, and began %s: %s", self._folder / name, made, error)
+            elif current(self._folder) == name:
+                raise
+            return self._tried(work, attempts - 1)
+
+    def _connected(self, name: str | None) -> sqlite3.Connection | None:
+        if self._open is not None:
+            process, opened, connection = self._open
+            if (process, opened) == (os.getpid(), name):
+                return connection
+            self._let_go()
+        if name is None:
+            if not self._makes:
+                return None
+            name = begin(self._folder)
+        connection = connect(self._folder / name, self._wait_s)
+        self._open = os.getpid(), name, connection
+        if not self._makes:
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version == 0:  # begun by somebody, and without a table so far
+                self._let_go()
+                return None
+            check_format(self._folder / name, version)
+        else:
+            make_table(self._folder / name, connection)
+        return connection
+
+    def _let_go(self) -> None:
+        if self._open is not None:
+            process, _, connection = self._open
+            self._open = None
+            if process == os.getpid():
+                with suppress(sqlite3.Error):
+                    connection.close()
+            else:
+                _inherited.append(connection)
+
+
+def current(folder: Path) -> str | None:
+    """The name of the file in use; None where there is none. Raises: OSError, StoreUnusable."""
+    return max(names(folder), default=None)
+
+
+def names(folder: Path) -> list[str]:
+    """The names of all files that are or were in use. Raises: OSError, StoreUnusable."""
+    return [name for name in os.listdir(folder) if _FILE.fullmatch(name)] if is_ours(folder) else []
+
+
+def begin(folder: Path) -> str:
+    """Make a file that is in use from now on, and remove all but the last one before it; returns its name."""
+    if not is_ours(folder):
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        is_ours(folder)
+    former = sorted(names(folder))
+    number = int(former[-1].split("-")[1]) + 1 if former else 0
+    name = f"records-{number:08}-{token_hex(4)}.sqlite"
+    os.close(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    for older in former[:-1]:
+        remove(folder / older)
+    return name
+
+
+def remove(file: Path) -> int:
+    """Remove one database with SQLite's own files beside it; returns how many there were."""
+    removed = 0
+    for path in (file, file.with_name(file.name + "-wal"), file.with_name(file.name + "-shm")):
+        with suppress(FileNotFoundError):
+            path.unlink()
+            removed += 1
+    return removed
+
+
+def connect(file: Path, wait_s: float) -> sqlite3.Connection:
+    """A connection to a file that is there, for any thread of this process."""
+    connection = sqlite3.connect(
+        f"{file.as_uri()}?mode=rw", uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False
+    )
+    try:
+        # Not mapped: a mapped file that somebody cuts off kills the process that looks at it.
+        connection.executescript(
+            f"PRAGMA mmap_size=0; PRAGMA cache_size=-{CACHE_KIB}; PRAGMA synchronous=NORMAL; "
+            f"PRAGMA journal_size_limit={MOST_WAL_BYTES};"
+        )
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
+def make_table(file: Path, connection: sqlite3.Connection) -> None:
+    """Make the table, if there is none. Raises: StoreUnusable where the file can't be used in our way."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version == 0:
+        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+        (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
+        if mode != "wal":
+            raise StoreUnusable(f"SQLite can't keep {file} in WAL mode here: use a store on a local disk")
+        connection.executescript(
+            f"""BEGIN IMMEDIATE;
+            CREATE TABLE IF NOT EXISTS records(key BLOB PRIMARY KEY, frame BLOB NOT NULL, written_s INTEGER NOT NULL);
+            CREATE INDEX IF NOT EXISTS by_time ON records(written_s);
+            PRAGMA user_version={FORMAT};
+            COMMIT;"""
+        )
+        version = FORMAT
+    check_format(file, version)
+
+
+def check_format(file: Path, version: int) -> None:
+    """Raises: StoreUnusable for a file that another version of mmcache has made."""
+    if version != FORMAT:
+        raise StoreUnusable(
+            f"{file} has format {version}, expected {FORMAT}: another version of mmcache uses it. Use another store, "
+            "or clear it with `mmcache store clear`"
+        )

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of records, and records as bytes that say themselves whether they are whole. Any process, any thread.
+
+A frame is `mmcr`, one byte of format, a BLAKE3 over key and value, and the value. So what was cut, changed, moved to
+another key or written in another format is known for that. It is no secret: whoever may write where records are kept
+can write a valid one, and must be as trusted as the servers are.
+"""
+
+from blake3 import blake3
+
+MAX_VALUE_BYTES = 64 * 1024
+"""A larger value is not kept."""
+
+_FORMAT = b"mmcr\x01"
+_DIGEST_BYTES = 32
+HEAD_BYTES = len(_FORMAT) + _DIGEST_BYTES
+_KEY_CONTEXT = "vllm-mmcache record key 1"
+_FRAME_CONTEXT = "vllm-mmcache record frame 1"
+
+
+def key(kind: str, *fields: str | bytes) -> bytes:
+    """The key, 32 bytes, of a record of that kind about these fields, in this order.
+
+    Every field counts with its length and its type, so no two lists of fields share a key. Raises: UnicodeEncodeError.
+    """
+    hasher = blake3(derive_key_context=_KEY_CONTEXT)
+    for field in (kind, *fields):
+        content = field.encode() if isinstance(field, str) else field
+        hasher.update(b"%c%d:" % (b"s"[0] if isinstance(field, str) else b"b"[0], len(content)))
+        hasher.update(content)
+    return hasher.digest()
+
+
+def frame(key: bytes, value: bytes) -> bytes:
+    """`value` as it is kept under `key`."""
+    return b"".join((_FORMAT, _digest(key, value), value))
+
+
+def unframe(key: bytes, framed: bytes) -> bytes | None:
+    """The value; None for anything but a whole frame of `key`."""
+    value = framed[HEAD_BYTES:]
+    return value if framed[:HEAD_BYTES] == _FORMAT + _digest(key, value) else None
+
+
+def _digest(key: bytes, value: bytes) -> bytes:
+    return blake3(b"%d:" % len(key) + key + value, derive_key_context=_FRAME_CONTEXT).digest()

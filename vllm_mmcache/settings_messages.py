@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said about wrong settings: the name that was meant, what a value may be, what excludes what. Any process."""
+
+import difflib
+from collections.abc import Callable, Collection
+from typing import Any
+
+from pydantic import ByteSize
+from pydantic.fields import FieldInfo
+
+from vllm_mmcache import sealing
+from vllm_mmcache.durations import Duration
+from vllm_mmcache.errors import SettingsError
+from vllm_mmcache.places import KEY_CHARS, REMOTE_SCHEMES
+
+# Pairs that can't both be meant: (name, value), (name, value), and why.
+_CONTRADICTIONS: tuple[tuple[tuple[str, bool], tuple[str, bool], str], ...] = (
+    (("disable", True), ("require_salt", True), "nothing would keep tenants apart"),
+    (("require_salt", True), ("identity", False), "nothing would keep tenants apart"),
+    (("lifted_bodies", True), ("lazy_media", False), "what is lifted out of a body is opened by the lazy media"),
+    (("observe", True), ("metrics", False), "records travel the way that the metrics do"),
+    (("attention_reference", True), ("image_spans", False), "the reference is a form of that attention"),
+)
+
+
+def known(where: str, name: str, names: Collection[str], spell: Callable[[str], str]) -> None:
+    """Raises: SettingsError for a name that is none of `names`; spell writes one as it was given."""
+    if name in names:
+        return
+    near = difflib.get_close_matches(name, names, n=1)
+    guess = f"did you mean {spell(near[0])}? " if near else ""
+    raise SettingsError(f"unknown setting {where}: {guess}allowed are {', '.join(spell(n) for n in sorted(names))}")
+
+
+def allowed(name: str, field: FieldInfo) -> str:
+    """What the value of a setting may be, in words."""
+    annotation = field.annotation
+    if annotation in (bool, bool | None):
+        return "allowed: 1, true, yes, on, 0, false, no, off"
+    if annotation is ByteSize:
+        return "allowed: a number of bytes, or a size such as 512MiB or 10GiB"
+    if annotation is Duration:
+        return "allowed: 0, a number of seconds, or one with s, m, h, d or w after it, such as 7d"
+    if name == "admin_key":
+        return f"allowed: {KEY_CHARS} printable ASCII characters or more, such as `openssl rand -hex 32` writes"
+    if name == "store":
+        return f"allowed: a directory such as /path, a URL with {', '.join(REMOTE_SCHEMES)}, or one of each"
+    bounds = [str(bound) for bound in field.metadata]
+    return ", ".join([f"allowed: {getattr(annotation, '__name__', annotation)}", *bounds])
+
+
+def check_together(settings: Any, spelled: Callable[[str], str]) -> None:
+    """Raises: SettingsError naming both, where two contradict each other; for a key of the store that can't be used."""
+    for one, other, why in _CONTRADICTIONS:
+        if all(getattr(settings, name) is value for name, value in (one, other)):
+            said = " and ".join(f"{spelled(name)} = {value}" for name, value in (one, other))
+            raise SettingsError(f"{said} contradict each other: {why}. Leave out one of the two")
+    if settings.store_key_file is not None:
+        sealing.read_key(settings.store_key_file)
