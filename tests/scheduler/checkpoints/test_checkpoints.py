@@ -5,11 +5,7 @@ The workloads are the benchmark's, smaller. Negative controls: without checkpoin
 behind a swapped image nothing is reused. With async scheduling: ../test_async.py, and all of this in `make matrix`.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,29 +146,3 @@ def test_unique_pictures_back_off(pool: EnginePool, config: EngineConfig) -> Non
     run(rig, asks, max_tokens=1)
     scheduler = rig.llm.llm_engine.engine_core.engine_core.scheduler
     assert scheduler._mmcache_checkpoints.learner.wanted() == {"start"}
-
-
-SPECULATIVE = """
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from tests.scheduler.checkpoints.test_checkpoints import *
-pool = EnginePool(Path(sys.argv[1]), CHOSEN.check)
-ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-rig = pool.get(EngineConfig("gemma3", more=(("speculative_config", ngram),)))
-answers = run(rig, questions(SHAPES["gemma3"], 1, 2))
-assert_exact(rig, [answer for _, answer in answers])
-assert not hasattr(rig.llm.llm_engine.engine_core.engine_core.scheduler, "_mmcache_checkpoints")
-print("done")
-"""
-
-
-@pytest.mark.skipif(CHOSEN.is_async, reason="vLLM schedules ngram's drafts synchronously")
-def test_speculative_decoding_leaves_it_off(tmp_path: Path) -> None:
-    """The report says so, and nothing is kept. In a process of its own: once numba is imported, which ngram needs, vLLM
-    0.32 can't start another engine on the CPU in the same process."""
-    environ = os.environ | {"VLLM_LOGGING_LEVEL": "INFO"}
-    command = [sys.executable, "-c", SPECULATIVE, str(tmp_path)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    said = "image_checkpoints (not shown to be right with speculative decoding)"
-    said_by = [line for line in (done.stdout + done.stderr).splitlines() if said in line]
-    assert len(said_by) == 2, said_by  # the engine, and the report of what is in force

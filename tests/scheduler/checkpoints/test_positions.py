@@ -20,12 +20,17 @@ def layouts(draw: st.DrawFn) -> list[tuple[int, int]]:
     return ranges
 
 
-@given(layouts(), st.integers(0, 60), st.integers(0, 10), st.integers(1, 300), st.sets(st.integers(0, 60)))
-def test_bounds_hold(ranges: list[tuple[int, int]], hit: int, most: int, apart: int, by_vllm: set[int]) -> None:
+@given(
+    layouts(), st.integers(0, 60), st.integers(0, 10), st.integers(1, 300), st.sets(st.integers(0, 60)),
+    st.sampled_from([0, BLOCK // 2, BLOCK]),
+)  # fmt: skip
+def test_bounds_hold(
+    ranges: list[tuple[int, int]], hit: int, most: int, apart: int, by_vllm: set[int], proof: int
+) -> None:
     kept = {block * BLOCK for block in by_vllm}
-    found = candidates(ranges, hit * BLOCK, BLOCK)
+    found = candidates(ranges, hit * BLOCK, BLOCK, proof)
     chosen = [c.tokens for c in choose(found, kept, KINDS, most, apart)]
-    edges = {edge // BLOCK * BLOCK for offset, length in ranges for edge in (offset, offset + length)}
+    edges = {(edge - proof) // BLOCK * BLOCK for offset, length in ranges for edge in (offset, offset + length)}
     assert len(chosen) <= most
     assert chosen == sorted(set(chosen))
     assert set(chosen) <= edges - kept
@@ -42,6 +47,13 @@ def test_order() -> None:
     assert [c.tokens for c in candidates(ranges, 400, 10)][:3] == [800, 500, 700]
     chosen = choose(candidates(ranges, 0, 10), {100}, KINDS, 3, 64)
     assert [c.tokens for c in chosen] == [600, 700, 800]
+
+
+def test_what_is_behind_a_hit_must_be_equal_too() -> None:
+    """A draft head's block: it may not reach beyond the boundary."""
+    assert [c.tokens for c in candidates([(105, 100)], 0, 10)] == [200, 100]
+    assert [c.tokens for c in candidates([(105, 100)], 0, 10, 10)] == [190, 90]
+    assert candidates([(0, 5)], 0, 10, 10) == []
 
 
 def test_kinds_that_do_not_pay_are_left_out() -> None:

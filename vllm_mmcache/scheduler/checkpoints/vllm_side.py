@@ -89,6 +89,7 @@ class Checkpoints:
         coordinator = scheduler.kv_cache_manager.coordinator
         self.pool = scheduler.kv_cache_manager.block_pool
         self.block_tokens = coordinator.scheduler_block_size
+        self.proof_tokens = _proof_tokens(coordinator)
         self.group = next(m for m in coordinator.single_type_managers if _is_sparse(m)).kv_cache_group_id
         self.learner = Learner()
         self.live = Live(self.learner)
@@ -110,7 +111,7 @@ class Checkpoints:
             setattr(request, _PLAN, Plan(self, hit_tokens, frozenset(), ()))
             return
         ranges = [(f.mm_position.offset, f.mm_position.length) for f in request.mm_features]
-        found = candidates(ranges, hit_tokens, self.block_tokens)
+        found = candidates(ranges, hit_tokens, self.block_tokens, self.proof_tokens)
         junction = junction_tokens // self.block_tokens * self.block_tokens
         for checkpoint in found:
             if checkpoint.tokens == junction:  # it would have been used
@@ -122,21 +123,28 @@ class Checkpoints:
         else:
             kinds = kept.kinds
         in_force = settings.current()
-        by_vllm = {(request.num_prompt_tokens - 1) // self.block_tokens * self.block_tokens, junction}
+        by_vllm = {junction, *self._kept_by_vllm(request.num_prompt_tokens)}
         chosen = choose(found, by_vllm, kinds, in_force.checkpoints_per_request, in_force.checkpoint_min_tokens)
         setattr(request, _PLAN, Plan(self, hit_tokens, kinds, chosen))
+
+    def _kept_by_vllm(self, num_prompt_tokens: int) -> set[int]:
+        """Where the same prompt, or a longer one, resumes; a block earlier where one is matched and dropped."""
+        ends = [num_prompt_tokens - 1, *([num_prompt_tokens] if self.proof_tokens else [])]
+        dropped = self.block_tokens if self.proof_tokens else 0
+        return {end // self.block_tokens * self.block_tokens - dropped for end in ends}
 
     def note_kept(self, request: Any, manager: Any, before: int, checkpoints: tuple[Checkpoint, ...]) -> None:
         """Count what was kept of one group, from block `before` on."""
         blocks = manager.req_to_blocks[request.request_id]
         after = manager.num_cached_block.get(request.request_id, 0)
         window = getattr(manager.kv_cache_spec, "sliding_window", 1)
+        proof = int(_is_proven(manager))  # blocks
         for checkpoint in checkpoints:
             end = checkpoint.tokens // manager.block_size
-            if not before < end <= after or blocks[end - 1].block_hash is None:
+            if not before < end + proof <= after or blocks[end - 1].block_hash is None:
                 continue
             first = max(before, end - -(-(window - 1) // manager.block_size), 0)
-            kept = [block for block in blocks[min(first, end - 1) : end] if block.block_hash is not None]
+            kept = [block for block in blocks[min(first, end - 1) : end + proof] if block.block_hash is not None]
             if manager.kv_cache_group_id == self.group and self.live.add(
                 self._key(request, checkpoint.tokens), checkpoint
             ):
@@ -174,3 +182,13 @@ def _plan_of(request: Any) -> tuple[Checkpoint, ...]:
 
 def _is_sparse(manager: Any) -> bool:
     return isinstance(manager.kv_cache_spec, SlidingWindowSpec | MambaSpec)
+
+
+def _is_proven(manager: Any) -> bool:
+    """Whether vLLM matches a block behind a hit in this group, and drops it."""
+    return manager.use_eagle and not isinstance(manager.kv_cache_spec, MambaSpec)
+
+
+def _proof_tokens(coordinator: Any) -> int:
+    """What must be equal behind a hit for one to end there, in tokens; 0 without a draft head."""
+    return max((manager.block_size for manager in coordinator.single_type_managers if _is_proven(manager)), default=0)
