@@ -20,6 +20,7 @@ _CARRIED = "mmcache_settings"  # attributes of an additional_config
 _OUR_NAMES = "mmcache_names"
 
 _NOT_CACHED = "prefix caching is off"
+_DRAFTERS = frozenset({"ngram", "eagle"})  # with which checkpoints were shown to be right
 
 
 def carry(vllm_config: Any, chosen: settings.Settings, are_names_ours: bool = False) -> None:
@@ -99,9 +100,12 @@ def _image_checkpoints(vllm_config: Any) -> State | None:
     parallel = vllm_config.parallel_config
     if not vllm_config.cache_config.enable_prefix_caching:
         return State("unneeded", _NOT_CACHED)
-    if vllm_config.speculative_config is not None and vllm_config.model_config.is_hybrid:
-        why = "wrong prefix hits of Mamba states are reported with speculative decoding (vLLM 53912)"
-        return State("off", why)
+    if (speculative := vllm_config.speculative_config) is not None:
+        if vllm_config.model_config.is_hybrid:
+            why = "wrong prefix hits of Mamba states are reported with speculative decoding (vLLM 53912)"
+            return State("off", why)
+        if speculative.method not in _DRAFTERS:
+            return State("off", f"not shown to be right with speculative decoding by {speculative.method}")
     if vllm_config.kv_transfer_config is not None:
         return State("off", "not shown to be right with a KV connector")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:

@@ -66,10 +66,11 @@ def test_second_question_with_a_drafter(family: str, drafter: str, tmp_path: Pat
         (False, None, "None"),
         (True, None, "None"),
         (False, SimpleNamespace(method="ngram"), "None"),
+        (False, SimpleNamespace(method="mtp"), "off: not shown to be right with speculative decoding by mtp"),
         (True, SimpleNamespace(method="ngram"), "off: wrong prefix hits of Mamba states are reported with speculative"),
     ],
 )
-def test_hybrids_have_none(is_hybrid: bool, speculative: Any, said: str) -> None:
+def test_hybrids_and_other_drafters_have_none(is_hybrid: bool, speculative: Any, said: str) -> None:
     takes_images = SimpleNamespace(get_limit_per_prompt=lambda modality: 999)
     config = SimpleNamespace(
         cache_config=SimpleNamespace(enable_prefix_caching=True),
