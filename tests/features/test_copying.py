@@ -215,6 +215,24 @@ def test_a_load_that_a_rank_never_heard_of_ends_with_the_next(engine: Engine, op
     assert first.num_holders == 0
 
 
+def test_a_load_ends_when_its_slot_is_released(
+    engine: Engine, open_copies: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waited finds it so, also where the thread that looks at the board is slow."""
+    release = engine.store.release
+
+    def slowly(slot: Slot) -> None:
+        time.sleep(0.05)
+        release(slot)
+
+    engine.put(0)
+    place, slot = engine.load(0)
+    monkeypatch.setattr(engine.store, "release", slowly)
+    open_copies(engine).load([place])
+    assert engine.copying.wait(LONG_S)
+    assert slot.num_holders == 0
+
+
 # Saves
 
 
