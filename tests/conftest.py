@@ -8,6 +8,7 @@ run Triton's kernels: on V2 all of them, on V1 none, where nothing interprets Tr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,15 @@ def no_role(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_mmcache.rooms._states", {})
     monkeypatch.setattr("vllm_mmcache.rooms._is_on", {})
     monkeypatch.setattr("vllm_mmcache.settings._current", Settings())
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What our own logger says, each once, whether or not another test has had vLLM set up its loggers."""
+    ours = logging.getLogger("vllm.mmcache")
+    monkeypatch.setattr(ours, "propagate", False)
+    monkeypatch.setattr(ours, "handlers", [caplog.handler])
+    return caplog
 
 
 def pytest_report_header() -> str:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file of records: several processes, its budget, and everything that can be wrong with it."""
 
-import logging
 import os
 import shutil
 import sqlite3
@@ -178,12 +177,8 @@ def test_one_changed_bit_of_the_file_is_never_served(place: DiskPlace, tmp_path:
 @pytest.mark.parametrize("content", [b"no database at all" * 400, b"SQLite format 3\0" + b"\xff" * 5000])
 @pytest.mark.parametrize("first", ["get", "save"])
 def test_a_file_that_is_no_database_is_set_aside(
-    place: DiskPlace, content: bytes, first: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    place: DiskPlace, content: bytes, first: str, log: pytest.LogCaptureFixture
 ) -> None:
-    # By one way alone, whether or not another test has had vLLM set up its loggers.
-    ours = logging.getLogger("vllm.mmcache")
-    monkeypatch.setattr(ours, "propagate", False)
-    monkeypatch.setattr(ours, "handlers", [caplog.handler])
     place.save({KEYS[0]: b"value"})
     place.close()
     bad = file_of(place)
@@ -194,8 +189,8 @@ def test_a_file_that_is_no_database_is_set_aside(
     assert value_of(place.get(KEYS[1])) == b"new"
     assert bad.read_bytes() == content
     assert file_of(place).name > bad.name
-    assert len(caplog.records) == 1
-    assert "set aside" in caplog.text
+    assert len(log.records) == 1
+    assert "set aside" in log.text
     # The one after it takes its place.
     place.close()
     second = file_of(place)
