@@ -85,7 +85,7 @@ def test_others_go_on(
     if is_slow:
         (tier,) = rig.features.store.below
         monkeypatch.setattr(tier, "load", gate.before(tier.load))
-    num_tokens = 16 if is_slow else 200  # beside the control's there is time enough to load
+    num_tokens = 16 if is_slow else 200  # beside the control's there is time enough to answer
     with Asked(rig) as asked:
         asked.ask(text(0), max_tokens=num_tokens)
         asked.step(3)
@@ -102,6 +102,7 @@ def test_others_go_on(
             gate.open()
             asked.until(5)
         else:
+            assert rig.features.store.wait([*rig.features.store._fetches.values()], LONG_S)
             assert asked.until(1)[0].images
             asked.until(3)
     assert runs.new() == 0
