@@ -8,11 +8,12 @@ run Triton's kernels: on V2 all of them, on V1 none, where nothing interprets Tr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.engine_configuration import CHOSEN
 from tests.sizes import WHOLE, scaled
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 
 CHOSEN.apply()
 
-# Of the property tests that don't name their own number.
-settings.register_profile("scaled", max_examples=scaled(100))
+# The number is of the property tests that don't name their own. None is about how fast this machine is.
+settings.register_profile(
+    "scaled", max_examples=scaled(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("scaled")
 
 
@@ -45,6 +48,15 @@ def no_role(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_mmcache.rooms._states", {})
     monkeypatch.setattr("vllm_mmcache.rooms._is_on", {})
     monkeypatch.setattr("vllm_mmcache.settings._current", Settings())
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What our own logger says, each once, whether or not another test has had vLLM set up its loggers."""
+    ours = logging.getLogger("vllm.mmcache")
+    monkeypatch.setattr(ours, "propagate", False)
+    monkeypatch.setattr(ours, "handlers", [caplog.handler])
+    return caplog
 
 
 def pytest_report_header() -> str:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.body.test_server import ENV, MODEL, ask, chat, counters, differences, image_url, picture
+from tests.features.tiers import LONG_S, within
 from vllm_mmcache.demo.server import CPU_ARGS, Server, serve
 from vllm_mmcache.zoo import build_cached
 
@@ -43,7 +44,8 @@ def num_generated(url: str) -> float:
     counts = [-1.0]
     while len(counts) < 2 or counts[-1] != counts[-2]:
         time.sleep(0.2)  # vLLM counts a moment after it has answered
-        found = re.findall(r"^vllm:generation_tokens_total{.*} (\S+)$", httpx.get(url + "/metrics").text, re.MULTILINE)
+        shown = httpx.get(url + "/metrics", timeout=60).text
+        found = re.findall(r"^vllm:generation_tokens_total{.*} (\S+)$", shown, re.MULTILINE)
         counts.append(sum(map(float, found)))
     return counts[-1]
 
@@ -51,9 +53,11 @@ def num_generated(url: str) -> float:
 def seen(server: Server) -> dict[str, tuple[tuple[int, Any, Any], float]]:
     """Name -> (answer, how many tokens the engine generated for it)."""
     found = {}
-    for name, (request, _, _) in REQUESTS.items():
+    for name, (request, _, is_generated) in REQUESTS.items():
         before = num_generated(server.url)
         answer = ask(server.url, "/v1/chat/completions", request)
+        if is_generated:  # else the count stands still because it has not begun to move
+            within(LONG_S, lambda before=before: num_generated(server.url) > before)  # type: ignore[misc]
         found[name] = (answer, num_generated(server.url) - before)
     return found
 

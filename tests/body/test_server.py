@@ -229,7 +229,8 @@ def answers(url: str) -> dict[str, list[Any]]:
 
 
 def counters(url: str) -> dict[str, float]:
-    found = re.findall(r"^mmcache:(\w+)_total(?:{.*})? (\S+)$", httpx.get(url + "/metrics").text, re.MULTILINE)
+    shown = httpx.get(url + "/metrics", timeout=60).text
+    found = re.findall(r"^mmcache:(\w+)_total(?:{.*})? (\S+)$", shown, re.MULTILINE)
     return {name: float(value) for name, value in found}
 
 

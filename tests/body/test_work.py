@@ -4,6 +4,7 @@
 Python's own steps are counted as bytecodes; what C does in one step, as the bytes that it is given.
 """
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -36,11 +37,13 @@ def bytecodes(work: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # what other tests have left would be taken down in the midst of it, and be counted
     sys.settrace(trace)
     try:
         work()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 

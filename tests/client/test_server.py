@@ -96,7 +96,7 @@ def answer(client: OpenAI, request: dict[str, Any]) -> Any:
 def forget(url: str) -> None:
     """Empty the server's caches, as a restart does."""
     for cache in ("mm", "prefix", "encoder"):
-        httpx.post(f"{url}/reset_{cache}_cache").raise_for_status()
+        httpx.post(f"{url}/reset_{cache}_cache", timeout=60).raise_for_status()
 
 
 def remembers(side: str) -> bool:

@@ -4,6 +4,7 @@
 import asyncio
 import concurrent.futures
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -25,18 +26,20 @@ class Wire:
         self.library = library
         self.requests: list[Any] = []
         self.bytes_by_id: dict[str, Any] = {}
+        self.lock = threading.Lock()
         self.transport = library.MockTransport(self.answer)
 
     def answer(self, request: Any) -> Any:
         self.requests.append(request)
         if not request.url.path.endswith("/chat/completions"):
             return self.library.Response(200, json={})
-        for one in json.loads(request.content)["messages"][0]["content"]:
-            if one["type"] == "image_url" and "uuid" in one:
-                if one["image_url"] is None and one["uuid"] not in self.bytes_by_id:
-                    return self.library.Response(400, json={"error": "Cache miss for image at index 0"})
-                known = self.bytes_by_id.setdefault(one["uuid"], one["image_url"])
-                assert one["image_url"] in (None, known)
+        with self.lock:  # nothing is forgotten between a look and its use
+            for one in json.loads(request.content)["messages"][0]["content"]:
+                if one["type"] == "image_url" and "uuid" in one:
+                    if one["image_url"] is None and one["uuid"] not in self.bytes_by_id:
+                        return self.library.Response(400, json={"error": "Cache miss for image at index 0"})
+                    known = self.bytes_by_id.setdefault(one["uuid"], one["image_url"])
+                    assert one["image_url"] in (None, known)
         return self.library.Response(200, json={})
 
     @property
@@ -164,7 +167,8 @@ def test_many_threads(wire: Wire) -> None:
 
     def ask(number: int) -> int:
         if number % 50 == 49:
-            wire.bytes_by_id.clear()
+            with wire.lock:
+                wire.bytes_by_id.clear()
         return post(wire, transport, chat(*(part(texts[(number + one) % 6]) for one in range(2)))).status_code
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:

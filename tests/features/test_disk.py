@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.features.packages import BUDGET_BYTES, SHAPE, features, held_bytes, identity, load, packed, save
 from tests.features.test_package import HOSTILE
-from vllm_mmcache.features import directory
+from tests.features.tiers import LONG_S
+from vllm_mmcache.features import directory, lasting
 from vllm_mmcache.features.directory import OpenFile
 from vllm_mmcache.features.disk import DiskTier
 from vllm_mmcache.features.lasting import HUNG_S, PIECE_BYTES
@@ -24,6 +26,21 @@ from vllm_mmcache.features.package import FORMAT, Shape, pack
 
 PACKED_BYTES = len(packed())
 LARGE = Shape(4096, 1536, "bfloat16")  # three pieces
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who wait for the lock beside others get it, also on a busy machine."""
+    monkeypatch.setattr(directory, "LOCK_S", LONG_S)
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Holds by how many seconds a tier's clock goes ahead; the test says when time passes."""
+    ahead = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr(lasting, "time", clock)
+    return ahead
 
 
 @pytest.fixture
@@ -326,14 +343,22 @@ def test_no_room_is_asked_for_where_nothing_fits(tier: DiskTier) -> None:
         assert not tier.load(identity(number), SHAPE, lambda: pytest.fail("asked"), time.monotonic() + 60)
 
 
-def test_the_end_of_time_is_looked_at_between_pieces(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_time_is_looked_at_between_pieces(
+    tier: DiskTier, later: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(tier, 0, LARGE)
     assert load(tier, 0, LARGE, seconds=-1) is None
     assert tier.counters.snapshot()["errors"] == 0  # nothing was tried
     offsets: list[int] = []
+
+    def takes_long(offset: int) -> None:
+        offsets.append(offset)
+        later[0] = 1000.0 if offset else 0.0
+
     with monkeypatch.context() as patch:
-        during(patch, lambda offset: (offsets.append(offset), time.sleep(0.1 if offset else 0)))
-        assert load(tier, 0, LARGE, seconds=0.05) is None
+        during(patch, takes_long)
+        assert load(tier, 0, LARGE) is None
+    later[0] = 0.0
     assert len(offsets) == 2  # the head, and one piece of three
     counts = tier.counters.snapshot()
     assert (counts["misses"], counts["errors"], counts["set_aside"]) == (2, 1, 0)
@@ -341,29 +366,31 @@ def test_the_end_of_time_is_looked_at_between_pieces(tier: DiskTier, monkeypatch
     assert load(tier, 0, LARGE) == features(0, LARGE)
 
 
-def test_a_disk_that_hangs_takes_one_thread(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_hangs_takes_one_thread(
+    tier: DiskTier, later: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(tier, 0)
     put(tier, 1)
     hangs, goes_on = threading.Event(), threading.Event()
 
     def hang(offset: int) -> None:
         hangs.set()
-        goes_on.wait(60)
+        goes_on.wait(LONG_S)
 
     with monkeypatch.context() as patch:
         during(patch, hang)
-        thread = threading.Thread(target=load, args=(tier, 0), kwargs={"seconds": 0.05})
+        thread = threading.Thread(target=load, args=(tier, 0), kwargs={"seconds": 1000})
         thread.start()
-        assert hangs.wait(10)
+        assert hangs.wait(LONG_S)
     assert load(tier, 1) == features(1)  # one load holds up no other
-    time.sleep(0.05 + HUNG_S + 0.05)
+    later[0] = 1000.0 + HUNG_S
     assert tier.resting()
-    assert load(tier, 1) is None
+    assert load(tier, 1, seconds=5000) is None
     assert save(tier, 2)
     goes_on.set()
     thread.join()
     assert not tier.resting()
-    assert load(tier, 1) == features(1)
+    assert load(tier, 1, seconds=5000) == features(1)
 
 
 def test_a_bug_of_ours_is_logged_and_reaches_nobody(tier: DiskTier, caplog: pytest.LogCaptureFixture) -> None:

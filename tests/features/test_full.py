@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.features.conftest import Put
+from tests.features.tiers import LONG_S
 from tests.features.towers import Runs, ask_about, slots
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_exact
@@ -33,6 +34,7 @@ def test_an_image_larger_than_the_arena(alone: EnginePool, put: Put, tmp_path: P
     one(rig, large)
     (slot,) = slots(rig).values()
     assert slot.num_bytes > size
+    assert rig.features.flush(LONG_S)
     alone.close()
     put(store=str(tmp_path), feature_ram_bytes=size)
     rig, runs, answers = alone.get(QWEN), Runs(), []
@@ -85,7 +87,7 @@ def test_nothing_is_kept_in_ram(alone: EnginePool, put: Put, tmp_path: Path) -> 
     answers = ask_about(rig, 645, 646)
     assert runs.new() == 2
     for hits in (0, 2, 4):
-        assert rig.features.flush(30)
+        assert rig.features.flush(LONG_S)
         rig.forget_all_but_features()
         answers += ask_about(rig, 645, 646)
         assert runs.new() == 0

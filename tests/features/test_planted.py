@@ -20,7 +20,8 @@ import pytest
 from blake3 import blake3
 from openai import OpenAI
 
-from tests.features.conftest import Server
+from tests.features.conftest import TIMEOUT_S, Server
+from tests.features.tiers import LONG_S
 from tests.media import files
 from vllm_mmcache.demo.server import CPU_ARGS, serve
 from vllm_mmcache.features.identity import Identity
@@ -76,7 +77,7 @@ class Replica:
     def ask(self) -> tuple[str, list[float]]:
         """The answer about the one picture, text and log-probabilities, from empty caches of vLLM's own."""
         for cache in ("prefix", "mm", "encoder"):
-            httpx.post(f"{self.url}/reset_{cache}_cache").raise_for_status()
+            httpx.post(f"{self.url}/reset_{cache}_cache", timeout=60).raise_for_status()
         time.sleep(1)  # the last one says that weights may have changed: they are read again, and no server tells when
         content = base64.b64encode(files.saved(ellipses("planted", (160, 120)), "PNG")).decode()
         parts = [
@@ -107,7 +108,7 @@ class Replica:
         return [key for key in found if not key.startswith(INCOMING.encode())]
 
     def wait_until_saved(self) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LONG_S
         while not (self.files() and self.keys()):
             assert time.monotonic() < deadline, "nothing was saved"
             time.sleep(0.05)
@@ -119,7 +120,7 @@ def replica(tmp_path_factory: pytest.TempPathFactory, running_server: Server) ->
     running_server.client.flushall()
     env = {
         "MMCACHE_STORE": f"{root / 'store'} {running_server.url}",
-        "MMCACHE_STORE_REMOTE_TIMEOUT_S": "1",
+        "MMCACHE_STORE_REMOTE_TIMEOUT_S": str(TIMEOUT_S),
         "MMCACHE_FEATURE_RAM_BYTES": "0",
         "MMCACHE_STORE_WAIT_S": "10",
         "VLLM_SERVER_DEV_MODE": "1",
@@ -159,4 +160,4 @@ def test_planted_packages(replica: Replica) -> None:
         assert replica.count("features_set_aside") == aside + 2, name
         assert replica.count("tower_images") == runs + 1, name
         assert unpack(file.read_bytes())[2] == features, name
-    assert httpx.get(f"{replica.url}/health").status_code == 200
+    assert httpx.get(f"{replica.url}/health", timeout=60).status_code == 200

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.features.conftest import Put, Server
+from tests.features.conftest import TIMEOUT_S, Put, Server
+from tests.features.tiers import LONG_S
 from tests.features.towers import Runs, ask_about, ask_named, features_by_image, slots
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_exact
@@ -34,6 +35,7 @@ def test_a_restart_with_a_filled_disk(alone: EnginePool, put: Put, tmp_path: Pat
     first = alone.get(EngineConfig(family))
     before = ask_about(first, 600, 601)
     saved = features_by_image(first)
+    assert first.features.flush(LONG_S)
     alone.close()
     second, runs = alone.get(EngineConfig(family)), Runs()
     after = ask_about(second, 601, 600)
@@ -45,10 +47,11 @@ def test_a_restart_with_a_filled_disk(alone: EnginePool, put: Put, tmp_path: Pat
 
 
 def test_a_second_replica(alone: EnginePool, put: Put, server: Server) -> None:
-    put(store=server.url, store_remote_timeout_s=1)
+    put(store=server.url, store_remote_timeout_s=TIMEOUT_S)
     first = alone.get(QWEN)
     ask_about(first, 602, 603)
     saved = features_by_image(first)
+    assert first.features.flush(LONG_S)
     alone.close()
     assert len(server.client.keys("*")) == 2
     second, runs = alone.get(QWEN), Runs()
@@ -63,11 +66,12 @@ def test_a_restart_with_an_encrypted_store(alone: EnginePool, put: Put, server: 
     key = tmp_path / "key"
     key.write_text("5a" * 32)
     key.chmod(0o600)
-    there = {"store_remote_timeout_s": 1, "store_key_file": str(key)}
+    there = {"store_remote_timeout_s": TIMEOUT_S, "store_key_file": str(key)}
     put(store=f"{tmp_path / 'store'} {server.url}", **there)
     first = alone.get(QWEN)
     ask_about(first, 613, 614)
     saved = features_by_image(first)
+    assert first.features.flush(LONG_S)
     alone.close()
     files = list((tmp_path / "store" / "features").glob("??/*.safetensors"))
     assert len(files) == len(server.client.keys("*")) == 2
@@ -83,7 +87,7 @@ def test_a_restart_with_an_encrypted_store(alone: EnginePool, put: Put, server: 
         assert_same_features(features_by_image(second), saved)
         assert_exact(second, answers)
         alone.close()
-    put(store=f"{tmp_path / 'store'} {server.url}", store_remote_timeout_s=1)
+    put(store=f"{tmp_path / 'store'} {server.url}", store_remote_timeout_s=TIMEOUT_S)
     without, runs = alone.get(QWEN), Runs()
     assert_exact(without, ask_about(without, 613, 614))
     assert runs.new() == 2, "the control: without the key the tower runs"
@@ -96,7 +100,7 @@ def test_a_restart_with_an_encrypted_store(alone: EnginePool, put: Put, server: 
 
 def test_a_server_that_dies(alone: EnginePool, put: Put, server: Server) -> None:
     """Answers stay right while it is gone, and when it is back and empty."""
-    put(store=server.url, store_remote_timeout_s=1)
+    put(store=server.url, store_remote_timeout_s=TIMEOUT_S)
     rig = alone.get(QWEN)
     answers = ask_about(rig, 604)
     server.kill()
@@ -115,7 +119,7 @@ def test_spoiled_files(alone: EnginePool, put: Put, tmp_path: Path) -> None:
     put(store=str(tmp_path))
     rig, runs = alone.get(QWEN), Runs()
     ask_about(rig, 606, 607)
-    assert rig.features.flush(10)
+    assert rig.features.flush(LONG_S)
     flipped, cut = sorted((tmp_path / "features").glob("??/*.safetensors"))
     packed = bytearray(flipped.read_bytes())
     packed[-100] ^= 1
@@ -133,7 +137,7 @@ def test_hostile_names_reach_no_path(alone: EnginePool, put: Put, tmp_path: Path
     put(store=str(tmp_path / "in" / "store"), identity=False)
     rig = alone.get(QWEN)
     answers = [ask_named(rig, 608, name) for name in ("../../x", "/tmp/x", "a\0b", "x" * 1024**2)]
-    assert rig.features.flush(10)
+    assert rig.features.flush(LONG_S)
     files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
     packages = [path for path in files if path.suffix == ".safetensors"]
     assert {path.parts[:3] for path in files} == {("in", "store", "features")}

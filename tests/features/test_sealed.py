@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_commands import mmcache
-from tests.features.conftest import Server
+from tests.features.conftest import TIMEOUT_S, Server
 from tests.features.packages import BUDGET_BYTES, SHAPE, features, identity, load, packed, save
+from tests.features.tiers import LONG_S
 from vllm_mmcache import records
 from vllm_mmcache.features.disk import DiskTier
 from vllm_mmcache.features.lasting import LastingTier, name_of
@@ -58,7 +59,7 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Kept:
         )
     server: Server = request.getfixturevalue("server")
     return Kept(
-        lambda key: RemoteTier(server.url, ttl_s=100, max_bytes=BUDGET_BYTES, timeout_s=1, key=key),
+        lambda key: RemoteTier(server.url, ttl_s=100, max_bytes=BUDGET_BYTES, timeout_s=TIMEOUT_S, key=key),
         lambda name: server.client.get(PREFIX + name),
         lambda name, content: server.client.set(PREFIX + name, content),
     )
@@ -145,7 +146,7 @@ def places(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Clear], 
     if request.param == "disk":
         return lambda key: DiskPlace(tmp_path, 1 << 22, rest_s=0.0, key=key)
     server: Server = request.getfixturevalue("server")
-    return lambda key: RemotePlace(server.url, ttl_s=100, timeout_s=1, key=key)
+    return lambda key: RemotePlace(server.url, ttl_s=100, timeout_s=TIMEOUT_S, key=key)
 
 
 def value_of(entry: Entry | None) -> bytes | None:
@@ -176,7 +177,10 @@ def test_records(places: Callable[[Clear], Place], tmp_path: Path, server: Serve
 def test_records_that_were_moved_or_changed(tmp_path: Path, server: Server) -> None:
     keys = [records.key("test", name) for name in "ab"]
     names = [KEY.name(key) for key in keys]
-    disk, there = DiskPlace(tmp_path, 1 << 22, key=KEY), RemotePlace(server.url, ttl_s=100, timeout_s=1, key=KEY)
+    disk, there = (
+        DiskPlace(tmp_path, 1 << 22, key=KEY),
+        RemotePlace(server.url, ttl_s=100, timeout_s=TIMEOUT_S, key=KEY),
+    )
     for place in (disk, there):
         place.save({keys[0]: b"value", keys[1]: b"other"})
     for planted in (KEY.seal(names[1], b"x"), OTHER.seal(names[0], b"x"), b"x", CLEAR.seal(names[0], b"x")):
@@ -202,13 +206,15 @@ def key_file(folder: Path, secret: bytes) -> str:
 
 def test_the_setting_reaches_all(tmp_path: Path, server: Server) -> None:
     store = f"{tmp_path / 'store'} {server.url}"
-    chosen = load_settings({"store": store, "store_key_file": key_file(tmp_path, b"k" * 32)})
+    chosen = load_settings(
+        {"store": store, "store_key_file": key_file(tmp_path, b"k" * 32), "store_remote_timeout_s": TIMEOUT_S}
+    )
     for tier in open_tiers(chosen):
         assert save(tier, 0)
         assert name_of(identity(0), tier._key) == name_of(identity(0), KEY)
     kept = Records.of(chosen)
     kept.put(RECORD, b"value")
-    assert kept.flush()
+    assert kept.flush(LONG_S)
     assert kept.close()
     names = server.client.keys("*")
     assert sorted(names) == sorted(
@@ -238,11 +244,11 @@ def test_the_commands_know_the_key_and_leave_what_is_of_another(tmp_path: Path, 
     for key in (KEY, OTHER):
         tiers = (
             DiskTier(tmp_path / "store", BUDGET_BYTES, key=key),
-            RemoteTier(server.url, ttl_s=100, max_bytes=BUDGET_BYTES, timeout_s=1, key=key),
+            RemoteTier(server.url, ttl_s=100, max_bytes=BUDGET_BYTES, timeout_s=TIMEOUT_S, key=key),
         )
         places = (
             DiskPlace(tmp_path / "store", 1 << 22, key=key),
-            RemotePlace(server.url, ttl_s=100, timeout_s=1, key=key),
+            RemotePlace(server.url, ttl_s=100, timeout_s=TIMEOUT_S, key=key),
         )
         for tier in tiers:
             assert save(tier, 0)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.features.conftest import Server
+from tests.features.conftest import TIMEOUT_S, Server
 from tests.features.packages import BUDGET_BYTES, SHAPE, features, held_bytes, identity, load, save
-from tests.features.tiers import LONG_S
+from tests.features.tiers import LONG_S, within
 from vllm_mmcache.features import store as store_module
 from vllm_mmcache.features import writer as writer_module
 from vllm_mmcache.features.arena import Arena
@@ -32,13 +32,6 @@ def age(path: Path, seconds: float = 1.5 * TTL_S) -> None:
     """As if it was last used so long ago."""
     then = time.time() - seconds
     os.utime(path, (then, then))
-
-
-def within(seconds: float, seen: Callable[[], object]) -> bool:
-    until = time.monotonic() + seconds
-    while not seen() and time.monotonic() < until:
-        time.sleep(0.01)
-    return bool(seen())
 
 
 @pytest.fixture
@@ -153,16 +146,16 @@ def test_a_use_in_ram_is_one_of_the_directory_now_and_then(
 
 
 def remote(server: Server, ttl_s: int = TTL_S) -> RemoteTier:
-    return RemoteTier(server.url, ttl_s=ttl_s, max_bytes=BUDGET_BYTES, timeout_s=1)
+    return RemoteTier(server.url, ttl_s=ttl_s, max_bytes=BUDGET_BYTES, timeout_s=TIMEOUT_S)
 
 
 def test_a_hit_in_valkey_is_for_another_while(server: Server) -> None:
     tier = remote(server)
     assert save(tier, 0)
     name = PREFIX + identity(0).key
-    server.client.expire(name, 10)
+    server.client.expire(name, 100)
     assert load(tier, 1) is None
-    assert server.client.ttl(name) <= 10
+    assert server.client.ttl(name) <= 100
     assert load(tier, 0) == features(0)
     assert server.client.ttl(name) > TTL_S - 100
 
@@ -183,7 +176,7 @@ def test_no_ttl_is_for_ever(server: Server) -> None:
     name = PREFIX + identity(0).key
     assert save(remote(server), 0)
     for use_it in (save, load):
-        server.client.expire(name, 10)
+        server.client.expire(name, 100)
         assert use_it(remote(server, 0), 0)
         assert server.client.ttl(name) == -1
     server.client.flushall()

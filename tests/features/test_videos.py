@@ -13,6 +13,7 @@ import torch
 
 from tests.features.conftest import Put
 from tests.features.films import Part, assert_as_cold, chat, file_of, frames_of, part, takes_videos, that_take_videos
+from tests.features.tiers import LONG_S
 from tests.features.towers import Runs, features_by_image, spoil
 from vllm_mmcache.prove import videos
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
@@ -162,6 +163,7 @@ def test_a_restart_with_a_filled_disk(alone: EnginePool, put: Put, tmp_path: Pat
     first = alone.get(config)
     before = chat(first, film)
     saved = features_by_image(first)
+    assert first.features.flush(LONG_S)
     alone.close()
     second, runs = alone.get(config), Runs()
     after = chat(second, film)

@@ -5,7 +5,6 @@ What a tier does slowly it does here until the test lets it go on, so no test is
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.features.conftest import Put, Server
+from tests.features.conftest import TIMEOUT_S, Put, Server
 from tests.features.test_remote import server_that
+from tests.features.tiers import LONG_S, within
 from tests.features.towers import Asked, Runs, ask_about, forget_outputs, question, side, slots
 from vllm_mmcache.features import lasting, store
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
@@ -62,7 +62,7 @@ def gate() -> Iterator[Gate]:
 def on_disk(rig: Rig, *numbers: int) -> None:
     """Have features of these pictures in the store's directory, and nowhere else."""
     ask_about(rig, *numbers)
-    assert rig.features.flush(30)
+    assert rig.features.flush(LONG_S)
     rig.make_cold()
     assert not slots(rig)
 
@@ -85,7 +85,7 @@ def test_others_go_on(
     if is_slow:
         (tier,) = rig.features.store.below
         monkeypatch.setattr(tier, "load", gate.before(tier.load))
-    num_tokens = 16 if is_slow else 200  # beside the control's there is time enough to load
+    num_tokens = 16 if is_slow else 200  # beside the control's there is time enough to answer
     with Asked(rig) as asked:
         asked.ask(text(0), max_tokens=num_tokens)
         asked.step(3)
@@ -102,6 +102,7 @@ def test_others_go_on(
             gate.open()
             asked.until(5)
         else:
+            assert rig.features.store.wait([*rig.features.store._fetches.values()], LONG_S)
             assert asked.until(1)[0].images
             asked.until(3)
     assert runs.new() == 0
@@ -130,11 +131,16 @@ def test_an_image_that_comes_again_while_it_is_saved(alone: EnginePool, put: Put
 
 
 def hang(rig: Rig, monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
-    """From now on a load from disk comes back when the gate is open, and is known to hang before that."""
+    """From now on a load from disk comes back when the gate is open."""
     (tier,) = rig.features.store.below
     monkeypatch.setattr(tier.directory, "open", gate.before(tier.directory.open))
-    monkeypatch.setattr(store, "LONGEST_LOAD_S", 0.1)
-    monkeypatch.setattr(lasting, "HUNG_S", 0.1)
+    monkeypatch.setattr(store, "LONGEST_LOAD_S", 600)
+
+
+def is_known_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, as if the time of the loads that are under way had been over for long."""
+    monkeypatch.setattr(store, "LONGEST_LOAD_S", 0)
+    monkeypatch.setattr(lasting, "HUNG_S", -1000)
 
 
 @pytest.mark.any_engine
@@ -158,7 +164,9 @@ def test_a_tier_that_hangs(
         assert asked.num_running() == 1, "the image is waited for, and the text goes on"
         asked.until(2)
         assert runs.new() == 1
-        assert gate.num_waiting == 1
+        assert within(LONG_S, lambda: gate.num_waiting == 1)
+        assert not tier.resting()
+        is_known_to_hang(monkeypatch)
         assert tier.resting()
         for number in (624, 625):
             asked.ask(question(number))
@@ -202,7 +210,8 @@ def test_a_server_that_answers_late(
     alone: EnginePool, put: Put, server: Server, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
     """What comes after its request has gone on is there for the next one."""
-    put(store=server.url, store_remote_timeout_s=1, store_wait_s=1)
+    put(store=server.url, store_remote_timeout_s=TIMEOUT_S, store_wait_s=1)
+    monkeypatch.setattr(store, "LONGEST_LOAD_S", 600)
     rig, runs = alone.get(QWEN), Runs()
     on_disk(rig, 627)
     (tier,) = rig.features.store.below
@@ -212,6 +221,7 @@ def test_a_server_that_answers_late(
         answers = ask_about(rig, 627)
         assert runs.new() == 2
         gate.open()
+        assert rig.features.store.wait([*rig.features.store._fetches.values()], LONG_S)
     rig.forget_all_but_features()
     answers += ask_about(rig, 627)
     assert runs.new() == 0
@@ -232,9 +242,9 @@ def test_a_save_that_a_late_miss_overtakes(
         asked.ask(question(628))
         asked.until(1)
         assert runs.new() == 1
+        assert within(LONG_S, lambda: load.num_waiting == 1)
         load.open()
-        while store._readers[tier.name]._since:
-            time.sleep(0.01)
+        assert within(LONG_S, lambda: not store._readers[tier.name]._since)
         monkeypatch.setattr(store.costs, "_patience_s", 10.0)
         forget_outputs(rig)
         asked.ask(question(628))

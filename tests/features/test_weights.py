@@ -14,12 +14,11 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 
+from tests.features.tiers import LONG_S
 from vllm_mmcache.features import weights
 from vllm_mmcache.features.digests import inputs_digest, tensors_digest
 from vllm_mmcache.features.tower import Tower
 from vllm_mmcache.features.weights import Fingerprints
-
-LONG_S = 30.0
 
 
 class Model(torch.nn.Module):
@@ -346,8 +345,9 @@ def test_at_random(rig: Rig, is_said: bool) -> None:
             rig.fingerprints.doubt()
         elif step == 3:
             rig.fingerprints.look()
-        else:
-            rig.fingerprints.wait(0.001 * drawn.random())
+        else:  # mostly until it is known, so that enough are published, however slow the reader is
+            soon = drawn.random() < 0.3 or not rig.fingerprints._may_read()
+            rig.fingerprints.wait(0.001 * drawn.random() if soon else LONG_S)
         truth.setdefault(rig.fingerprints.generation, of(rig.tower))
     rig.fingerprints.resume()
     truth.setdefault(rig.fingerprints.generation, of(rig.tower))

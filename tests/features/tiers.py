@@ -2,7 +2,8 @@
 """What the tests of the store put below its RAM: a lasting tier in memory that hangs, fails and rests as told."""
 
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from vllm_mmcache.features.arena import Arena
@@ -12,8 +13,16 @@ from vllm_mmcache.features.lasting import LastingTier
 from vllm_mmcache.features.package import Shape
 from vllm_mmcache.features.ram import RamTier, Slot
 
-LONG_S = 30
-"""Of waiting for what must come."""
+LONG_S = 120
+"""Of waiting for what must come, however busy the machine is."""
+
+
+def within(seconds: float, seen: Callable[[], object]) -> bool:
+    """Wait until it is so; False where it is not so after that time."""
+    until = time.monotonic() + seconds
+    while not seen() and time.monotonic() < until:
+        time.sleep(0.002)
+    return bool(seen())
 
 
 class Bytes:

@@ -70,17 +70,16 @@ def test_threads_bind_one_alias() -> None:
     assert len(aliases) == 1
 
 
-def test_one_line_per_kind_and_minute(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_per_kind_and_minute(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
     now = [1000.0]
     monkeypatch.setattr(audit.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.WARNING, "vllm.mmcache"):
+    with log.at_level(logging.WARNING, "vllm.mmcache"):
         for _ in range(5):
             audit.note(events.ALIASES_REBOUND, "one kind")
             audit.note(events.ALIASES_TOO_LONG, "other kind")
         now[0] += audit.INTERVAL_S - 1
         audit.note(events.ALIASES_REBOUND, "one kind")
-        assert len(caplog.records) == 2
+        assert len(log.records) == 2
         now[0] += 1
         audit.note(events.ALIASES_REBOUND, "one kind")
-    assert [record.args[0] for record in caplog.records if record.args] == ["one kind", "other kind", "one kind"]
+    assert [record.args[0] for record in log.records if record.args] == ["one kind", "other kind", "one kind"]

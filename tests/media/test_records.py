@@ -4,8 +4,8 @@
 import json
 import secrets
 import threading
-import tracemalloc
 
+from tests.memory import traced
 from vllm_mmcache.body.payload import TEXT_COST_BYTES
 from vllm_mmcache.bounded import Bounded, Budget
 from vllm_mmcache.media.records import MAX_MM_HASHES, RECORD_COST_BYTES, Key, Record, unpacked
@@ -108,10 +108,9 @@ def test_entries_cost_no_more_than_they_count_for() -> None:
     )
     for new, cost_bytes in costs:
         known: Bounded[object, object] = Bounded(lambda: Budget(10**6, 10**9), cost_bytes)
-        tracemalloc.start()
-        for _ in range(500):
-            new(known)  # type: ignore[arg-type]
-        taken_bytes, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
+        with traced(__file__) as num_bytes:
+            for _ in range(500):
+                new(known)  # type: ignore[arg-type]
+            taken_bytes = num_bytes()
         print(new.__name__, taken_bytes // 500, "bytes each")
-        assert taken_bytes <= known.size_bytes
+        assert 0.3 * known.size_bytes < taken_bytes <= known.size_bytes

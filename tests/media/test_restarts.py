@@ -17,6 +17,7 @@ from hypothesis import settings as given_settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.features.tiers import LONG_S
 from tests.media import files
 from tests.media.test_vllm_side import FILES, OPTIONS, image_io, look, mm_hash, room
 from tests.sizes import scaled
@@ -56,6 +57,7 @@ print(json.dumps(seen))
 
 def restart() -> None:
     """A process that knows nothing, and what was kept for it."""
+    assert records.current().flush(LONG_S)
     records.close()
     TEXTS.clear()
     RECORDS.clear()
@@ -158,7 +160,7 @@ def test_another_process_knows_it(store: Path, tmp_path: Path) -> None:
 
     first = image_io({}).load_bytes(content)
     expected = [mm_hash(first), *first.size, "RGB", 0]
-    assert records.current().flush()
+    assert records.current().flush(LONG_S)
     assert asked() == expected
     # The control: settings that this image was not opened with.
     assert asked(image_mode="L")[3:] == ["L", 1]
@@ -257,12 +259,12 @@ def test_what_is_used_for_long_is_written_again(monkeypatch: pytest.MonkeyPatch)
     key = Key(b"content", ("options",))
     admit(key, Record((3, 4), "RGB", None))
     assert find(key) is not None
-    assert records.current().flush()
+    assert records.current().flush(LONG_S)
     saved = records.current().counts()["disk"]["saved"]
     record = RECORDS.get(key)
     assert record is not None
     record._kept_s -= records.RENEW_S
     for _ in range(3):
         assert find(key) is record
-    assert records.current().flush()
+    assert records.current().flush(LONG_S)
     assert records.current().counts()["disk"]["saved"] == saved + 1

@@ -4,6 +4,7 @@
 Every answer is that of a cold run, and of Transformers.
 """
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -130,6 +131,8 @@ def test_pixels_that_can_not_be_made_fail_their_request_alone(
 
     with monkeypatch.context() as patched:
         patched.setattr(Maker, "make", broken)
+        # Also where vLLM has set up its loggers since the test began, as it does with the first engine.
+        patched.setattr(logging.getLogger("vllm.mmcache"), "handlers", [caplog.handler])
         assert finish_reasons(rig, talk, other) == ["error", "length"]
     assert "the pixels of an image can't be made: nothing to decode with" in caplog.text
     assert asking.ask(talk, other) == Work(deferred=1, processed=1, made=1, tower=2)

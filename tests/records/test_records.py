@@ -4,13 +4,14 @@
 import secrets
 import threading
 import time
-import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.features.conftest import Server
+from tests.features.conftest import TIMEOUT_S, Server
+from tests.features.tiers import LONG_S
+from tests.memory import traced
 from vllm_mmcache import records, settings, sizes
 from vllm_mmcache.records import MAX_VALUE_BYTES, Records
 from vllm_mmcache.records.disk import DiskPlace
@@ -52,7 +53,7 @@ def in_force(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
 
 def test_in_every_place(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is found, it comes nearer; the counts say where."""
-    in_force(monkeypatch, store=f"{tmp_path} {server.url}", store_remote_timeout_s=1)
+    in_force(monkeypatch, store=f"{tmp_path} {server.url}", store_remote_timeout_s=TIMEOUT_S)
     records.current().put(KEYS[0], b"value")
     assert records.current().get(KEYS[0]) == b"value"
     assert records.current().get(KEYS[1]) is None
@@ -60,15 +61,17 @@ def test_in_every_place(server: Server, tmp_path: Path, monkeypatch: pytest.Monk
     assert counts["ram"] | {"hits": 1, "misses": 1, "saved": 1, "entries": 1} == counts["ram"]
     assert counts["disk"]["misses"] == counts["remote"]["misses"] == 1
 
+    assert records.current().flush(LONG_S)
     records.close()  # a restart
     for source in ("disk", "ram"):
         assert records.current().get(KEYS[0]) == b"value"
         assert records.current().counts()[source]["hits"] == 1
     assert records.current().counts()["remote"]["hits"] == 0
 
-    in_force(monkeypatch, store=f"{tmp_path / 'another'} {server.url}", store_remote_timeout_s=1)
+    in_force(monkeypatch, store=f"{tmp_path / 'another'} {server.url}", store_remote_timeout_s=TIMEOUT_S)
     assert records.current().get(KEYS[0]) == b"value"  # another server
     assert records.current().counts()["remote"]["hits"] == 1
+    assert records.current().flush(LONG_S)
     records.close()
     in_force(monkeypatch, store=str(tmp_path / "another"))
     assert records.current().get(KEYS[0]) == b"value"
@@ -100,7 +103,7 @@ def test_nothing_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Records(1 << 20, [Broken()])
     assert kept.get(KEYS[0]) is None
     kept.put(KEYS[0], b"value")
-    assert kept.flush()
+    assert kept.flush(LONG_S)
     assert kept.get(KEYS[0]) == b"value"
     assert kept.counts()["disk"] | {"errors": 2, "misses": 1, "dropped": 1} == kept.counts()["disk"]
     monkeypatch.setattr(kept, "_ram", None)
@@ -131,7 +134,7 @@ def test_writing_is_never_waited_for() -> None:
     assert dropped > len(KEYS) // 2
     assert not kept.flush(0.01)
     go_on.set()
-    assert kept.flush(60)
+    assert kept.flush(LONG_S)
     assert kept._writer._waiting_bytes == 0
     assert kept.counts()["disk"]["saved"] == len(KEYS) - dropped
     assert kept.close()
@@ -142,15 +145,15 @@ def test_writing_is_never_waited_for() -> None:
 def test_what_is_used_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From RAM and from disk alike, once per RENEW_S; reading alone writes nothing."""
     kept = Records(1 << 20, [DiskPlace(tmp_path, 1 << 20)])
-    kept.put(KEYS[0], b"value")
-    assert kept.flush()
     now = time.time()
+    kept.put(KEYS[0], b"value")
+    assert kept.flush(LONG_S)
 
     def read_at(seconds: float, kept: Records) -> tuple[int, float]:
         monkeypatch.setattr(time, "time", lambda: now + seconds)
         for _ in range(3):
             assert kept.get(KEYS[0]) == b"value"
-        assert kept.flush()
+        assert kept.flush(LONG_S)
         entry = DiskPlace(tmp_path, 1 << 20).get(KEYS[0])
         assert entry is not None
         return kept.counts()["disk"]["saved"], round(entry.renewed_s - int(now))
@@ -213,11 +216,10 @@ def test_ram_lets_go_of_what_was_used_longest_ago() -> None:
 def test_entries_cost_no_more_than_they_count_for() -> None:
     """Measured: what an entry really takes beside its value."""
     ram = Ram(1 << 30)
-    tracemalloc.start()
-    for _ in range(5000):
-        ram.put(secrets.token_bytes(32), Entry(secrets.token_bytes(300), time.time()))
-    taken_bytes, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    with traced(__file__) as num_bytes:
+        for _ in range(5000):
+            ram.put(secrets.token_bytes(32), Entry(secrets.token_bytes(300), time.time()))
+        taken_bytes = num_bytes()
     print(taken_bytes // 5000, "bytes each")
     assert 0.5 * ram.held_bytes < taken_bytes <= ram.held_bytes
 
@@ -232,7 +234,7 @@ def test_metrics_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     before = [sample("record_hits_total", place="ram"), sample("record_saved_total", place="disk")]
     records.current().put(KEYS[0], b"value")
     records.current().get(KEYS[0])
-    assert records.current().flush()
+    assert records.current().flush(LONG_S)
     after = [sample("record_hits_total", place="ram"), sample("record_saved_total", place="disk")]
     assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1]
     sizes.show()

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from tests.features.conftest import Server
+from tests.features.conftest import TIMEOUT_S, Server
 from tests.features.test_remote import server_that, trickling
+from tests.features.tiers import LONG_S
 from vllm_mmcache import records
 from vllm_mmcache.errors import SettingsError
 from vllm_mmcache.records import MAX_VALUE_BYTES
@@ -19,7 +20,7 @@ KEY, OTHER = (records.key("test", name) for name in "ab")
 NAME = PREFIX + KEY.hex()
 
 
-def place_at(url: str, timeout_s: float = 1, rest_s: float = 5.0) -> RemotePlace:
+def place_at(url: str, timeout_s: float = TIMEOUT_S, rest_s: float = 5.0) -> RemotePlace:
     return RemotePlace(url, ttl_s=100, timeout_s=timeout_s, rest_s=rest_s)
 
 
@@ -41,11 +42,11 @@ def test_replicas_share(server: Server, value: bytes) -> None:
 def test_a_hit_is_for_another_while(server: Server, tmp_path: object) -> None:
     """A record that came from there is written again: it is used, so it must not expire."""
     place_at(server.url).save({KEY: b"value"})
-    server.client.expire(NAME, 10)
+    server.client.expire(NAME, 60)
     replica = records.Records(1 << 20, [place_at(server.url)])
     for _ in range(3):
         assert replica.get(KEY) == b"value"
-    assert replica.flush()
+    assert replica.flush(LONG_S)
     assert server.client.ttl(NAME) > 90
     assert replica.counts()["remote"]["saved"] == 1
     replica.close()
@@ -82,7 +83,7 @@ def test_an_entry_of_another_type(server: Server) -> None:
 
 def test_silent_server_costs_one_timeout_and_is_left_alone() -> None:
     with server_that(lambda connection: time.sleep(60)) as url:
-        place = place_at(url, timeout_s=0.02)
+        place = place_at(url, timeout_s=0.02, rest_s=1000)
         assert place.get(KEY) is None
         place.save({KEY: b"value"})
         for _ in range(1000):

@@ -3,12 +3,13 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.features.conftest import Server
+from tests.features.conftest import TIMEOUT_S, Server
+from tests.features.tiers import LONG_S, within
 from tests.records.test_disk import KEYS, change, file_of, value_of
 from tests.records.test_remote import KEY as KEY_THERE
 from tests.records.test_remote import NAME
@@ -19,7 +20,6 @@ from vllm_mmcache.records.disk import DiskPlace
 from vllm_mmcache.records.remote import RemotePlace
 
 TTL_S = 100_000
-LONG_S = 30.0
 
 
 def place_at(folder: Path, ttl_s: int = TTL_S) -> DiskPlace:
@@ -35,13 +35,6 @@ def place(tmp_path: Path) -> Iterator[DiskPlace]:
 
 def age(place: DiskPlace, key: bytes, seconds: float = 1.5 * TTL_S) -> None:
     change(place, "UPDATE records SET written_s = ? WHERE key = ?", int(time.time() - seconds), key)
-
-
-def within(seconds: float, seen: Callable[[], object]) -> bool:
-    until = time.monotonic() + seconds
-    while not seen() and time.monotonic() < until:
-        time.sleep(0.01)
-    return bool(seen())
 
 
 @pytest.mark.parametrize("ttl_s", [TTL_S, 0])
@@ -86,7 +79,7 @@ def test_a_process_that_uses_records_removes_them_and_again_later(
     assert value_of(place.get(KEYS[1])) == b"value"
     age(place, KEYS[1])
     assert within(LONG_S, lambda: place.get(KEYS[1]) is None)
-    assert kept.close()
+    assert kept.close(LONG_S)
     place.close()
 
 
@@ -105,7 +98,7 @@ def test_what_is_used_is_written_again_before_it_expires(tmp_path: Path, ttl_s: 
 
 @pytest.mark.parametrize("ttl_s", [TTL_S, 0])
 def test_valkey(server: Server, ttl_s: int) -> None:
-    place = RemotePlace(server.url, ttl_s=ttl_s, timeout_s=1)
+    place = RemotePlace(server.url, ttl_s=ttl_s, timeout_s=TIMEOUT_S)
     place.save({KEY_THERE: b"value"})
     ttl = server.client.ttl(NAME)
     assert TTL_S - 100 < ttl <= TTL_S if ttl_s else ttl == -1

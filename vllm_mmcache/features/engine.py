@@ -145,7 +145,8 @@ class Copying:
     def _look(self) -> None:
         loaded, saved = self._ranks.loaded(), self._ranks.saved()
         for number in [number for number in list(self._loads) if number <= loaded]:
-            self._store.release(self._end(self._loads, number))
+            self._store.release(self._loads[number])  # whoever waits for the end finds it done
+            self._end(self._loads, number)
         for number in [number for number in list(self._saves) if number <= saved]:
             slot, identity, shape = self._saves[number]
             seal = self._arena.buffer(slot.offset + shape.num_bytes, SEAL_BYTES)
@@ -155,8 +156,7 @@ class Copying:
                 self._store.abandon(slot, identity)
             self._end(self._saves, number)
 
-    def _end(self, under_way: dict[int, Any], number: int) -> Any:
+    def _end(self, under_way: dict[int, Any], number: int) -> None:
         with self._changed:
-            ended = under_way.pop(number)
+            del under_way[number]
             self._changed.notify_all()
-        return ended

@@ -30,7 +30,7 @@ FITS, TOO_LONG, TOO_LONG_TOKENS = (224, 224), (480, 270), 66  # Gemma 4 gives th
 ARGS = (
     *CPU_ARGS, "--served-model-name", MODEL, "--max-num-seqs", "4", "--max-num-batched-tokens", str(STEP),
 )  # fmt: skip
-LIMIT_S = 60.0  # of each request
+LIMIT_S = 300.0  # of each request, however busy the machine is
 
 
 def image(size: tuple[int, int]) -> dict[str, Any]:
@@ -94,7 +94,9 @@ def test_the_others_are_answered(client: OpenAI) -> None:
         assert all(one.result().choices[0].finish_reason for one in fit)
     assert time.monotonic() - begun < LIMIT_S
     other = httpx.post(
-        str(client.base_url) + "responses", json={"model": MODEL, "input": "Hello", "max_output_tokens": 4}
+        str(client.base_url) + "responses",
+        json={"model": MODEL, "input": "Hello", "max_output_tokens": 4},
+        timeout=LIMIT_S,
     )
     assert other.status_code == 200
 
