@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.engine_configuration import CHOSEN
 from tests.sizes import WHOLE, scaled
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 CHOSEN.apply()
 
-# Of the property tests that don't name their own number.
-settings.register_profile("scaled", max_examples=scaled(100))
+# Of the property tests that don't name their own number. How long an example takes says nothing on a busy machine.
+settings.register_profile(
+    "scaled", max_examples=scaled(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("scaled")
 
 

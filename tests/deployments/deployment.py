@@ -125,7 +125,7 @@ def start(log_path: Path, arguments: Sequence[str], environ: Mapping[str, str]) 
         yield process
     finally:
         stop(process)
-        left = left_of(environ[_MARK])
+        left = waited_for(environ[_MARK])
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
@@ -152,9 +152,7 @@ def refused(
     environ = environment(paths, {"MMCACHE_REQUIRE_SALT": "1", **variables})
     with start(log_path, command(model, "--port", str(free_port()), *ARGS, *args), environ) as process:
         status = process.wait(timeout_s)
-        until = time.monotonic() + 30  # an engine may outlive its server for a moment
-        while (left := left_of(environ[_MARK])) and time.monotonic() < until:
-            time.sleep(0.2)
+        left = waited_for(environ[_MARK])
         assert not left, f"these processes go on: {left}"
     said = log_path.read_text(errors="replace")
     assert status != 0, said[-3000:]
@@ -162,6 +160,14 @@ def refused(
     found = set(re.findall(r"mmcache refuses to start: .*", said))
     assert len(found) == 1, (found, said[-3000:])
     return str(found.pop())
+
+
+def waited_for(mark: str) -> list[int]:
+    """Those of left_of() that don't end by themselves: an engine may outlive its server for a moment."""
+    until = time.monotonic() + 60
+    while (left := left_of(mark)) and time.monotonic() < until:
+        time.sleep(0.2)
+    return left
 
 
 def left_of(mark: str) -> list[int]:
