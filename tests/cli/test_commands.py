@@ -28,7 +28,7 @@ def mmcache(*args: str, cwd: Path | None = None, **env: str) -> subprocess.Compl
         [*COMMAND, *args],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         cwd=cwd,
         env={**kept, **env},

@@ -62,6 +62,13 @@ class Deployment(Server):
         """The lines of the report, one for each API server."""
         return re.findall(r"mmcache \S+ in force: (.*)", self.log())
 
+    def all_in_force(self, number: int) -> list[str]:
+        """The same of so many API servers: that one is healthy says nothing of the others."""
+        until = time.monotonic() + 120
+        while len(lines := self.in_force()) < number and time.monotonic() < until:
+            time.sleep(0.2)
+        return lines
+
     def metrics(self) -> dict[tuple[str, tuple[str, ...]], float]:
         """What /metrics shows of us: name and values of the labels -> value."""
         shown = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text

@@ -44,7 +44,7 @@ if torch.library.DEFINED != {expected}:
 
 def run(python: str | Path, *args: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [str(python), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ_of(path))
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environ_of(path))
 
 
 def environ_of(path: Path | None) -> dict[str, str]:
@@ -167,7 +167,7 @@ def test_the_real_torchvision(tmp_path: Path) -> None:
         "def f(q):\n    import torchvision; q.put(torchvision.__version__)\n"
         "if __name__ == '__main__':\n"
         "    c = m.get_context('spawn'); q = c.Queue(); p = c.Process(target=f, args=(q,)); p.start()\n"
-        "    print(q.get(timeout=60)); p.join()\n"
+        "    print(q.get(timeout=100)); p.join()\n"
     )
     script = tmp_path / "spawn.py"
     script.write_text(spawn)
