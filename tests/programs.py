@@ -3,6 +3,9 @@
 
 import os
 import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,3 +21,13 @@ def program(name: str) -> str:
     if found is None:
         pytest.skip(f"no {name}: scripts/find_programs")
     return found
+
+
+def cpu_seconds(command: Sequence[str], env: Mapping[str, str]) -> tuple[subprocess.CompletedProcess[str], float]:
+    """What a command prints, and the processor time that it took: its own, whatever else this process waits for."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen([*command], stdout=out, stderr=err, env=env)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        said = [(file.seek(0), file.read())[1] for file in (out, err)]
+    return subprocess.CompletedProcess([*command], process.returncode, *said), used.ru_utime + used.ru_stime

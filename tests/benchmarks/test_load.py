@@ -4,10 +4,13 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.load import talks
 from benchmarks.load.talks import Load
 from benchmarks.processes import growth
 from benchmarks.summary import ROOT
@@ -36,7 +39,15 @@ def test_a_short_load(tmp_path: Path) -> None:
         assert found["memory"][process]["most_mib"] > 100, "not a process that has imported vLLM"
 
 
-def test_without_a_server_every_request_fails() -> None:
+def test_without_a_server_every_request_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes when both conversations have failed once, however long a picture takes."""
+    now, both = [0.0], threading.Barrier(2)
+
+    def sleep(seconds: float) -> None:
+        both.wait(120)
+        now[0] = 1.0
+
+    monkeypatch.setattr(talks, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     load = Load(f"http://127.0.0.1:{free_port()}", 2)
     load.run(0.1)
     assert not load.asked

@@ -189,6 +189,6 @@ def test_the_command_is_found_as_a_program_and_as_a_module() -> None:
         text=True,
         env=environ,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     assert "Usage: mmcache zoo" in done.stdout

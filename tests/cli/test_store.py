@@ -169,7 +169,7 @@ def both(server: Server, tmp_path: Path) -> dict[str, str]:
     key = records.key("test", "a")
     for tier in (DiskTier(tmp_path / "store", BUDGET_BYTES), remote_tier(server)):
         assert tier.save(identity(0), SHAPE, features())
-    for kept in (DiskPlace(tmp_path / "store", BUDGET_BYTES), RemotePlace(server.url, ttl_s=100, timeout_s=1)):
+    for kept in (DiskPlace(tmp_path / "store", BUDGET_BYTES), RemotePlace(server.url, ttl_s=3600, timeout_s=60)):
         kept.save({key: b"value"})
         kept.close()
     server.client.set("others:mmcache", "theirs")
@@ -177,7 +177,7 @@ def both(server: Server, tmp_path: Path) -> dict[str, str]:
 
 
 def remote_tier(server: Server) -> RemoteTier:
-    return RemoteTier(server.url, ttl_s=100, max_bytes=BUDGET_BYTES, timeout_s=1)
+    return RemoteTier(server.url, ttl_s=3600, max_bytes=BUDGET_BYTES, timeout_s=60)
 
 
 def test_valkey_is_listed_checked_and_cleared(server: Server, tmp_path: Path, both: dict[str, str]) -> None:

@@ -77,7 +77,7 @@ def test_nothing_is_left(
     monkeypatch.setenv("MMCACHE_STORE", f"{home / 'chosen'} {server.url}")
     proofs.add(PLACE, ["features"], "test", [])
     install_hook()
-    other = tier_at(server.url, timeout_s=1)
+    other = tier_at(server.url, timeout_s=60)
     assert other.save(identity(0), SHAPE, features())
     assert len(files(home)) > 10
 

@@ -151,7 +151,7 @@ def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
 def test_stop_ends_the_whole_group() -> None:
     # A leader that ends at once, and a child that ignores the polite signal, as a busy engine might.
     child = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(3600)"
     )
     leader = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     process = subprocess.Popen([sys.executable, "-c", leader], start_new_session=True, stdout=subprocess.PIPE)
@@ -160,8 +160,8 @@ def test_stop_ends_the_whole_group() -> None:
     assert len(server.living(process.pid)) == 2
     start = time.monotonic()
     server.stop(process, timeout_s=1.0)
-    assert time.monotonic() - start < 10
-    deadline = time.monotonic() + 5
+    assert time.monotonic() - start < 600  # the child is not waited for
+    deadline = time.monotonic() + 60
     while server.living(process.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert server.living(process.pid) == []

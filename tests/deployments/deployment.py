@@ -62,6 +62,13 @@ class Deployment(Server):
         """The lines of the report, one for each API server."""
         return re.findall(r"mmcache \S+ in force: (.*)", self.log())
 
+    def all_in_force(self, number: int) -> list[str]:
+        """The same of so many API servers: that one is healthy says nothing of the others."""
+        until = time.monotonic() + 120
+        while len(lines := self.in_force()) < number and time.monotonic() < until:
+            time.sleep(0.2)
+        return lines
+
     def metrics(self) -> dict[tuple[str, tuple[str, ...]], float]:
         """What /metrics shows of us: name and values of the labels -> value."""
         shown = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
@@ -125,7 +132,7 @@ def start(log_path: Path, arguments: Sequence[str], environ: Mapping[str, str]) 
         yield process
     finally:
         stop(process)
-        left = left_of(environ[_MARK])
+        left = waited_for(environ[_MARK])
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
@@ -152,9 +159,7 @@ def refused(
     environ = environment(paths, {"MMCACHE_REQUIRE_SALT": "1", **variables})
     with start(log_path, command(model, "--port", str(free_port()), *ARGS, *args), environ) as process:
         status = process.wait(timeout_s)
-        until = time.monotonic() + 30  # an engine may outlive its server for a moment
-        while (left := left_of(environ[_MARK])) and time.monotonic() < until:
-            time.sleep(0.2)
+        left = waited_for(environ[_MARK])
         assert not left, f"these processes go on: {left}"
     said = log_path.read_text(errors="replace")
     assert status != 0, said[-3000:]
@@ -162,6 +167,14 @@ def refused(
     found = set(re.findall(r"mmcache refuses to start: .*", said))
     assert len(found) == 1, (found, said[-3000:])
     return str(found.pop())
+
+
+def waited_for(mark: str) -> list[int]:
+    """Those of left_of() that don't end by themselves: an engine may outlive its server for a moment."""
+    until = time.monotonic() + 60
+    while (left := left_of(mark)) and time.monotonic() < until:
+        time.sleep(0.2)
+    return left
 
 
 def left_of(mark: str) -> list[int]:

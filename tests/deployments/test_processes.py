@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.deployments.deployment import environment, left_of, plant
+from tests.deployments.deployment import environment, plant, waited_for
 from tests.sizes import larger
 from vllm_mmcache.upstream.ledger import parts
 
@@ -53,7 +53,7 @@ def run(
     done = subprocess.run([sys.executable, str(path)], env=environ, capture_output=True, text=True, timeout=300)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-3000:]
-    assert not left_of(environ["TEST_DEPLOYMENT"])
+    assert not waited_for(environ["TEST_DEPLOYMENT"])
     (line,) = re.findall(r"^found: (.*)$", said, re.MULTILINE)
     roles: dict[str, set[str]] = {}
     for process, role in re.findall(

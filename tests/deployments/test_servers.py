@@ -31,7 +31,7 @@ def test_two_api_servers_and_two_engines(model: Path, stock: list[Answer], tmp_p
     path = plant(tmp_path / "site", "vllm_mmcache.upstream.start", "EngineCore_DP1", FAR)
     args = ("--api-server-count", "2", "--data-parallel-size", "2")
     with deployed(model, tmp_path / "log", *args, paths=[path]) as server:
-        lines = server.in_force()
+        lines = server.all_in_force(2)
         assert len(lines) == 2
         assert len(set(lines)) == 1
         reason = "on in engine 0; off: not here, says a test (engine 1)"

@@ -216,7 +216,7 @@ def test_valkey_as_compose_starts_it(tmp_path: Path) -> None:
         assert healthy(valkey, Path(binary), port, {}) == 1, "no password, so it must not look healthy"
     finally:
         process.terminate()
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=60) == 0
 
 
 def healthy(valkey: dict[str, Any], binary: Path, port: int, environ: dict[str, str]) -> int:
@@ -226,5 +226,5 @@ def healthy(valkey: dict[str, Any], binary: Path, port: int, environ: dict[str, 
     program = binary.with_name(binary.name.replace("-server", "-cli"))
     command = [program, "-p", str(port), *arguments]
     return subprocess.run(
-        command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=30
+        command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60
     ).returncode

@@ -152,7 +152,8 @@ class Router:
         self._process = subprocess.Popen(
             [program("nginx"), "-e", "stderr", "-p", str(folder), "-c", str(file)], stderr=(folder / "log").open("wb")
         )
-        for _ in range(500):
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
             assert self._process.poll() is None, (folder / "log").read_text()
             try:
                 socket.create_connection(("127.0.0.1", self.port)).close()
@@ -166,7 +167,7 @@ class Router:
         for replica in self.replicas:
             replica.requests.clear()
         head = "\r\n".join((f"{line} HTTP/1.1", "Host: public", "Connection: close", *headers))
-        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
             connection.sendall(head.encode("latin-1") + b"\r\n\r\n")
             answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode("latin-1")
         first, _, rest = answer.partition("\r\n")
@@ -174,7 +175,7 @@ class Router:
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=60)
         for replica in self.replicas:
             replica.shutdown()
             replica.server_close()

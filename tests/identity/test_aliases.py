@@ -4,6 +4,7 @@
 import logging
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_threads_bind_one_alias() -> None:
 
 def test_one_line_per_kind_and_minute(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
     now = [1000.0]
-    monkeypatch.setattr(audit.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(audit, "time", SimpleNamespace(monotonic=lambda: now[0]))  # for no other thread
     with log.at_level(logging.WARNING, "vllm.mmcache"):
         for _ in range(5):
             audit.note(events.ALIASES_REBOUND, "one kind")

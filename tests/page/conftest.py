@@ -28,8 +28,9 @@ def browser() -> Iterator["Browser"]:
         if os.environ.get("CI"):
             pytest.fail(why)
         pytest.skip(why)
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=60_000)  # the machine may be busy; what comes never is told after a minute
     ARTEFACTS.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
         # Containers have no user namespaces for chromium's own sandbox; the pages are ours.

@@ -55,18 +55,23 @@ def ask(server: Server, messages: list[dict[str, Any]]) -> Any:
 
 
 def records(server: Server, path: str = "?full=1") -> Any:
-    return httpx.get(f"{server.url}/mmcache/records{path}", headers=OPERATOR).json()
+    return httpx.get(f"{server.url}/mmcache/records{path}", headers=OPERATOR, timeout=60).json()
 
 
 def test_the_keys_open_different_doors(server: Server) -> None:
     """The clients' key tells nothing of other clients; the operator's is no client's."""
     data = ("/mmcache/records", "/mmcache/records/x", "/mmcache/totals", "/mmcache/rooms")
     for headers in ({}, {"Authorization": "Bearer wrong"}, CLIENT):
-        assert [httpx.get(server.url + path, headers=headers).status_code for path in data] == [401] * 4
-    assert [httpx.get(server.url + path, headers=OPERATOR).status_code for path in data] == [200, 404, 200, 200]
-    statuses = [httpx.get(f"{server.url}/v1/models", headers=h).status_code for h in ({}, OPERATOR, CLIENT)]
+        assert [httpx.get(server.url + path, headers=headers, timeout=60).status_code for path in data] == [401] * 4
+    assert [httpx.get(server.url + path, headers=OPERATOR, timeout=60).status_code for path in data] == [
+        200,
+        404,
+        200,
+        200,
+    ]
+    statuses = [httpx.get(f"{server.url}/v1/models", headers=h, timeout=60).status_code for h in ({}, OPERATOR, CLIENT)]
     assert statuses == [401, 401, 200]
-    assert httpx.get(f"{server.url}/mmcache").status_code == 200  # the page itself holds nothing
+    assert httpx.get(f"{server.url}/mmcache", timeout=60).status_code == 200  # the page itself holds nothing
 
 
 def test_a_conversation(server: Server, page: "Page") -> None:
@@ -85,7 +90,7 @@ def test_a_conversation(server: Server, page: "Page") -> None:
     answers = []
     for question in ("And what is that?", "Is it the same?"):
         answers.append(ask(server, messages))
-        expect(page.locator("#list li").first).to_contain_text(answers[-1]["id"], timeout=5000)
+        expect(page.locator("#list li").first).to_contain_text(answers[-1]["id"])
         said = answers[-1]["choices"][0]["message"]["content"]
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": [
             picture(question), {"type": "text", "text": question}]}]  # fmt: skip
@@ -107,16 +112,16 @@ def test_a_conversation(server: Server, page: "Page") -> None:
 
 def test_what_is_in_force_is_said_everywhere_alike(server: Server, page: "Page") -> None:
     """In the JSON, on the page, on /metrics and in the log, with where things are; the wish before it is no more."""
-    told = httpx.get(f"{server.url}/mmcache/rooms", headers=OPERATOR).json()
+    told = httpx.get(f"{server.url}/mmcache/rooms", headers=OPERATOR, timeout=60).json()
     on = {room for room, said in told["rooms"].items() if said["state"] == "on"}
     assert {"identity", "observe", "features"} <= on
     assert told["rooms"]["image_spans"]["state"] == "unneeded"
     assert {"api", "engine 0", "worker 0 of engine 0"} == set(told["places"])
     assert told["places"]["worker 0 of engine 0"]["features"] == {"state": "on", "reason": ""}
-    metrics = httpx.get(f"{server.url}/metrics").text
+    metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
     for room, said in told["rooms"].items():
         assert re.search(rf'mmcache:room_info{{[^}}]*room="{room}"[^}}]*state="{said["state"]}"', metrics), room
-    totals = httpx.get(f"{server.url}/mmcache/totals", headers=OPERATOR).json()
+    totals = httpx.get(f"{server.url}/mmcache/totals", headers=OPERATOR, timeout=60).json()
     assert {name: totals[name] for name in told} == told
     log = server.log_path.read_text(errors="replace")
     assert ADMIN_KEY not in log
@@ -182,7 +187,7 @@ def test_the_metrics_name_every_outcome_of_dashboard_and_alerts(server: Server) 
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     alerts = yaml.safe_load((repo / "docker" / "alerts.yaml").read_text())["groups"][0]["rules"]
     assert len(queries) > 5
-    metrics = httpx.get(f"{server.url}/metrics").text
+    metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
     for name in {name for query in queries for name in re.findall(r"(?:mmcache|vllm):\w+", query)}:
         assert f"\n# TYPE {name} " in metrics, name
     for name in {name for rule in alerts for name in re.findall(r"(?:mmcache|vllm):\w+", rule["expr"])}:
@@ -198,7 +203,7 @@ def test_the_metrics_say_how_full_tables_are(server: Server) -> None:
     wanted = {"images", "texts", "records", "observed"}
     deadline = time.monotonic() + 30
     while True:
-        metrics = httpx.get(f"{server.url}/metrics").text
+        metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
         sizes = re.findall(r'^mmcache:table_bytes\{table="(\w+)"\} (\S+)$', metrics, re.MULTILINE)
         full = {table for table, size in sizes if float(size) > 0}
         if wanted <= full or time.monotonic() > deadline:
@@ -226,7 +231,7 @@ def test_z_server_gone(server: Server, page: "Page") -> None:
     stop(server.process)
     # vLLM may find its engine dead while it ends it; nothing of ours is to be in a traceback.
     assert not re.search(r'File ".*/vllm_mmcache/', server.log_path.read_text(errors="replace"))
-    expect(page.locator("#status")).to_contain_text("The server does not answer", timeout=20000)
+    expect(page.locator("#status")).to_contain_text("The server does not answer")
     assert page.locator("#list li").count() > 0
     page.goto("about:blank")  # asks no more
     page.problems.clear()  # type: ignore[attr-defined]

@@ -45,7 +45,7 @@ def unpack_sources(wheel: Path, tree: Path) -> Path:
 def apply(*arguments: object) -> "subprocess.CompletedProcess[str]":
     """patches/apply with these arguments."""
     return subprocess.run(
-        [sys.executable, str(APPLY), *map(str, arguments)], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, str(APPLY), *map(str, arguments)], capture_output=True, text=True, check=False, timeout=300
     )
 
 

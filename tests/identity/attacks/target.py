@@ -104,7 +104,7 @@ class Target:
 
     def counters(self) -> dict[str, float]:
         """All totals on /metrics, by name and without labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
         found = re.findall(r"^([\w:]+)_total(?:{.*})? (\S+)$", text, re.MULTILINE)
         return {name: float(value) for name, value in found}
 
