@@ -118,7 +118,11 @@ def test_as_stock_after_a_restart(name: str, options: str, tmp_path: Path, monke
     options=st.sampled_from(list(OPTIONS)),
     seed=st.integers(0, 2**31),
 )
-@given_settings(max_examples=scaled(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given_settings(
+    max_examples=scaled(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_random_images(
     size: tuple[int, int], mode: str, kind: str, orientation: int | None, options: str, seed: int
 ) -> None:
