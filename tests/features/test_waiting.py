@@ -148,12 +148,13 @@ def test_a_tier_that_hangs(
     alone: EnginePool, put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
     """It is waited for within the patience, once; then the tower runs, and nobody waits; and the engine can end."""
-    put(store=str(tmp_path), store_wait_s=1)
+    put(store=str(tmp_path), store_wait_s=60)
     rig, runs = alone.get(QWEN), Runs()
     on_disk(rig, 623, 624, 625)
     answers = ask_about(rig, 623)  # the control: what does not hang is used
     assert runs.new() == 3
     rig.make_cold()
+    monkeypatch.setattr(rig.features.store.costs, "_patience_s", 1.0)
     hang(rig, monkeypatch, gate)
     (tier,) = rig.features.store.below
     with Asked(rig) as asked:
