@@ -71,6 +71,8 @@ CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
         {"PYTHONHASHSEED": "7", "MMCACHE_IDENTITY": "0"},
         "",
     ),
+    "hybrid": ("qwen3.5", ["--kv-offloading-size", "1"], {}, ""),
+    "sliding": ("gemma3", ["--kv-offloading-size", "1"], {}, ""),
     "hooks broken": (None, [], {}, "vllm.v1.worker.worker_base:WorkerBase.__init__"),
 }
 
@@ -78,7 +80,7 @@ CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, str | None]:
     zoo = tmp_path_factory.mktemp("zoo")
-    built = {family: str(build_cached(family, zoo)) for family in ("gemma3", "qwen3-vl")}
+    built = {family: str(build_cached(family, zoo)) for family in ("gemma3", "qwen3-vl", "qwen3.5")}
     return {None: None, "none": str(zoo / "none"), **built}
 
 
@@ -215,6 +217,16 @@ def test_what_a_kv_connector_cannot_do(reports: dict[str, dict[str, Any]]) -> No
     start, names = seen["seeded"]
     assert "no engine starts" in start
     assert "uuid" in names
+
+
+def test_checkpoints_beside_a_kv_connector(reports: dict[str, dict[str, Any]]) -> None:
+    hybrid, sliding = (reports[name]["rooms"]["image_checkpoints"] for name in ("hybrid", "sliding"))
+    assert hybrid["state"] == "off"
+    assert "Mamba state" in hybrid["reason"]
+    if CHOSEN.runner == 1:
+        assert sliding["state"] == "on"
+    else:
+        assert "model runner V2" in sliding["reason"]
 
 
 def test_one_screen(models: dict[str | None, str | None]) -> None:

@@ -102,7 +102,11 @@ def _image_checkpoints(vllm_config: Any) -> State | None:
     if vllm_config.speculative_config is not None:
         return State("off", "not shown to be right with speculative decoding")
     if vllm_config.kv_transfer_config is not None:
-        return State("off", "not shown to be right with a KV connector")
+        if vllm_config.model_config.is_hybrid:
+            why = "with a KV connector, vLLM uses a Mamba state before the load that brings it"
+            return State("off", why)
+        if vllm_config.use_v2_model_runner:
+            return State("off", "not shown to be right with a KV connector on model runner V2")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return State("off", "not shown to be right with context parallelism")
     return None
