@@ -62,10 +62,11 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize("family", ["qwen3-vl", pytest.param("gemma3", marks=larger)])
 def test_a_second_life_goes_on(family: str, tmp_path: Path) -> None:
     asks: list[dict[str, Any]] = [{"ends": ends, "number": number} for number, ends in enumerate(ENDS)]
-    first = live(family, [*asks, NAMED, NAMED | {"number": 11, "salt": "a"}, {"text": SECRET, "salt": "a"}], tmp_path)
+    salted = {"ends": "inside", "number": 11, "salt": "a", "uuid": "shot"}
+    first = live(family, [*asks, NAMED, salted, {"text": SECRET, "salt": "a"}], tmp_path)
     cold = [{**ask, "cold": True} for ask in asks]
-    others = [OTHER, NAMED | {"number": 11, "salt": "b"}]
-    second = live(family, [*others, {"text": SECRET, "salt": "b"}, *cold, NAMED], tmp_path)
+    others = [OTHER, salted | {"salt": "b"}]
+    second = live(family, [*others, {"text": SECRET, "salt": "b"}, *cold, NAMED, salted], tmp_path)
 
     (*not_found, text), again = second[:3], second[3:]
     assert_cold(first + second)

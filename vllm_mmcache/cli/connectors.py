@@ -9,7 +9,8 @@ from typing import Any
 
 EXAMPLE = "ExampleConnector"
 NOT_ON_THE_CPU = ("OffloadingConnector", "SimpleCPUOffloadConnector")
-NOT_BY_BLOCK_KEYS = (EXAMPLE, "LMCacheConnectorV1", "LMCacheMPConnector")
+LMCACHE, LMCACHE_MP = "LMCacheConnectorV1", "LMCacheMPConnector"
+NOT_BY_BLOCK_KEYS = (EXAMPLE, LMCACHE, LMCACHE_MP)
 """Connectors that find KV by a hash of their own."""
 SEED = "PYTHONHASHSEED"
 OPTION = "--kv-transfer-config"
@@ -28,6 +29,8 @@ def findings(config: Any, platform: str | None, is_identity_on: bool) -> list[di
     if transfer.has_connector(EXAMPLE):
         seen = f"the files of {EXAMPLE} know no cache_salt: tenants find each other's texts (not images)"
         found.append(_finding(seen, "take it where there is one tenant; it is vLLM's example"))
+    if config.model_config.multimodal_config is not None and (why := _of_lmcache(transfer)):
+        found.append(_finding(f"{why} (read in vLLM 0.32, not run)", "a connector that finds by block keys"))
     algorithm = str(config.cache_config.prefix_caching_hash_algo)
     by_keys = transfer.kv_connector not in NOT_BY_BLOCK_KEYS
     if by_keys and algorithm.startswith("xxhash") and SEED not in os.environ:
@@ -37,6 +40,17 @@ def findings(config: Any, platform: str | None, is_identity_on: bool) -> list[di
         seen = "identity will not be on: a client's uuid is the name of an image's KV, whatever it shows"
         found.append(_finding(seen, "switch identity on, or let no client send uuids"))
     return found
+
+
+def _of_lmcache(transfer: Any) -> str:
+    """What its names say too little of. tests/connectors/test_vllm_facts.py looks whether vLLM still has it so."""
+    if transfer.has_connector(LMCACHE_MP):
+        return (
+            f"{LMCACHE_MP} finds KV by token ids alone, which are the same for all pictures of one size: wrong answers"
+        )
+    if transfer.has_connector(LMCACHE) and transfer.get_from_extra_config("use_native", False):
+        return f"{LMCACHE} with use_native knows a picture by 16 bits of its name: now and then another one's KV"
+    return ""
 
 
 def _finding(seen: str, cure: str) -> dict[str, str]:
