@@ -15,7 +15,7 @@ from tests.connectors import moving
 from tests.connectors.moving import KEPT, connector, plan
 from tests.exactness.mixed import RememberingOracle, ask_mixed
 from tests.features.towers import Asked
-from tests.sizes import WHOLE, larger
+from tests.sizes import larger
 from vllm_mmcache import rooms
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import BF16_SELF_TOLERANCE, Inexact, assert_equals_answer, assert_exact
@@ -26,6 +26,8 @@ pytestmark = pytest.mark.engine
 GEMMA = EngineConfig("gemma3", more=connector(), num_blocks=150, num_seqs=6, max_tokens=1024)
 DENSE = EngineConfig("gemma3", more=(*connector(), ("prefix_cache_retention_interval", None)))
 QWEN = EngineConfig("qwen3-vl", more=connector(), num_blocks=100, num_seqs=6, max_tokens=1024)
+
+NUM_BATCHES = 12
 
 sparse = pytest.mark.parametrize("config", [pytest.param(GEMMA, id="gemma3")])
 every = pytest.mark.parametrize(
@@ -144,6 +146,7 @@ def test_a_load_beside_the_steps_that_fails(pool: EnginePool, config: EngineConf
     assert_exact(rig, [first, again, warm])
 
 
+@larger
 @every
 def test_preemption_while_loading(pool: EnginePool, config: EngineConfig) -> None:
     """A load holds its blocks while others run out of them, are preempted and come back."""
@@ -166,17 +169,17 @@ def test_preemption_while_loading(pool: EnginePool, config: EngineConfig) -> Non
     assert_exact(rig, answers)
 
 
+@larger
 @every
 def test_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
     """Images, lengths, salts and prefixes in many orders, a cache that evicts and preempts, loads of both kinds."""
     rig = pool.get(config)
-    num_batches = 12 if WHOLE else 2
-    answers = ask_mixed(rig, num_batches, (224, 224))
+    answers = ask_mixed(rig, NUM_BATCHES, (224, 224))
     for beside in (False, True):
         restart(rig)
         plan(beside=beside)
-        answers += ask_mixed(rig, num_batches, (224, 224))
-        assert len(moving.PLAN.loaded) > num_batches
+        answers += ask_mixed(rig, NUM_BATCHES, (224, 224))
+        assert len(moving.PLAN.loaded) > NUM_BATCHES
     plan(most_tokens=0)
     assert_exact(rig, answers, RememberingOracle(rig.oracle))
 

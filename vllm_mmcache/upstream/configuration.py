@@ -105,8 +105,10 @@ def _image_checkpoints(vllm_config: Any) -> State | None:
         if vllm_config.model_config.is_hybrid:
             why = "with a KV connector, vLLM uses a Mamba state before the load that brings it"
             return State("off", why)
-        if vllm_config.use_v2_model_runner:
-            return State("off", "not shown to be right with a KV connector on model runner V2")
+        if vllm_config.use_v2_model_runner or vllm_config.scheduler_config.async_scheduling:
+            return State(
+                "off", "with a KV connector, not shown to be right on model runner V2 or with async scheduling"
+            )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return State("off", "not shown to be right with context parallelism")
     return None
