@@ -34,8 +34,12 @@ every = pytest.mark.parametrize(
     "config", [pytest.param(GEMMA, id="gemma3"), pytest.param(QWEN, id="qwen3-vl", marks=larger)]
 )
 keeps_all = pytest.mark.parametrize(
-    "config",
-    [pytest.param(DENSE, id="gemma3-dense", marks=larger), pytest.param(QWEN, id="qwen3-vl", marks=larger)],
+    ("config", "beside"),
+    [
+        pytest.param(DENSE, False, id="gemma3-dense", marks=larger),
+        pytest.param(QWEN, False, id="qwen3-vl", marks=larger),
+        pytest.param(QWEN, True, id="qwen3-vl-beside", marks=larger),
+    ],
 )
 
 
@@ -108,7 +112,6 @@ def test_spoiled_bytes_are_noticed(pool: EnginePool, config: EngineConfig) -> No
 
 
 @keeps_all
-@pytest.mark.parametrize("beside", [False, True])
 def test_wherever_it_ends(pool: EnginePool, config: EngineConfig, beside: bool) -> None:
     """Inside the image, at its end, behind it, and before it; alone, and behind a hit of the engine's own."""
     rig = pool.get(config)
@@ -147,7 +150,7 @@ def test_a_load_beside_the_steps_that_fails(pool: EnginePool, config: EngineConf
 
 
 @larger
-@every
+@sparse
 def test_preemption_while_loading(pool: EnginePool, config: EngineConfig) -> None:
     """A load holds its blocks while others run out of them, are preempted and come back."""
     rig = pool.get(config)
@@ -170,7 +173,7 @@ def test_preemption_while_loading(pool: EnginePool, config: EngineConfig) -> Non
 
 
 @larger
-@every
+@sparse
 def test_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
     """Images, lengths, salts and prefixes in many orders, a cache that evicts and preempts, loads of both kinds."""
     rig = pool.get(config)
@@ -192,7 +195,7 @@ HYBRID = EngineConfig("qwen3.5", more=(*connector(), ("prefix_cache_retention_in
 def test_hybrids_are_wrong_behind_a_load_in_the_step(pool: EnginePool, config: EngineConfig) -> None:
     """Why checkpoints are off there. A tripwire: when this fails, vLLM copies a Mamba state behind the load."""
     rig = pool.get(config)
-    assert not hasattr(rig.scheduler, "_mmcache_checkpoints")
+    assert not rooms.is_on("image_checkpoints")
     cold = one(rig, asked(1, 200))
     restart(rig)
     plan(beside=True)
