@@ -42,6 +42,11 @@ print(json.dumps(said))
 """
 BROKEN = next(member for member in LEDGER if member.name == "lazy_media.mm_hash")
 
+
+def tier(connector: str) -> str:
+    return json.dumps({"kv_connector": connector, "kv_role": "kv_both"})
+
+
 # name -> family of the zoo or None, vLLM's arguments, variables, a symbol that is not there
 CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
     "bare": (None, [], {}, ""),
@@ -58,6 +63,16 @@ CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
     "left out": (None, [], {"VLLM_PLUGINS": "other", "MMCACHE_REQUIRE_SALT": "1"}, ""),
     "rust": ("gemma3", [], {"VLLM_USE_RUST_FRONTEND": "1", "MMCACHE_REQUIRE_SALT": "1"}, ""),
     "broken": (None, [], {}, BROKEN.target),
+    "files": ("qwen3-vl", ["--kv-transfer-config", tier("ExampleConnector")], {}, ""),
+    "offloading": ("qwen3-vl", ["--kv-offloading-size", "1", "--prefix-caching-hash-algo", "xxhash"], {}, ""),
+    "seeded": (
+        "qwen3-vl",
+        ["--kv-offloading-size", "1", "--prefix-caching-hash-algo", "xxhash"],
+        {"PYTHONHASHSEED": "7", "MMCACHE_IDENTITY": "0"},
+        "",
+    ),
+    "hybrid": ("qwen3.5", ["--kv-offloading-size", "1"], {}, ""),
+    "sliding": ("gemma3", ["--kv-offloading-size", "1"], {}, ""),
     "hooks broken": (None, [], {}, "vllm.v1.worker.worker_base:WorkerBase.__init__"),
 }
 
@@ -65,7 +80,7 @@ CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, str | None]:
     zoo = tmp_path_factory.mktemp("zoo")
-    built = {family: str(build_cached(family, zoo)) for family in ("gemma3", "qwen3-vl")}
+    built = {family: str(build_cached(family, zoo)) for family in ("gemma3", "qwen3-vl", "qwen3.5")}
     return {None: None, "none": str(zoo / "none"), **built}
 
 
@@ -188,6 +203,30 @@ def test_without_the_hooks_nothing_is_on(reports: dict[str, dict[str, Any]]) -> 
     report = reports["hooks broken"]
     assert set(states(report).values()) == {"off"}
     assert set(findings(report)) == {"symbols of settings"}
+
+
+def test_what_a_kv_connector_cannot_do(reports: dict[str, dict[str, Any]]) -> None:
+    seen = {name: [f["seen"] for f in reports[name]["findings"]] for name in ("files", "offloading", "seeded")}
+    assert {f["where"] for name in seen for f in reports[name]["findings"]} == {"--kv-transfer-config"}
+    (salts,) = seen["files"]
+    assert "ExampleConnector know no cache_salt" in salts
+    start, seed = seen["offloading"]
+    assert "OffloadingConnector" in start
+    assert "no engine starts" in start
+    assert "PYTHONHASHSEED" in seed
+    start, names = seen["seeded"]
+    assert "no engine starts" in start
+    assert "uuid" in names
+
+
+def test_checkpoints_beside_a_kv_connector(reports: dict[str, dict[str, Any]]) -> None:
+    hybrid, sliding = (reports[name]["rooms"]["image_checkpoints"] for name in ("hybrid", "sliding"))
+    assert hybrid["state"] == "off"
+    assert "Mamba state" in hybrid["reason"]
+    if CHOSEN.runner == 1:
+        assert sliding["state"] == "on"
+    else:
+        assert "model runner V2" in sliding["reason"]
 
 
 def test_one_screen(models: dict[str | None, str | None]) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_mmcache.cli import doctor_text, foreseen, needs, plugins
+from vllm_mmcache.cli import connectors, doctor_text, foreseen, needs, plugins
 from vllm_mmcache.errors import EnvironmentProblem, MMCacheError
 from vllm_mmcache.upstream import installed
 from vllm_mmcache.upstream.configuration import NO_PYTHON, RUST_FRONTEND, has_rust_frontend
@@ -82,6 +82,8 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
         if config is not None and chosen is not None:
             chosen = settings_here(findings, config_of(config))
         rooms = foresee(config, chosen, left_out, findings) if chosen is not None and is_there else {}
+        is_identity_on = "identity" in rooms and rooms["identity"].state == "on"
+        findings += connectors.findings(config, facts["vllm"]["platform"], is_identity_on)
         facts["engine"] = engine_facts(config) if is_there else None
         facts["rooms"] = {room: asdict(state) for room, state in rooms.items()}
         facts["symbols"] = symbol_rows() if with_symbols and chosen is not None and is_there else None

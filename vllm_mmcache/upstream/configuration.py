@@ -100,14 +100,22 @@ def _image_checkpoints(vllm_config: Any) -> State | None:
     parallel = vllm_config.parallel_config
     if not vllm_config.cache_config.enable_prefix_caching:
         return State("unneeded", _NOT_CACHED)
-    if (speculative := vllm_config.speculative_config) is not None:
-        if vllm_config.model_config.is_hybrid:
+    speculative, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
+    is_hybrid = vllm_config.model_config.is_hybrid
+    if speculative is not None:
+        if is_hybrid:
             why = "wrong prefix hits of Mamba states are reported with speculative decoding (vLLM 53912)"
             return State("off", why)
         if speculative.method not in _DRAFTERS:
             return State("off", f"not shown to be right with speculative decoding by {speculative.method}")
-    if vllm_config.kv_transfer_config is not None:
-        return State("off", "not shown to be right with a KV connector")
+    if transfer is not None:
+        if is_hybrid:
+            return State("off", "with a KV connector, vLLM uses a Mamba state before the load that brings it")
+        if speculative is not None:
+            return State("off", "not shown to be right with a KV connector and speculative decoding together")
+        if vllm_config.use_v2_model_runner or vllm_config.scheduler_config.async_scheduling:
+            why = "with a KV connector, not shown to be right on model runner V2 or with async scheduling"
+            return State("off", why)
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return State("off", "not shown to be right with context parallelism")
     return None
