@@ -117,6 +117,10 @@ def page(rows: list[Row]) -> str:
                 parts.append(start + one_line(why) + " |" * len(ROOMS))
             else:
                 parts.append(start + " | ".join(cell(room, row) for room in ROOMS) + " |")
+    known = {row.feature for row in rows}
+    missing = [f"{feature.title} (`{feature.name}`)" for feature in FEATURES if feature.name not in known]
+    if missing:
+        parts.append("\n## Not run\n\n" + one_line(", ".join(missing)) + ".")
     notes = [f"- {feature.title}: {feature.note}" for feature in FEATURES if feature.note]
     if notes:
         parts.append("\n## Notes\n\n" + "\n".join(notes))

@@ -64,10 +64,13 @@ def always(stage: str, words: str) -> dict[str, Fails]:
 def deployment(name: str, title: str) -> Feature:
     """A case of tests/deployments/test_composes.py."""
     shown_by = f"tests/deployments/test_composes.py::test_flags[{name}]"
-    return Feature(name, title, family="qwen3-vl", shown_by=shown_by, says={"image_spans": ONE_WAY})
+    return Feature(name, title, family="qwen3-vl", shown_by=shown_by, says=QWEN)
 
 
-ONE_WAY = "unneeded: an image of this model sees what came before it, as text does"
+QWEN = {
+    "image_spans": "unneeded: an image of this model sees what came before it, as text does",
+    "image_checkpoints": "unneeded: this model keeps every block's KV",
+}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 FEATURES = (
