@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -156,6 +157,7 @@ def main() -> int:
     parser.add_argument("--engine", choices=ENGINES, default="v1")
     parser.add_argument("--scratch", type=Path, help="keep models here")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engine under way is ended, too
     rows = {row.place: row for row in read() if row.feature in BY_NAME}
     with tempfile.TemporaryDirectory() as folder:
         for name in [] if options.run is None else options.run or BY_NAME:
