@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from scripts.matrix import REPO, commit
-from tests.composes.features import BY_NAME, FEATURES, ROOMS, Feature
+from tests.composes.features import BY_NAME, FEATURES, IN_THE_ENGINE, ROOMS, Feature
 from tests.composes.running import judge, run
 
 RESULTS = REPO / "docs" / "composes.json"
@@ -39,7 +39,9 @@ The rooms of this plugin beside the features of vLLM 0.32, each tried on the CPU
 - **exact**: the room was on, and what it reuses was reused: the same question again, a second question about the same
   picture, and the picture's features after everything else was forgotten. All answers had the tokens and
   log-probabilities of the same engine's cold run (1e-3 in float32). Another picture in the same place gave another
-  answer, which the comparison noticed, and shared nothing behind the picture's start.
+  answer, which the comparison noticed. `image_spans`: the answer also had the log-probabilities of Transformers.
+- **on**: it was on, and answers were exact, but the run does not use it: questions are put to the engine, past the API
+  server. The rows of deployments have questions over HTTP.
 - **off**, with what the engine says of it: answers were exact, and nothing was reused by that room.
 - **-**: the room has nothing to do with that model.
 - **not runnable here**: vLLM ends with that error on the CPU. It says nothing of other platforms.
@@ -55,7 +57,8 @@ class Row:
     rooms: dict[str, str] = field(default_factory=dict)
     error: str = ""  # as expected: vLLM can't do this here
     failed: str = ""  # not as expected
-    delta: float = 0.0
+    delta: float = 0.0  # to a cold run
+    from_transformers: float | None = None
     reused: dict[str, int] = field(default_factory=dict)
     accepted: int = 0
     date: str = ""
@@ -90,13 +93,23 @@ def record(feature: Feature, engine: str, scratch: Path) -> Row:
         return Row(**about, failed=str(error)[:600] or "an assertion")
     if result["stage"] != "end":
         return Row(**about, error=f"{result['stage']}: {result['error']}"[:300])
-    numbers = {"reused": result["reused"], "accepted": result["accepted"], "delta": float(f"{delta:.1e}")}
+    far = result["from_transformers"]
+    numbers = {
+        "from_transformers": None if far is None else float(f"{far:.1e}"),
+        "reused": result["reused"],
+        "accepted": result["accepted"],
+        "delta": float(f"{delta:.1e}"),
+    }
     return Row(**about, rooms={room: result["rooms"][room] for room in ROOMS}, **numbers)
 
 
 def cell(room: str, row: Row) -> str:
+    """What the page says of a room. A question to an engine goes past the rooms of an API server."""
     state, _, reason = row.rooms[room].partition(": ")
-    return {"on": "exact", "unneeded": "-"}.get(state) or f"{state}: {reason}"
+    is_used = room in IN_THE_ENGINE or bool(BY_NAME[row.feature].shown_by)
+    if room == "image_spans" and row.from_transformers is None:
+        is_used = False  # a cold run would be wrong, too
+    return {"on": "exact" if is_used else "on", "unneeded": "-"}.get(state) or f"{state}: {reason}"
 
 
 def page(rows: list[Row]) -> str:
@@ -119,9 +132,9 @@ def page(rows: list[Row]) -> str:
             else:
                 parts.append(start + " | ".join(cell(room, row) for room in ROOMS) + " |")
     known = {row.feature for row in rows}
-    missing = [f"{feature.title} (`{feature.name}`)" for feature in FEATURES if feature.name not in known]
+    missing = [f"- {feature.title} (`{feature.name}`)" for feature in FEATURES if feature.name not in known]
     if missing:
-        parts.append("\n## Not run\n\n" + one_line(", ".join(missing)) + ".")
+        parts.append("\n## Not run\n\n" + "\n".join(missing))
     notes = [f"- {feature.title}: {feature.note}" for feature in FEATURES if feature.note]
     if notes:
         parts.append("\n## Notes\n\n" + "\n".join(notes))
@@ -129,17 +142,18 @@ def page(rows: list[Row]) -> str:
     for row in rows:
         if row.reused:
             again, second, other = (row.reused[name] for name in ("again", "second", "other"))
-            run = f"{row.delta:.0e} | {row.date} | {row.commit} |"
+            far = "-" if row.from_transformers is None else f"{row.from_transformers:.0e}"
+            run = f"{row.accepted or '-'} | {row.delta:.0e} | {far} | {row.date} | {row.commit} |"
             parts.append(f"| `{row.feature}` | {row.engine} | {again} | {second} | {other} | {run}")
     return "\n".join(parts) + "\n"
 
 
 REUSED = """Tokens of the prompt that were not computed: the same question again, a second question about the same
-picture, the first question about another picture in the same place; and the largest difference of a log-probability to
-a cold run.
+picture, the first question about another picture in the same place, which shares the text before it; tokens of drafts
+that were accepted; the largest difference of a log-probability to a cold run, and to Transformers.
 
-| name | engine | again | second question | other picture | difference | date | commit |
-|---|---|---|---|---|---|---|---|"""
+| name | engine | again | second question | other picture | accepted | cold | Transformers | date | commit |
+|---|---|---|---|---|---|---|---|---|---|"""
 
 
 def one_line(text: str) -> str:

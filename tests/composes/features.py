@@ -10,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-ROOMS = ("block_keys", "image_checkpoints", "features", "image_spans", "lazy_media", "pixels", "identity")
+IN_THE_ENGINE = ("block_keys", "image_checkpoints", "features", "image_spans")
+"""Rooms that a question to an engine uses. The others work where a request comes in."""
+
+ROOMS = (*IN_THE_ENGINE, "lazy_media", "pixels", "identity")
 """The columns of the page. `lifted_bodies` is of servers; `metrics` and `observe` reuse nothing."""
 
 NO_SPECULATION = "off: not shown to be right with speculative decoding"

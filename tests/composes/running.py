@@ -62,12 +62,14 @@ def judge(feature: Feature, result: Result, engine: str) -> float:
             assert rooms[room] == feature.says[room]
         else:
             assert rooms[room] == "on" or rooms[room].startswith("unneeded"), f"{room}: {rooms[room]}"
+    assert feature.way != "letters" or result["accepted"] > 0, "no draft was accepted, so nothing was tested"
     asked, cold, reused = result["asked"], result["cold"], result["reused"]
     tolerance = TOLERANCE if is_float32(feature) else BF16_TOLERANCE
     pairs = {"first": "first", "again": "first", "second": "second", "other": "other", "features": "first"}
     deltas = {name: difference(asked[name], cold[of]) for name, of in pairs.items()}
     assert max(deltas.values()) <= tolerance, deltas
     assert difference(asked["first"], asked["other"]) > 3 * tolerance, "another picture's answer would not be noticed"
+    assert (result["from_transformers"] or 0.0) <= tolerance, "both attend to images as no one else does"
     assert reused["again"] > reused["other"], reused
     assert feature.way in ASKS_ITSELF or result["reused_cold"] == reused["first"] == 0, reused
     if rooms["image_checkpoints"] == "on" or BY_NAME[feature.family].keeps_all_kv:

@@ -16,6 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.composes.features import BY_NAME, SCRATCH, Feature
 from tests.engine_configuration import CHOSEN
 
@@ -102,8 +104,22 @@ def ask(rig: Rig, feature: Feature, scratch: Path) -> dict[str, Any]:
         "reused": {name: reused for name, (_, reused) in asked.items()},
         "reused_cold": sum(reused for _, reused in cold.values()),
         "tower": tower,
+        "from_transformers": from_transformers(rig, same, asked["first"][0]),
         "accepted": int(counted(rig, "vllm:spec_decode_num_accepted_tokens")),
     }
+
+
+def from_transformers(rig: Rig, conversation: list[Message], said: Said) -> float | None:
+    """How far the first sequence's log-probabilities are from Transformers'; None where they need not be near."""
+    if rig.dtype is not torch.float32 or rig.has_other_kv or not said.tokens:
+        return None
+    prompt, images = rig.render(conversation)
+    _, expected = rig.oracle.log_probabilities(prompt, images, said.tokens[0])
+    return max(
+        abs(value - float(expected[number, token]))
+        for number, step in enumerate(said.logprobs[0])
+        for token, value in step.items()
+    )
 
 
 def counted(rig: Rig, *names: str) -> float:
