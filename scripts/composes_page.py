@@ -20,7 +20,7 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from scripts.matrix import REPO, commit
+from scripts.matrix import REPO, commit, counted
 from tests.composes.features import BY_NAME, FEATURES, IN_THE_ENGINE, ROOMS, Feature
 from tests.composes.running import judge, run
 
@@ -81,11 +81,14 @@ def record(feature: Feature, engine: str, scratch: Path) -> Row:
     about = {"feature": feature.name, "engine": engine, "date": today, "commit": commit((RESULTS, PAGE))}
     if feature.shown_by:
         environ = os.environ | {"TEST_MATRIX": "1", "TEST_ENGINE": engine}
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", feature.shown_by], cwd=REPO, env=environ, check=False
-        )
+        report = scratch / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", feature.shown_by]
+        done = subprocess.run(command, cwd=REPO, env=environ, check=False)
+        passed, skipped, failed = counted(report) if report.exists() else (0, 0, [])
+        is_shown = done.returncode == 0 and passed > 0 and not skipped
         rooms = {room: feature.says.get(room, "on") for room in ROOMS}
-        return Row(**about, rooms=rooms, failed=f"pytest ended with {done.returncode}" if done.returncode else "")
+        why = f"pytest ended with {done.returncode}, passed {passed}, skipped {skipped}, failed {failed}"
+        return Row(**about, rooms=rooms, failed="" if is_shown else why)
     result = run(feature, scratch, engine)
     try:
         delta = judge(feature, result, engine)

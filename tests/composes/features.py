@@ -64,10 +64,10 @@ def always(stage: str, words: str) -> dict[str, Fails]:
     return dict.fromkeys(EVERYWHERE, Fails(stage, words))
 
 
-def deployment(name: str, title: str) -> Feature:
+def deployment(name: str, title: str, tested_on: str = "", note: str = "") -> Feature:
     """A case of tests/deployments/test_composes.py."""
     shown_by = f"tests/deployments/test_composes.py::test_flags[{name}]"
-    return Feature(name, title, family="qwen3-vl", shown_by=shown_by, says=QWEN)
+    return Feature(name, title, family="qwen3-vl", shown_by=shown_by, says=QWEN, tested_on=tested_on, note=note)
 
 
 QWEN = {
@@ -122,22 +122,26 @@ FEATURES = (
         "pooling", "pooling models", family="qwen3-vl", engine={"runner": "pooling", "convert": "embed"}, way="pooled"
     ),
     Feature("priority", "priority scheduling", engine={"scheduling_policy": "priority"}, way="with_priority"),
-    Feature("sleep", "sleep mode", engine={"enable_sleep_mode": True}, fails=always("start", "sleep mode")),
+    Feature(
+        "sleep", "sleep mode", engine={"enable_sleep_mode": True}, fails=always("start", "Sleep mode is not supported")
+    ),
     Feature("reload", "weights loaded again", way="reloaded"),
     Feature(
-        "transfer", "weight transfer", engine={"weight_transfer_config": {"backend": "ipc"}}, way="transferred",
+        "transfer", "weight transfer, written in place", engine={"weight_transfer_config": {"backend": "factors"}},
+        way="transferred", note="with a backend of the tests: vLLM's own need CUDA. Weights that do change: "
+        "[test_changes.py](../tests/features/test_changes.py).",
     ),
     Feature("fp8_kv", "quantised KV cache (fp8)", family="qwen3-vl", engine={"kv_cache_dtype": "fp8"}),
     Feature(
         "async", "`--async-scheduling`", family="gemma3, qwen3-vl, qwen3.5", shown_by="tests/scheduler/test_async.py",
         tested_on="v2-async", note="vLLM switches it off on the CPU with model runner V1 (`platforms/cpu.py`).",
     ),
-    Feature("pp2", "pipeline parallel 2", family="qwen3-vl", engine={"pipeline_parallel_size": 2}),
     deployment("shm", "`--mm-processor-cache-type shm`"),
     deployment("tp2", "tensor parallel 2"),
     deployment("encoder-data-shm", "`--mm-encoder-tp-mode data`, two ranks, with `shm`"),
     deployment("dp2", "data parallel 2, one port"),
     deployment("api2", "two API servers"),
+    deployment("pp2", "pipeline parallel 2", "v2", "Model runner V1 does not run stages on the CPU: its second asserts."),
     deployment("dp2-api2", "data parallel 2, two API servers"),
     deployment("all", "all flags of these five together"),
 )  # fmt: skip

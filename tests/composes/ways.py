@@ -136,7 +136,11 @@ def reloaded(rig: Rig, conversation: Sequence[Message]) -> Said:
 
 @way
 def transferred(rig: Rig, conversation: Sequence[Message]) -> Said:
-    rig.llm.init_weight_transfer_engine({"init_info": {}})
+    """Before each question weights are sent twice; with the second they are what they were."""
+    for factor in (0.5, 2.0):
+        rig.llm.start_weight_update()
+        rig.llm.update_weights({"update_info": {"factor": factor}})
+        rig.llm.finish_weight_update()
     return generate(rig, conversation)
 
 

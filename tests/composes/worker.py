@@ -24,6 +24,7 @@ from tests.engine_configuration import CHOSEN
 CHOSEN.apply()
 
 from tests.composes.draft import write_draft  # noqa: E402
+from tests.composes.transfer import register  # noqa: E402
 from tests.composes.ways import WAYS, Said  # noqa: E402
 from tests.speculative.drafters import speculative_config  # noqa: E402
 from vllm_mmcache.prove import workers  # noqa: E402
@@ -48,6 +49,8 @@ def run(feature: Feature, scratch: Path) -> dict[str, Any]:
         arguments["speculative_config"] = drawn
     elif drafter is not None:
         model, arguments["speculative_config"] = speculative_config(drafter, model, scratch)
+    if "weight_transfer_config" in arguments:
+        register()
     stage, began = "start", time.monotonic()
     try:
         rig = Rig(EngineConfig(feature.family, more=tuple(arguments.items())), model)
