@@ -127,7 +127,8 @@ def page(rows: list[Row]) -> str:
         parts.append("|---" * (3 + len(ROOMS)) + "|")
         for row in here:
             feature = BY_NAME[row.feature]
-            name = f"[tests](../{feature.shown_by.partition('::')[0]})" if feature.shown_by else f"`{row.feature}`"
+            name = f"`{row.feature}`"
+            name += f", [test](../{feature.shown_by.partition('::')[0]})" if feature.shown_by else ""
             start = f"| {feature.title} | {name} | {feature.family} | "
             if row.failed or row.error:
                 why = f"**failed**: {row.failed}" if row.failed else f"not runnable here: `{short(row.error)}`"
