@@ -17,13 +17,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
-from scripts.matrix import REPO, commit, counted
-from tests.composes.features import BY_NAME, FEATURES, IN_THE_ENGINE, ROOMS, Feature
+from scripts.matrix import REPO, commit
+from tests.composes.features import BY_NAME, FEATURES, ROOMS, Feature
 from tests.composes.running import judge, run
 
+USUAL = ("properties", "system-out", "system-err")  # of a test that passed, in JUnit's format
 RESULTS = REPO / "docs" / "composes.json"
 PAGE = REPO / "docs" / "composes.md"
 ENGINES = {"v1": "model runner V1", "v2": "model runner V2", "v2-async": "model runner V2, async scheduling"}
@@ -74,21 +78,31 @@ def read() -> list[Row]:
     return [Row(**row) for row in json.loads(RESULTS.read_text())] if RESULTS.exists() else []
 
 
+def record_tests(features: Sequence[Feature], engine: str, scratch: Path) -> Iterator[Row]:
+    """Run the tests that show these features, in one pytest: their fixtures are servers, too."""
+    report = scratch / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", *(one.shown_by for one in features)]
+    environ = os.environ | {"TEST_MATRIX": "1", "TEST_ENGINE": engine}
+    done = subprocess.run(command, cwd=REPO, env=environ, check=False)
+    cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    for feature in features:
+        file, _, test = feature.shown_by.partition("::")
+        module = file.removesuffix(".py").replace("/", ".")
+        mine = [one for one in cases if one.get("classname") == module and test in ("", one.get("name"))]
+        bad = [f"{one.get('name')}: {child.tag}" for one in mine for child in one if child.tag not in USUAL]
+        rooms = {room: feature.says.get(room, "on") for room in ROOMS if room in feature.uses}
+        why = "" if mine and not bad else f"pytest ended with {done.returncode}, of {len(mine)} tests: {bad}"
+        yield Row(feature.name, engine, rooms=rooms, failed=why, **made())
+
+
+def made() -> dict[str, str]:
+    return {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": commit((RESULTS, PAGE))}
+
+
 def record(feature: Feature, engine: str, scratch: Path) -> Row:
-    """Run a feature, or the tests that show it."""
-    engine = feature.tested_on or engine
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    about = {"feature": feature.name, "engine": engine, "date": today, "commit": commit((RESULTS, PAGE))}
-    if feature.shown_by:
-        environ = os.environ | {"TEST_MATRIX": "1", "TEST_ENGINE": engine}
-        report = scratch / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", feature.shown_by]
-        done = subprocess.run(command, cwd=REPO, env=environ, check=False)
-        passed, skipped, failed = counted(report) if report.exists() else (0, 0, [])
-        is_shown = done.returncode == 0 and passed > 0 and not skipped
-        rooms = {room: feature.says.get(room, "on") for room in ROOMS}
-        why = f"pytest ended with {done.returncode}, passed {passed}, skipped {skipped}, failed {failed}"
-        return Row(**about, rooms=rooms, failed="" if is_shown else why)
+    """Run a feature in an engine."""
+    about: dict[str, Any] = {"feature": feature.name, "engine": engine, **made()}
     result = run(feature, scratch, engine)
     try:
         delta = judge(feature, result, engine)
@@ -108,10 +122,14 @@ def record(feature: Feature, engine: str, scratch: Path) -> Row:
 
 def cell(room: str, row: Row) -> str:
     """What the page says of a room. A question to an engine goes past the rooms of an API server."""
+    feature = BY_NAME[row.feature]
+    if room not in row.rooms:
+        return "not looked at"
     state, _, reason = row.rooms[room].partition(": ")
-    is_used = room in IN_THE_ENGINE or bool(BY_NAME[row.feature].shown_by)
-    if room == "image_spans" and row.from_transformers is None:
-        is_used = False  # a cold run would be wrong, too
+    # A cold run of an engine would be wrong, too; servers are compared with stock, other tests with Transformers.
+    is_used = room in feature.uses and (
+        room != "image_spans" or bool(feature.shown_by) or row.from_transformers is not None
+    )
     return {"on": "exact" if is_used else "on", "unneeded": "-"}.get(state) or f"{state}: {reason}"
 
 
@@ -168,6 +186,19 @@ def short(error: str) -> str:
     return one_line(error.partition(": ")[2])[:160].replace("`", "'")
 
 
+def runs(features: Sequence[Feature], engine: str, scratch: Path) -> Iterator[Row]:
+    """Those in engines one after the other, then the tests, together where they are about the same engine."""
+    for feature in features:
+        if not feature.shown_by:
+            yield record(feature, engine, scratch)
+    by_tests: dict[str, list[Feature]] = {}
+    for feature in features:
+        if feature.shown_by:
+            by_tests.setdefault(feature.tested_on or engine, []).append(feature)
+    for of_tests, group in by_tests.items():
+        yield from record_tests(group, of_tests, scratch)
+
+
 def main() -> int:
     """Run what was asked for, write the page; 1 where something was not as expected."""
     parser = argparse.ArgumentParser(prog="python -m scripts.composes_page", description=__doc__)
@@ -178,9 +209,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engine under way is ended, too
     rows = {row.place: row for row in read() if row.feature in BY_NAME}
     with tempfile.TemporaryDirectory() as folder:
-        for name in [] if options.run is None else options.run or BY_NAME:
-            row = record(BY_NAME[name], options.engine, options.scratch or Path(folder))
-            print(f"{name}: {row.failed or row.error or row.rooms}", flush=True)
+        scratch = options.scratch or Path(folder)
+        wanted = [BY_NAME[name] for name in ([] if options.run is None else options.run or BY_NAME)]
+        for row in runs(wanted, options.engine, scratch):
+            print(f"{row.feature}: {row.failed or row.error or row.rooms}", flush=True)
             rows[row.place] = row
             ordered = [rows[place] for place in sorted(rows)]
             RESULTS.write_text(json.dumps([asdict(one) for one in ordered], indent=1) + "\n")

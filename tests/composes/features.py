@@ -40,6 +40,7 @@ class Feature:
     way: str = "plain"  # how questions are put: a function of ways.py
     says: dict[str, str] = field(default_factory=dict)  # room -> its state and reason, where it is not on
     fails: dict[str, Fails] = field(default_factory=dict)  # by engine configuration of the tests
+    uses: tuple[str, ...] = IN_THE_ENGINE  # rooms whose work the questions are
     shown_by: str = ""  # tests of a deployment instead of an engine
     tested_on: str = ""  # the engine configuration of those tests, where it is another one
     in_ci: bool = False
@@ -67,7 +68,9 @@ def always(stage: str, words: str) -> dict[str, Fails]:
 def deployment(name: str, title: str, tested_on: str = "", note: str = "") -> Feature:
     """A case of tests/deployments/test_composes.py."""
     shown_by = f"tests/deployments/test_composes.py::test_flags[{name}]"
-    return Feature(name, title, family="qwen3-vl", shown_by=shown_by, says=QWEN, tested_on=tested_on, note=note)
+    return Feature(
+        name, title, family="qwen3-vl", shown_by=shown_by, says=QWEN, uses=ROOMS, tested_on=tested_on, note=note
+    )
 
 
 QWEN = {
@@ -134,7 +137,8 @@ FEATURES = (
     Feature("fp8_kv", "quantised KV cache (fp8)", family="qwen3-vl", engine={"kv_cache_dtype": "fp8"}),
     Feature(
         "async", "`--async-scheduling`", family="gemma3, qwen3-vl, qwen3.5", shown_by="tests/scheduler/test_async.py",
-        tested_on="v2-async", note="vLLM switches it off on the CPU with model runner V1 (`platforms/cpu.py`).",
+        uses=("block_keys", "image_checkpoints", "image_spans"), tested_on="v2-async",
+        note="vLLM switches it off on the CPU with model runner V1 (`platforms/cpu.py`).",
     ),
     deployment("shm", "`--mm-processor-cache-type shm`"),
     deployment("tp2", "tensor parallel 2"),

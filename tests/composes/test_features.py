@@ -66,7 +66,7 @@ def test_the_results_are_the_tables() -> None:
         if not feature.shown_by:
             assert bool(row.error) == (row.engine in feature.fails), row
             for room, expected in feature.says.items():
-                assert row.error or row.rooms[room] == expected, row
+                assert row.error or row.failed or row.rooms[room] == expected, row
 
 
 def test_another_result_makes_another_page() -> None:
@@ -75,3 +75,11 @@ def test_another_result_makes_another_page() -> None:
     changed = [composes_page.Row("lora", "v1", failed="it is unlike a cold run, says a test"), *rows[1:]]
     assert composes_page.page(changed) != composes_page.page(rows)
     assert "it is unlike a cold run, says a test" in composes_page.page(changed)
+
+
+def test_tests_that_do_not_run_show_nothing(tmp_path: Path) -> None:
+    """Negative control of the rows that tests stand for."""
+    shown = Feature("dp2", "", shown_by="tests/test_rooms.py")
+    lost = Feature("tp2", "", shown_by="tests/test_rooms.py::test_that_nobody_wrote")
+    assert [bool(row.failed) for row in composes_page.record_tests([shown], "v1", tmp_path)] == [False]
+    assert [bool(row.failed) for row in composes_page.record_tests([shown, lost], "v1", tmp_path)] == [False, True]
