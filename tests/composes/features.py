@@ -118,9 +118,17 @@ FEATURES = (
         says={"features": "off: LoRA adapters can change the vision tower"},
     ),
     Feature("structured", "structured output (xgrammar)", way="structured"),
-    Feature("n", "n > 1, drawn with a seed", way="several"),
+    Feature(
+        "n", "n > 1, drawn with a seed", way="several",
+        note="by reading, with a seed vLLM's V1 moves the generator's offset after each step of a prefill but the last "
+        "(`gpu_model_runner.py`), which the CPU's has not: no seeds there for prompts of several steps.",
+    ),
     Feature("beam", "beam search", way="beam"),
-    Feature("prompt_embeds", "prompt embeddings", engine={"enable_prompt_embeds": True}, way="embeddings"),
+    Feature(
+        "prompt_embeds", "prompt embeddings", engine={"enable_prompt_embeds": True}, way="embeddings",
+        note="as whole prompts. Those inside a chat message V1 lets attend both ways, as images, where the model's "
+        "images do (by reading: `gpu_model_runner.py` leaves out audio alone); not run.",
+    ),
     Feature(
         "pooling", "pooling models", family="qwen3-vl", engine={"runner": "pooling", "convert": "embed"}, way="pooled"
     ),
