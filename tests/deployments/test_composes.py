@@ -40,9 +40,9 @@ def assert_exact(server: Deployment, stock: list[Answer]) -> None:
     cold = server.ask(0)
     assert cold.equals(stock[0])
     assert cold.num_cached == 0
-    again = [server.ask(0) for _ in range(4)]  # two engines have seen it after two, if they take turns
+    again = [server.ask(0) for _ in range(4)]
     assert all(answer.equals(stock[0]) for answer in again)
-    assert again[-1].num_cached > 0
+    assert sum(answer.num_cached > 0 for answer in again) >= 3, "but for the first of the other engine"
     assert all(server.ask(1).equals(stock[1]) for _ in range(4))
     assert not server.ask(1).equals(stock[0]), "the comparison sees another picture"
     server.forget()
