@@ -107,7 +107,8 @@ def ask(rig: Rig, feature: Feature, scratch: Path) -> dict[str, Any]:
         "reused": {name: reused for name, (_, reused) in asked.items()},
         "reused_cold": sum(reused for _, reused in cold.values()),
         "tower": tower,
-        "from_transformers": from_transformers(rig, same, asked["first"][0]),
+        # A grammar takes its part of the probabilities before they are told.
+        "from_transformers": None if feature.way == "structured" else from_transformers(rig, same, asked["first"][0]),
         "accepted": int(counted(rig, "vllm:spec_decode_num_accepted_tokens")),
     }
 

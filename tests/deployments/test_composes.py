@@ -2,7 +2,7 @@
 """The flags of the recipes, on real servers: answers are stock's, cold and warm, and the rooms are on.
 
 Encoder data parallel and the processor cache in shared memory, two tensor-parallel ranks, two data-parallel engines
-behind one port, two API servers. A quick one is run by CI, the others by `make matrix` (TEST_MATRIX=1).
+behind one port, two API servers. `make matrix` runs them (TEST_MATRIX=1).
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.engine_configuration import CHOSEN
 from tests.sizes import larger
 from vllm_mmcache.upstream.ledger import ROOMS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, larger]
 
 SHM = ("--mm-processor-cache-type", "shm")
 ENCODER_DATA = ("--mm-encoder-tp-mode", "data")
@@ -32,7 +32,6 @@ CASES = {
     "dp2-api2": (*TWO_ENGINES, *TWO_SERVERS),
     "all": (*TWO_RANKS, *ENCODER_DATA, *SHM, *TWO_ENGINES, *TWO_SERVERS),
 }
-IN_CI = ("shm",)
 
 
 def assert_exact(server: Deployment, stock: list[Answer]) -> None:
@@ -52,7 +51,7 @@ def assert_exact(server: Deployment, stock: list[Answer]) -> None:
     assert server.total("tower_images_avoided") > before
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in IN_CI else larger) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_flags(model: Path, stock: list[Answer], tmp_path: Path, name: str) -> None:
     if name == "pp2" and CHOSEN.runner == 1:
         pytest.skip("vLLM's runner V1 does not run pipeline stages on the CPU: its second stage asserts")
