@@ -111,11 +111,11 @@ def counted(report: Path) -> tuple[int, int, list[str]]:
     return passed, skipped, failed
 
 
-def commit() -> str:
+def commit(results: Sequence[Path] = (RESULTS, PAGE)) -> str:
     """The project's commit; with a + where files other than the results differ from it."""
     git = ["git", "-C", str(REPO)]
     done = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    others = [f":!{path.relative_to(REPO)}" for path in (RESULTS, PAGE)]
+    others = [f":!{path.relative_to(REPO)}" for path in results]
     differs = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", str(REPO), *others], check=False).returncode
     return done.stdout.strip() + ("+" if differs else "")
 

@@ -20,7 +20,9 @@ _CARRIED = "mmcache_settings"  # attributes of an additional_config
 _OUR_NAMES = "mmcache_names"
 
 _NOT_CACHED = "prefix caching is off"
-_DRAFTERS = frozenset({"ngram", "eagle"})  # with which checkpoints were shown to be right
+# With which checkpoints were shown to be right, by whether it is model runner V2. There ngram is a kernel that Triton's
+# interpreter can't run.
+_DRAFTERS = {False: frozenset({"ngram", "eagle"}), True: frozenset({"eagle"})}
 
 
 def carry(vllm_config: Any, chosen: settings.Settings, are_names_ours: bool = False) -> None:
@@ -106,8 +108,9 @@ def _image_checkpoints(vllm_config: Any) -> State | None:
         if is_hybrid:
             why = "wrong prefix hits of Mamba states are reported with speculative decoding (vLLM 53912)"
             return State("off", why)
-        if speculative.method not in _DRAFTERS:
-            return State("off", f"not shown to be right with speculative decoding by {speculative.method}")
+        if speculative.method not in _DRAFTERS[vllm_config.use_v2_model_runner]:
+            where = " on model runner V2" if vllm_config.use_v2_model_runner else ""
+            return State("off", f"not shown to be right with speculative decoding by {speculative.method}{where}")
     if transfer is not None:
         if is_hybrid:
             return State("off", "with a KV connector, vLLM uses a Mamba state before the load that brings it")

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The features of vLLM that the rooms are tried with: how each is switched on, and what the engine must say then.
+
+A feature is run by worker.py in an engine of its own, or shown by tests of a whole deployment, which it names. One
+that does not run on the CPU has the error that vLLM ends with, so that the day it runs is noticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+IN_THE_ENGINE = ("block_keys", "image_checkpoints", "features", "image_spans")
+"""Rooms that a question to an engine uses. The others work where a request comes in."""
+
+ROOMS = (*IN_THE_ENGINE, "lazy_media", "pixels", "identity")
+"""The columns of the page. `lifted_bodies` is of servers; `metrics` and `observe` reuse nothing."""
+
+NO_STATES = "off: wrong prefix hits of Mamba states are reported with speculative decoding (vLLM 53912)"
+NO_DRAFT_MODEL = "off: not shown to be right with speculative decoding by draft_model"
+SCRATCH = "{scratch}"  # in an argument: a folder of the run
+
+
+@dataclass(frozen=True)
+class Fails:
+    """Where vLLM stops without and with the plugin: at `start` or in `answers`, with which words of an error."""
+
+    stage: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row. Rooms that `says` leaves out are on in the row's family, or have nothing to do there."""
+
+    name: str
+    title: str
+    family: str = "gemma3"  # it has every room's work: a sliding window, and images that attend both ways
+    engine: dict[str, Any] = field(default_factory=dict)  # arguments of LLM()
+    way: str = "plain"  # how questions are put: a function of ways.py
+    says: dict[str, str] = field(default_factory=dict)  # room -> its state and reason, where it is not on
+    fails: dict[str, Fails] = field(default_factory=dict)  # by engine configuration of the tests
+    uses: tuple[str, ...] = IN_THE_ENGINE  # rooms whose work the questions are
+    shown_by: str = ""  # tests of a deployment instead of an engine
+    tested_on: str = ""  # the engine configuration of those tests, where it is another one
+    in_ci: bool = False
+    note: str = ""
+
+
+def connector(name: str) -> dict[str, Any]:
+    """A connector of vLLM's examples, which keeps files."""
+    return {"connector": name, "role": "both", "connector_extra_config": {"shared_storage_path": f"{SCRATCH}/{name}"}}
+
+
+def prefixed(kind: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The same under the names that vLLM has for the two kinds of connectors: `kv_` and `ec_`."""
+    named = {f"{kind}_{name}": value for name, value in config.items()}
+    return named | {f"{kind}_role": f"{kind}_both"}
+
+
+EVERYWHERE = ("v1", "v2", "v2-async")
+
+
+def always(stage: str, words: str) -> dict[str, Fails]:
+    return dict.fromkeys(EVERYWHERE, Fails(stage, words))
+
+
+def deployment(name: str, title: str, tested_on: str = "", note: str = "") -> Feature:
+    """A case of tests/deployments/test_composes.py."""
+    shown_by = f"tests/deployments/test_composes.py::test_flags[{name}]"
+    return Feature(
+        name, title, family="qwen3-vl", shown_by=shown_by, says=QWEN, uses=ROOMS, tested_on=tested_on, note=note
+    )
+
+
+QWEN = {
+    "image_spans": "unneeded: an image of this model sees what came before it, as text does",
+    "image_checkpoints": "unneeded: this model keeps every block's KV",
+}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+FEATURES = (
+    Feature("none", "nothing, for comparison"),
+    Feature(
+        "ngram", "speculative decoding: ngram", engine={"speculative_config": NGRAM}, way="letters",
+    ),
+    Feature(
+        "eagle", "speculative decoding: EAGLE", engine={"speculative_config": {"drafter": "eagle"}}, way="letters",
+    ),
+    Feature(
+        "mtp", "speculative decoding: MTP", family="qwen3.5", engine={"speculative_config": {"drafter": "mtp"}},
+        way="letters", fails={"v1": Fails("answers", "'function' object is not subscriptable")},
+        says={"image_checkpoints": NO_STATES},
+    ),
+    Feature(
+        "draft_model", "speculative decoding: draft model",
+        engine={"speculative_config": {"drafter": "draft_model"}}, way="letters",
+        says={"image_checkpoints": NO_DRAFT_MODEL},
+    ),
+    Feature(
+        "kv_connector", "KV connector (ExampleConnector)", family="qwen3-vl",
+        engine={"kv_transfer_config": prefixed("kv", connector("ExampleConnector"))},
+    ),
+    Feature(
+        "ec_connector", "encoder connector (ECExampleConnector)",
+        engine={"ec_transfer_config": prefixed("ec", connector("ECExampleConnector"))},
+        says={"features": "off: ec_transfer_config is set, and wins"},
+    ),
+    Feature(
+        "lora", "LoRA on the language model", engine={"enable_lora": True, "max_lora_rank": 8}, way="lora", in_ci=True
+    ),
+    Feature(
+        "tower_lora", "LoRA on the vision tower", family="qwen3-vl", way="lora",
+        engine={"enable_lora": True, "max_lora_rank": 8, "enable_tower_connector_lora": True},
+        says={"features": "off: LoRA adapters can change the vision tower"},
+    ),
+    Feature("structured", "structured output (xgrammar)", way="structured"),
+    Feature(
+        "n", "n > 1, drawn with a seed", way="several",
+        note="by reading, with a seed vLLM's V1 moves the generator's offset after each step of a prefill but the last "
+        "(`gpu_model_runner.py`), which the CPU's has not: no seeds there for prompts of several steps.",
+    ),
+    Feature("beam", "beam search", way="beam"),
+    Feature(
+        "prompt_embeds", "prompt embeddings", engine={"enable_prompt_embeds": True}, way="embeddings",
+        note="as whole prompts. Those inside a chat message V1 lets attend both ways, as images, where the model's "
+        "images do (by reading: `gpu_model_runner.py` leaves out audio alone); not run.",
+    ),
+    Feature(
+        "pooling", "pooling models", family="qwen3-vl", engine={"runner": "pooling", "convert": "embed"}, way="pooled"
+    ),
+    Feature("priority", "priority scheduling", engine={"scheduling_policy": "priority"}, way="with_priority"),
+    Feature(
+        "sleep", "sleep mode", engine={"enable_sleep_mode": True}, fails=always("start", "Sleep mode is not supported")
+    ),
+    Feature("reload", "weights loaded again", way="reloaded"),
+    Feature(
+        "transfer", "weight transfer, written in place", engine={"weight_transfer_config": {"backend": "factors"}},
+        way="transferred", note="with a backend of the tests: vLLM's own need CUDA. Weights that do change: "
+        "[test_changes.py](../tests/features/test_changes.py).",
+    ),
+    Feature("fp8_kv", "quantised KV cache (fp8)", family="qwen3-vl", engine={"kv_cache_dtype": "fp8"}),
+    Feature(
+        "async", "`--async-scheduling`", family="gemma3, qwen3-vl, qwen3.5", shown_by="tests/scheduler/test_async.py",
+        uses=("block_keys", "image_checkpoints", "image_spans"), tested_on="v2-async",
+        note="vLLM switches it off on the CPU with model runner V1 (`platforms/cpu.py`).",
+    ),
+    deployment("shm", "`--mm-processor-cache-type shm`"),
+    deployment("tp2", "tensor parallel 2"),
+    deployment("encoder-data-shm", "`--mm-encoder-tp-mode data`, two ranks, with `shm`"),
+    deployment("dp2", "data parallel 2, one port"),
+    deployment("api2", "two API servers"),
+    deployment("pp2", "pipeline parallel 2", "v2", "Model runner V1 does not run stages on the CPU."),
+    deployment("dp2-api2", "data parallel 2, two API servers"),
+    deployment("all", "all flags of these five together"),
+)  # fmt: skip
+
+BY_NAME = {feature.name: feature for feature in FEATURES}
