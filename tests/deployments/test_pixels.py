@@ -67,6 +67,7 @@ def test_no_cache_and_several_servers(model: Path, stock: list[Answer], tmp_path
         assert work(server) == Work(deferred=1, made=1, tower=1)
 
 
+@larger
 def test_nothing_is_deferred_where_features_are_not_kept(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     """Its images are processed side by side all the same, and the report says so."""
     with deployed(model, tmp_path / "log", MMCACHE_FEATURES="0") as server:

@@ -34,6 +34,7 @@ class ThirdRenderer(HfRenderer):
 """
 
 
+@larger
 def test_of_a_third_party(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     path = installed_plugin(tmp_path / "path", "third_party", PLUGIN)
     (path / "third_party_renderer.py").write_text(RENDERER)
