@@ -45,7 +45,11 @@ def run(feature: Feature, scratch: Path) -> dict[str, Any]:
     arguments = json.loads(json.dumps(feature.engine).replace(SCRATCH, str(scratch)))
     drafter = arguments.get("speculative_config", {}).get("drafter")
     if drafter == "draft_model":
-        drawn = {"method": drafter, "model": str(write_draft(model, scratch / f"draft-{model.name}")), "num_speculative_tokens": 2}
+        drawn = {
+            "method": drafter,
+            "model": str(write_draft(model, scratch / f"draft-{model.name}")),
+            "num_speculative_tokens": 2,
+        }
         arguments["speculative_config"] = drawn
     elif drafter is not None:
         model, arguments["speculative_config"] = speculative_config(drafter, model, scratch)
