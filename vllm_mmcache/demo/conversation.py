@@ -92,17 +92,16 @@ def encoded(image: Any, name: str, index: int) -> Picture:
 
 
 def photographs() -> list[Picture]:
-    """Five real photographs that ship in the wheels of scikit-image and scikit-learn, as JPEG and PNG."""
+    """Five real photographs that ship in the wheel of scikit-image, as JPEG and PNG."""
     import skimage.data
     from PIL import Image
-    from sklearn.datasets import load_sample_image
 
     arrays = {
         "astronaut": skimage.data.astronaut(),
-        "china": load_sample_image("china.jpg"),
+        "rocket": skimage.data.rocket(),
         "coffee": skimage.data.coffee(),
         "cat": skimage.data.chelsea(),
-        "flower": load_sample_image("flower.jpg"),
+        "galaxies": skimage.data.hubble_deep_field(),
     }
     return [
         encoded(Image.fromarray(pixels).convert("RGB").resize(IMAGE_SIZE), name, index)

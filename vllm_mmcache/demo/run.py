@@ -236,7 +236,7 @@ def check_tools() -> None:
     from vllm_mmcache.settings import load_settings
 
     load_settings()
-    needed = {"vllm": "cpu", "openai": "dev", "skimage": "dev", "sklearn": "dev"}
+    needed = {"vllm": "cpu", "openai": "dev", "skimage": "dev"}
     missing = {name: extra for name, extra in needed.items() if importlib.util.find_spec(name) is None}
     if missing:
         raise EnvironmentProblem(
