@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sizes import larger
 from vllm_mmcache.zoo import ZooOptions, build_cached
 
 pytestmark = pytest.mark.engine
@@ -62,6 +63,7 @@ def test_image_longer_than_the_window_is_refused(tmp_path: Path) -> None:
     assert "CausalImages: an image has 64 tokens" in said
 
 
+@larger
 def test_paligemma_is_refused(tmp_path: Path) -> None:
     """Its whole prompt attends both ways, which vLLM runs nowhere."""
     model = build_cached("paligemma", tmp_path)
@@ -75,7 +77,10 @@ def test_paligemma_is_refused(tmp_path: Path) -> None:
     assert code == 0, said[-2000:]  # text alone, which vLLM does not mark
 
 
-@pytest.mark.parametrize("more", ["max_num_batched_tokens=48, max_num_seqs=4", "long_prefill_token_threshold=40"])
+@pytest.mark.parametrize(
+    "more",
+    ["max_num_batched_tokens=48, max_num_seqs=4", pytest.param("long_prefill_token_threshold=40", marks=larger)],
+)
 def test_image_longer_than_a_step_is_refused(tmp_path: Path, more: str) -> None:
     code, said = start(build_cached("gemma3", tmp_path), more=more)
     assert code != 0

@@ -1,31 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real server refuses before and after it has generated: answers as stock's, and no generation is done twice."""
 
+from __future__ import annotations
+
 import re
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
-from tests.body.test_server import ENV, MODEL, ask, chat, counters, differences, image_url, picture
+from tests.body.test_server import ask, chat, differences, image_url, picture
 from tests.features.tiers import LONG_S, within
-from vllm_mmcache.demo.server import CPU_ARGS, Server, serve
-from vllm_mmcache.zoo import build_cached
+
+if TYPE_CHECKING:
+    from tests.body.conftest import Said
 
 pytestmark = pytest.mark.engine
 
-ARGS = (
-    *CPU_ARGS, "--served-model-name", MODEL, "--limit-mm-per-prompt", '{"image": 4}', "--enable-auto-tool-choice",
-    "--tool-call-parser", "refuses", "--tool-parser-plugin", str(Path(__file__).with_name("tool_parser.py")),
-)  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 
 
 def requests() -> dict[str, tuple[dict[str, Any], int, bool]]:
     """Name -> (request, status, whether the engine generates for it)."""
-    a = image_url(picture("a"))
+    a = image_url(picture("refused"))
     return {
         "answered": (chat(a), 200, True),
         "refused after it was generated": (chat(a, tools=TOOLS), 400, True),
@@ -50,38 +48,24 @@ def num_generated(url: str) -> float:
     return counts[-1]
 
 
-def seen(server: Server) -> dict[str, tuple[tuple[int, Any, Any], float]]:
+def seen(url: str) -> dict[str, tuple[tuple[int, Any, Any], float]]:
     """Name -> (answer, how many tokens the engine generated for it)."""
     found = {}
     for name, (request, _, is_generated) in REQUESTS.items():
-        before = num_generated(server.url)
-        answer = ask(server.url, "/v1/chat/completions", request)
+        before = num_generated(url)
+        answer = ask(url, "/v1/chat/completions", request)
         if is_generated:  # else the count stands still because it has not begun to move
-            within(LONG_S, lambda before=before: num_generated(server.url) > before)  # type: ignore[misc]
-        found[name] = (answer, num_generated(server.url) - before)
+            within(LONG_S, lambda before=before: num_generated(url) > before)  # type: ignore[misc]
+        found[name] = (answer, num_generated(url) - before)
     return found
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What stock vLLM does, and what it does with the plugin."""
-    model = build_cached("qwen3-vl", tmp_path_factory.mktemp("zoo"))
-    log_path = tmp_path_factory.mktemp("log") / "log"
-    with serve(model, log_path=log_path, env={**ENV, "MMCACHE_DISABLE": "1"}, args=ARGS) as server:
-        stock = seen(server)
-    with serve(model, log_path=log_path, env=ENV, args=ARGS) as server:
-        plugin = seen(server)
-        counted = counters(server.url)
-        assert counted["images_lifted"] >= len(REQUESTS)
-        assert counted["bodies_failed"] == 0
-    return stock, plugin
-
-
 @pytest.mark.parametrize("name", REQUESTS)
-def test_as_stock(name: str, both: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    stock, plugin = both
+def test_as_stock(name: str, stock: Said, plugin: Said) -> None:
     _, status, is_generated = REQUESTS[name]
-    assert stock[name][0][0] == status, stock[name]
-    assert (stock[name][1] > 0) == is_generated
-    assert plugin[name][1] == stock[name][1]
-    assert differences(plugin[name][0], stock[name][0]) == []
+    expected, num_tokens = stock.refusals[name]
+    assert expected[0] == status, expected
+    assert (num_tokens > 0) == is_generated
+    answer, num_generated_here = plugin.refusals[name]
+    assert num_generated_here == num_tokens
+    assert differences(answer, expected) == []

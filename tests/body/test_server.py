@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real server, stock and with the plugin, asked the same: same answers, same errors, and no image decoded twice.
 
-The two run one after the other. Everything the clients see is compared, but for times and random ids.
+The servers are conftest.py's. Everything the clients see is compared, but for times and random ids.
 """
+
+from __future__ import annotations
 
 import base64
 import concurrent.futures
@@ -10,9 +12,7 @@ import http.client
 import io
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -20,20 +20,14 @@ from openai import OpenAI
 
 from tests.body.test_lift import text_of
 from tests.media import files
-from vllm_mmcache.demo.server import CPU_ARGS, serve
 from vllm_mmcache.prove.pictures import ellipses
-from vllm_mmcache.zoo import build_cached
+
+if TYPE_CHECKING:
+    from tests.body.conftest import Said
 
 pytestmark = pytest.mark.engine
 
 MODEL = "zoo"
-# The render endpoint's answer has the order of a set in it, and the line at start is an information; in a whole run
-# the tests that share engines have asked for warnings alone.
-ENV = {"PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "INFO"}
-ARGS = (
-    *CPU_ARGS, "--served-model-name", MODEL, "--limit-mm-per-prompt", '{"image": 4}', "--enable-prefix-caching",
-    "--trust-request-mm-kwargs", "--enable-scale-out",
-)  # fmt: skip
 
 
 def encoded(content: bytes) -> str:
@@ -234,45 +228,16 @@ def counters(url: str) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_cached("qwen3-vl", tmp_path_factory.mktemp("zoo"))
-
-
-@pytest.fixture(scope="module")
-def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What stock vLLM answers to every request; its server has ended when the plugin's starts."""
-    with serve(
-        model, log_path=tmp_path_factory.mktemp("log") / "log", env={**ENV, "MMCACHE_DISABLE": "1"}, args=ARGS
-    ) as server:
-        assert not counters(server.url)
-        return answers(server.url)
-
-
-@pytest.fixture(scope="module")
-def url(stock: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log_path = tmp_path_factory.mktemp("log") / "log"
-    with serve(model, log_path=log_path, env=ENV, args=ARGS) as server:
-        assert re.search(r" in force: .*lazy_media, lifted_bodies", log_path.read_text())
-        assert counters(server.url)["images_lifted"] == 0
-        yield server.url
-
-
-@pytest.fixture(scope="module")
-def plugin(url: str) -> dict[str, Any]:
-    return answers(url)
-
-
 @pytest.mark.parametrize("name", REQUESTS)
-def test_as_stock(name: str, stock: dict[str, Any], plugin: dict[str, Any]) -> None:
+def test_as_stock(name: str, stock: Said, plugin: Said) -> None:
     """Status and body, with log-probabilities, and how many tokens were cached."""
     if "padded" not in name:  # some of these open
-        assert (stock[name][0][0] == 200) == (name in GOOD), stock[name]
+        assert (stock.answers[name][0][0] == 200) == (name in GOOD), stock.answers[name]
     expected = []
     if name == "chat with uuid":  # identity/ knows that it is the image of a request before; stock goes by the name
         where = "[0][2].usage.prompt_tokens_details."
         expected = [f"{where}cached_tokens: 64 instead of 0", f"{where}created_cache_tokens: 0 instead of 64"]
-    assert differences(plugin[name], stock[name]) == expected
+    assert differences(plugin.answers[name], stock.answers[name]) == expected
 
 
 def test_warm_turns_decode_nothing(url: str) -> None:

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from tests.body.test_server import differences, encoded, image_url, picture, settle
 from tests.media import files
+from tests.sizes import larger
 from vllm_mmcache.client import AsyncOnceTransport, OnceTransport, async_http_client, http_client
 from vllm_mmcache.demo.server import CPU_ARGS, serve
 from vllm_mmcache.prove.pictures import ellipses
@@ -37,7 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_cached("qwen3-vl", tmp_path_factory.mktemp("zoo"))
 
 
-@pytest.fixture(scope="module", params=SIDES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(side, marks=larger if "without" in side else ()) for side in SIDES]
+)
 def side(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

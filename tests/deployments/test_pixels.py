@@ -30,6 +30,7 @@ def lose_features(store: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+@larger
 def test_a_restart_and_another_kind_of_cache(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     store = tmp_path / "store"
     chosen = {"MMCACHE_STORE": str(store), "MMCACHE_STORE_WAIT_S": "20"}

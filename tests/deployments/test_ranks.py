@@ -39,6 +39,7 @@ def assert_exact(server: Deployment, stock: list[Answer]) -> None:
     assert server.ask(1).equals(stock[1])
 
 
+@larger
 def test_alike(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     """Negative control of the others."""
     with deployed(model, tmp_path / "log", *TWO_RANKS) as server:

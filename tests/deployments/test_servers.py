@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.deployments.deployment import Answer, Deployment, deployed, plant
+from tests.sizes import larger
 from vllm_mmcache.upstream.ledger import ROOMS
 
 pytestmark = pytest.mark.engine
@@ -66,6 +67,7 @@ def test_the_command_line_switches(model: Path, stock: list[Answer], tmp_path: P
     assert sum(len(files) for _, _, files in os.walk(store)) > 0
 
 
+@larger
 def test_unproven(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     """MMCACHE_UNPROVEN=1 switches on what fits; a setting's no wins over it, and the command line over variables."""
     path = plant(tmp_path / "site", *NO_TABLE)

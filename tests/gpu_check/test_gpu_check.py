@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.gpu_check import benches, found, results, run
 from scripts import matrix
+from tests.sizes import larger
 from vllm_mmcache import events, settings
 from vllm_mmcache.prove import items
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
@@ -36,7 +37,7 @@ def env(**more: str) -> dict[str, str]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("runner", ["V2", pytest.param("V1", marks=larger)])
 def test_the_command_on_the_cpu(runner: str, tmp_path: Path) -> None:
     """One family, all rooms, in processes of its own; also a room whose variable the user has set to off.
 

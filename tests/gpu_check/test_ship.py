@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_check import found, pieces, results, ship, wheels
+from tests.sizes import larger
 from vllm_mmcache.upstream import proven
 
 SEND = """#!/bin/sh
@@ -120,6 +121,7 @@ def test_pieces_arrive_in_any_order_and_a_damaged_one_is_named(tmp_path: Path) -
     assert pieces.missing(manifest, store) == ["01"], "it can be sent again"
 
 
+@larger
 @pytest.mark.engine
 def test_to_a_clean_directory(tmp_path: Path) -> None:
     """Packed here, sent piece by piece, unpacked there, and gpu-check with one engine, on the CPU."""
