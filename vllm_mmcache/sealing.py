@@ -108,12 +108,18 @@ class Sealed(Clear):
         self._head = MAGIC + derived("key")[: HEAD_BYTES - len(MAGIC)]
 
     def name(self, key: bytes) -> bytes:
+        """32 bytes, the BLAKE3 of `key` under the secret: without the secret nobody can tell whose name it is."""
         return blake3(key, key=self._names).digest()
 
     def num_bytes(self, content_bytes: int) -> int:
+        """The content's bytes, those of the head, and NONCE_BYTES + TAG_BYTES for each chunk of CHUNK_BYTES."""
         return HEAD_BYTES + content_bytes + _num_chunks(content_bytes) * (NONCE_BYTES + TAG_BYTES)
 
     def parts(self, name: bytes, content: Iterable[Buffer], content_bytes: int) -> Iterator[Buffer]:
+        """The head, then each chunk: nonce, AES-256-GCM text and tag, bound to `name`, its number and `content_bytes`.
+
+        All chunks are the same memory, used again.
+        """
         yield self._head
         # Used again and again: memory that is new takes longer to get than to encrypt.
         room = memoryview(bytearray(min(content_bytes, CHUNK_BYTES) + NONCE_BYTES + TAG_BYTES))
@@ -125,9 +131,11 @@ class Sealed(Clear):
             yield sealed
 
     def opened(self, source: Source, name: bytes) -> Source:
+        """The content of a sealed source, decrypted as it is read; nothing is read before. Raises: as Clear's."""
         return _Opened(source, name, self)
 
     def is_foreign(self, first: bytes) -> bool:
+        """Whether it begins with MAGIC, and not with this key's head; what is not sealed is not foreign."""
         return first.startswith(MAGIC) and first[:HEAD_BYTES] != self._head
 
     def check_head(self, first: bytes) -> None:

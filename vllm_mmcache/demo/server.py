@@ -96,6 +96,7 @@ def wait_until_healthy(server: Server, timeout_s: float) -> None:
 
 
 def is_healthy(url: str) -> bool:
+    """Whether /health of the server answers with 200 within 5 s; False where nobody listens."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
             return bool(response.status == 200)

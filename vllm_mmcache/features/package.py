@@ -58,6 +58,7 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the features alone, (num_tokens, width) of dtype, without a head."""
         return self.num_tokens * self.width * DTYPES[self.dtype][1]
 
     def __str__(self) -> str:

@@ -51,6 +51,7 @@ class RecordedMedia(MediaWithBytes):
 
     @property
     def original_bytes(self) -> bytes:
+        """The image's file; base64 is decoded now, if it was not. Decodes no pixels."""
         return self._content()
 
     def __reduce__(self) -> Any:
@@ -193,5 +194,5 @@ def _open_lazily(
 
 
 def _stock_load_bytes(instance: Any) -> Callable[[bytes], Any] | None:
-    """vLLM's own load_bytes, below our wrapper; None for a loader that overrides it, and meets our wrapper later."""
+    """The load_bytes of vLLM below our wrapper; None for a loader that overrides it, and meets our wrapper later."""
     return getattr(instance.load_bytes, "__wrapped__", None)

@@ -60,6 +60,7 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
+        """The memory it takes, estimated, in bytes: of tokens and keys its own alone."""
         return _ENTRY_BYTES + 4 * len(self.tokens) + _KEY_BYTES * len(self.keys) + len(self.notes)
 
     def slice(self, start: int, end: int) -> "array[int]":

@@ -218,7 +218,7 @@ class Rig:
 
     @property
     def runner(self) -> Any:
-        """vLLM's model runner, where it is in this process."""
+        """The model runner of vLLM, where it is in this process; else None."""
         driver = getattr(self.llm.llm_engine.model_executor, "driver_worker", None)
         return driver.worker.model_runner if driver is not None else None
 

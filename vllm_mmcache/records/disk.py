@@ -123,6 +123,7 @@ class DiskPlace(Place):
         return removed
 
     def clear(self) -> None:
+        """Remove all files, also under servers that use them; what can't be removed stays."""
         with suppress(OSError, StoreUnusable):
             self.remove()
 
@@ -132,6 +133,7 @@ class DiskPlace(Place):
                 self.sweep()
 
     def close(self) -> None:
+        """Close both connections; one that a thread uses for longer than its wait stays open."""
         for one in (self._reading_from, self._writing_to):
             with suppress(Busy):
                 one.close()

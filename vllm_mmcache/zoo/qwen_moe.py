@@ -24,6 +24,7 @@ _DOWN_BF16 = 0.02  # standard deviation of the experts' last matrix; Draw.matrix
 
 
 def qwen3_vl_moe(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> dict[str, Any]:
+    """As qwen3_vl, with eight experts in every layer in place of its MLP."""
     config = qwen3_vl(ids, vocab_size, options)
     text = {"model_type": "qwen3_vl_moe_text", "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     config["text_config"] |= text | _EXPERTS
@@ -32,6 +33,7 @@ def qwen3_vl_moe(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> d
 
 
 def qwen3_5_moe(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> dict[str, Any]:
+    """As qwen3_5, with eight experts and a shared one in every layer in place of its MLP."""
     config = qwen3_5(ids, vocab_size, options)
     del config["text_config"]["intermediate_size"]  # no layer is without experts
     config["text_config"] |= {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 64} | _EXPERTS

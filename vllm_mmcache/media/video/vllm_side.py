@@ -146,6 +146,6 @@ def _tenant_key(instance: Any) -> bytes | None:
 
 
 def _below(bound: Any) -> Callable[..., Any]:
-    """vLLM's own function, below our wrapper."""
+    """The function of vLLM's below our wrapper."""
     function: Callable[..., Any] = getattr(bound, "__wrapped__", bound).__func__
     return function
