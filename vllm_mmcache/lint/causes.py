@@ -168,6 +168,7 @@ def variable_fix(template: Template, first: Request, second: Request) -> dict[st
 
 def tools_cause(first: Request, second: Request) -> str:
     """tools_reordered where only the order of tools, or of keys in them, differs; else tools_changed."""
+
     def sorted_tools(tools: Any) -> list[str]:
         return sorted(json.dumps(tool, sort_keys=True) for tool in tools or ())
 

@@ -126,6 +126,7 @@ async def to_page(_: Request) -> Response:
 
 def static_file(name: str) -> Endpoint:
     """An endpoint that gives one of FILES to everybody."""
+
     async def endpoint(_: Request) -> Response:
         return FileResponse(HERE / name, media_type=FILES[name], headers=HEADERS)
 

@@ -232,6 +232,7 @@ def qwen_processor(
     processor: str, video: str, patch_size: int, mean: list[float], std: list[float], min_pixels: int
 ) -> Callable[[ZooOptions], dict[str, dict[str, Any]]]:
     """The maker of a Qwen family's preprocessor files. Units: patch_size in pixels a side, min_pixels in all."""
+
     def files(options: ZooOptions) -> dict[str, dict[str, Any]]:
         both = {
             "patch_size": patch_size,

@@ -133,6 +133,7 @@ def processor_files(options: ZooOptions) -> dict[str, dict[str, Any]]:
 
 
 def centre_and_std(name: str, num_dims: int) -> tuple[float, float] | None:
+    """Mean and standard deviation of weights that only Gemma 4 has; None for the rest, which weights.py draws."""
     if name.endswith("layer_scalar"):
         return 0.8, 0.1
     if name.endswith("post_per_layer_input_norm.weight"):
