@@ -44,7 +44,10 @@ class Source(Protocol):
     num_bytes: int
 
     def read_into(self, offset: int, buffer: memoryview, until: float) -> None:
-        """Fill `buffer` with the bytes from `offset`. Raises: StoreCorrupt where there are fewer; others."""
+        """Fill `buffer` with the bytes from `offset`. Raises: StoreCorrupt where there are fewer; others.
+
+        until: the time by time.monotonic() when one that waits gives up.
+        """
 
     def is_current(self) -> bool:
         """Whether what was read is still what lies there."""
@@ -95,7 +98,10 @@ CLEAR = Clear()
 
 
 class Sealed(Clear):
-    """A key of KEY_BYTES."""
+    """Encrypted with AES-256-GCM, in chunks of CHUNK_BYTES, under keys derived from a secret of KEY_BYTES.
+
+    Raises: ImportError where `cryptography` is not installed; `read_key` has looked before.
+    """
 
     def __init__(self, secret: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -139,14 +145,17 @@ class Sealed(Clear):
         return first.startswith(MAGIC) and first[:HEAD_BYTES] != self._head
 
     def check_head(self, first: bytes) -> None:
-        """Raises: StoreSealed, StoreCorrupt."""
+        """Look at the first HEAD_BYTES. Raises: StoreSealed for another key's, StoreCorrupt for what is no head."""
         if self.is_foreign(first):
             raise StoreSealed("sealed with another key")
         if first != self._head:
             raise StoreCorrupt("not sealed")
 
     def open_chunk(self, name: bytes, index: int, content_bytes: int, sealed: memoryview, into: memoryview) -> None:
-        """Fill `into` with what is in a chunk. Raises: StoreCorrupt."""
+        """Fill `into` with what is in a chunk. Raises: StoreCorrupt.
+
+        sealed: nonce, text and tag. into: NONCE_BYTES + TAG_BYTES less. content_bytes: of the whole, all chunks.
+        """
         from cryptography.exceptions import InvalidTag
 
         nonce, rest = bytes(sealed[:NONCE_BYTES]), sealed[NONCE_BYTES:]

@@ -236,7 +236,7 @@ class Rig:
         return int(sum(found))
 
     def kv_tensors(self) -> list[torch.Tensor]:
-        """The KV cache itself, one tensor per layer, shared with the worker."""
+        """The KV cache itself, one tensor per layer, shared with the worker; its shape is the attention backend's."""
         return [layer for layer in self.runner.kv_caches if isinstance(layer, torch.Tensor)]
 
     def image_spans(self, answer: Answer) -> list[tuple[int, int]]:

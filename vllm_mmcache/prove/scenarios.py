@@ -24,7 +24,7 @@ WORDS = "red cat dog bird horse tree river table chair lamp bridge boat train st
 
 
 def picture(number: int, size: tuple[int, int] = (224, 224)) -> Image.Image:
-    """The picture of a number."""
+    """The picture of a number. size is (width, height) in pixels."""
     return ellipses(f"exactness {number}", size)
 
 

@@ -197,7 +197,10 @@ class DiskPlace(Place):
 
 
 def removals(connection: sqlite3.Connection, before_s: int = 2**62) -> Iterator[int]:
-    """Remove records that were written before, those of longest ago first, some at a time; yields their number."""
+    """Remove records that were written before, those of longest ago first, some at a time; yields their number.
+
+    Units: before_s, as written_s in the table, in seconds since the epoch.
+    """
     oldest = f"SELECT rowid FROM records WHERE written_s < ? ORDER BY written_s, rowid LIMIT {EVICTED_AT_ONCE}"
     while num_rows := connection.execute(f"DELETE FROM records WHERE rowid IN ({oldest})", (before_s,)).rowcount:
         yield num_rows

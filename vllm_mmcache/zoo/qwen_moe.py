@@ -47,7 +47,7 @@ def router(name: str, num_dims: int) -> tuple[float, float] | None:
 
 
 def router_and_experts(name: str, num_dims: int) -> tuple[float, float] | None:
-    """Of what the experts write, too."""
+    """As `router`, and those of what the experts write."""
     return (0.0, _DOWN_BF16) if name.endswith("mlp.experts.down_proj") else router(name, num_dims)
 
 
