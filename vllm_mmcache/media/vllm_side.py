@@ -86,7 +86,7 @@ def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of ImageMediaIO.load_bytes(data)."""
+    """Wrapper of ImageMediaIO.load_bytes(data): known bytes become a lazy picture, others are decoded by vLLM's own."""
     if not _is_served(instance):
         return wrapped(*args, **kwargs)
     content = kwargs["data"] if "data" in kwargs else args[0]
@@ -138,7 +138,7 @@ def tenant_key_of(loader: Any) -> bytes | None:
 
 
 def read_text(text: str, tenant_key: bytes | None) -> Payload | None:
-    """Base64 text; None where it is none."""
+    """The payload of base64 text; None where it is none."""
     try:
         return Payload(text.encode("ascii"), tenant_key)
     except ValueError:
