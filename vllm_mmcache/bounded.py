@@ -88,7 +88,7 @@ class Bounded(Generic[K, V]):
 
     @property
     def size_bytes(self) -> int:
-        """What the entries count for together."""
+        """Bytes that the entries count for together."""
         return len(self._entries) * self._cost_bytes
 
     def size(self) -> Size:

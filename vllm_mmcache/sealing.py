@@ -44,7 +44,10 @@ class Source(Protocol):
     num_bytes: int
 
     def read_into(self, offset: int, buffer: memoryview, until: float) -> None:
-        """Fill `buffer` with the bytes from `offset`. Raises: StoreCorrupt where there are fewer; others."""
+        """Fill `buffer` with the bytes from `offset`. Raises: StoreCorrupt where there are fewer; others.
+
+        until: the time by time.monotonic() when one that waits gives up.
+        """
 
     def is_current(self) -> bool:
         """Whether what was read is still what lies there."""
@@ -95,7 +98,10 @@ CLEAR = Clear()
 
 
 class Sealed(Clear):
-    """A key of KEY_BYTES."""
+    """Encrypted with AES-256-GCM, in chunks of CHUNK_BYTES, under keys derived from a secret of KEY_BYTES.
+
+    Raises: ImportError where `cryptography` is not installed; `read_key` has looked before.
+    """
 
     def __init__(self, secret: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -108,12 +114,18 @@ class Sealed(Clear):
         self._head = MAGIC + derived("key")[: HEAD_BYTES - len(MAGIC)]
 
     def name(self, key: bytes) -> bytes:
+        """32 bytes, the BLAKE3 of `key` under the secret: without the secret nobody can tell whose name it is."""
         return blake3(key, key=self._names).digest()
 
     def num_bytes(self, content_bytes: int) -> int:
+        """The content's bytes, those of the head, and NONCE_BYTES + TAG_BYTES for each chunk of CHUNK_BYTES."""
         return HEAD_BYTES + content_bytes + _num_chunks(content_bytes) * (NONCE_BYTES + TAG_BYTES)
 
     def parts(self, name: bytes, content: Iterable[Buffer], content_bytes: int) -> Iterator[Buffer]:
+        """The head, then each chunk: nonce, AES-256-GCM text and tag, bound to `name`, its number and `content_bytes`.
+
+        All chunks are the same memory, used again.
+        """
         yield self._head
         # Used again and again: memory that is new takes longer to get than to encrypt.
         room = memoryview(bytearray(min(content_bytes, CHUNK_BYTES) + NONCE_BYTES + TAG_BYTES))
@@ -125,20 +137,25 @@ class Sealed(Clear):
             yield sealed
 
     def opened(self, source: Source, name: bytes) -> Source:
+        """The content of a sealed source, decrypted as it is read; nothing is read before. Raises: as Clear's."""
         return _Opened(source, name, self)
 
     def is_foreign(self, first: bytes) -> bool:
+        """Whether it begins with MAGIC, and not with this key's head; what is not sealed is not foreign."""
         return first.startswith(MAGIC) and first[:HEAD_BYTES] != self._head
 
     def check_head(self, first: bytes) -> None:
-        """Raises: StoreSealed, StoreCorrupt."""
+        """Look at the first HEAD_BYTES. Raises: StoreSealed for another key's, StoreCorrupt for what is no head."""
         if self.is_foreign(first):
             raise StoreSealed("sealed with another key")
         if first != self._head:
             raise StoreCorrupt("not sealed")
 
     def open_chunk(self, name: bytes, index: int, content_bytes: int, sealed: memoryview, into: memoryview) -> None:
-        """Fill `into` with what is in a chunk. Raises: StoreCorrupt."""
+        """Fill `into` with what is in a chunk. Raises: StoreCorrupt.
+
+        sealed: nonce, text and tag. into: NONCE_BYTES + TAG_BYTES less. content_bytes: of the whole, all chunks.
+        """
         from cryptography.exceptions import InvalidTag
 
         nonce, rest = bytes(sealed[:NONCE_BYTES]), sealed[NONCE_BYTES:]

@@ -28,7 +28,7 @@ _numbers = count(1)
 
 @cache
 def _drawn(size: tuple[int, int], noise: int) -> np.ndarray[Any, Any]:
-    """(height, width, 3) uint8"""
+    """(height, width, 3) uint8."""
     kind = Kind("image/png", size, noise, {"format": "PNG", "compress_level": 0})
     return np.asarray(Image.open(io.BytesIO(picture(kind, 0))))
 

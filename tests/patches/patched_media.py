@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the patches to vLLM's multimodal part promise. Not collected by itself: test_patches.py runs it on a patched
-tree, without the plugin."""
+"""What the patches to vLLM's multimodal part promise.
+
+Not collected by itself: test_patches.py runs it on a patched tree, without the plugin.
+"""
 
 import io
 from typing import Any

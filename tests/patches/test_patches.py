@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patches do for a fork what the plugin does: applied to a copy of the installed vLLM, without the plugin, the
-exactness tests pass; with the plugin, its rooms step aside. And patches/apply says why it does nothing.
+"""The patches do for a fork what the plugin does; patches/apply says why, where it does nothing.
+
+Applied to a copy of the installed vLLM, without the plugin, the exactness tests pass; with the plugin, its rooms step
+aside.
 """
 
 import itertools

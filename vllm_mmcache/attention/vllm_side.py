@@ -33,7 +33,10 @@ from vllm_mmcache.errors import CausalImages
 
 @dataclass
 class Wider:
-    """Rows of a step that a layer with a sliding window computes again. Shapes: rows (num_rows,) int64."""
+    """Rows of a step that a layer with a sliding window computes again.
+
+    Shapes: rows (num_rows,) int64, of the step. Units: window in tokens.
+    """
 
     window: int
     rows: torch.Tensor
@@ -42,7 +45,11 @@ class Wider:
 
 @dataclass
 class Rows:
-    """A step for the reference form: what it computes of each request, and its spans."""
+    """A step for the reference form: what it computes of each request, and its spans.
+
+    query_start_loc: the first row of each request, and the end of all. starts, ends: positions [start, end) of each
+    request's rows in its sequence. spans: by request, (first, last) positions, both inclusive.
+    """
 
     query_start_loc: list[int]
     starts: list[int]
@@ -85,7 +92,11 @@ class ImageSpanMetadataBuilder(CPUAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CPUAttentionMetadata:
-        """See CPUAttentionMetadataBuilder.build; `mm_req_doc_ranges` are the step's image spans."""
+        """As CPUAttentionMetadataBuilder.build, of a step that is cut where `mm_req_doc_ranges` has image spans.
+
+        Those are (first, last) positions by request, both inclusive (vllm/multimodal/inputs.py:
+        PlaceholderRange.extract_embeds_range). Once per step and group of layers.
+        """
         step = common_attn_metadata
         spans = step.mm_req_doc_ranges
         off = not rooms.is_on("image_spans")
@@ -118,7 +129,11 @@ class ImageSpanMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 def rewrite(step: CommonAttentionMetadata, pieces: list[Piece]) -> CommonAttentionMetadata:
-    """The step as if each piece were a request of its own; slots, and so what is written where, stay as they are."""
+    """The step as if each piece were a request of its own; slots, and so what is written where, stay as they are.
+
+    Shapes: query_start_loc (pieces + 1,), seq_lens (pieces,), block_table_tensor (pieces, max_blocks), and causal
+    (pieces,) int32, on the devices and in the dtypes of the step's own.
+    """
     device = step.query_start_loc.device
     num_rows = torch.tensor([0, *(piece.num_rows for piece in pieces)], dtype=torch.int64)
     query_start_loc = num_rows.cumsum(0).to(step.query_start_loc.dtype)
@@ -138,7 +153,7 @@ def rewrite(step: CommonAttentionMetadata, pieces: list[Piece]) -> CommonAttenti
 
 
 class ImageSpanImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention, and the reference form where a step asks for it."""
+    """vLLM's CPU attention, with wider windows for some rows, or in the reference form, where a step asks for it."""
 
     def forward(
         self,
@@ -152,7 +167,11 @@ class ImageSpanImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Shapes: query (tokens, heads, head_size), kv_cache (blocks, kv_heads, block_size, 2 * head_size)."""
+        """As vLLM's; then rows whose image ends outside their window are computed again with a wider one.
+
+        Shapes: query (tokens, heads, head_size), key and value (tokens, kv_heads, head_size),
+        kv_cache (blocks, kv_heads, block_size, 2 * head_size). Returns `output`, written in place, as query is.
+        """
         if not isinstance(attn_metadata, ImageSpanMetadata):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
@@ -220,15 +239,15 @@ class ImageSpanBackend(CPUAttentionBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Image spans attend both ways."""
+        """True, where vLLM's own backend for the CPU leaves it at False."""
         return True
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        """The implementation class."""
+        """ImageSpanImpl, in place of CPUAttentionBackendImpl."""
         return ImageSpanImpl
 
     @staticmethod
     def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
-        """The metadata builder class."""
+        """ImageSpanMetadataBuilder, in place of CPUAttentionMetadataBuilder."""
         return ImageSpanMetadataBuilder

@@ -33,6 +33,11 @@ class LiftImages:
         self.may_lift = may_lift
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI call; what is no request with images to lift passes untouched.
+
+        The application is called a second time, with the body as it came, where its first answer is an error that
+        came before the engine, or that shows a name of ours. Raises: what the application raises.
+        """
         walker = self._walker(scope)
         if walker is None:
             return await self.app(scope, receive, send)

@@ -86,7 +86,7 @@ def _tenant_key(salt: object) -> bytes | None:
 
 
 def _read(body: bytes, start: int, end: int, tenant_key: bytes | None) -> Payload | None:
-    """The payload of a JSON string's inside; some clients write every slash as `\\/`."""
+    """The payload of a JSON string's inside; some clients put a backslash before every slash."""
     text: bytes | memoryview = memoryview(body)[start:end]
     try:
         if body.find(b"\\", start, end) >= 0:

@@ -14,7 +14,7 @@ from vllm_mmcache.body.layer import LiftImages, Scope, engine_asked
 
 
 def add_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of init_entrypoints_middleware(args, app, ...)."""
+    """Wrapper of init_entrypoints_middleware(args, app, ...): ours comes after vLLM's, so it is the innermost."""
     outcome = wrapped(*args, **kwargs)
     from starlette.middleware import Middleware
 

@@ -103,6 +103,7 @@ def broken_packages() -> Findings:
 
 
 def distribution_version(name: str) -> str | None:
+    """The version of an installed package, None where it is not there; imports nothing."""
     from vllm_mmcache.environment.hook import installed_version
 
     if found := installed_version(name):
@@ -157,7 +158,7 @@ def unusable(error: Exception) -> dict[str, str]:
 
 
 def configuration(model: str, arguments: Sequence[str], findings: Findings) -> Any:
-    """vLLM's VllmConfig, or None and a finding. Raises: EnvironmentProblem for arguments that vLLM does not take."""
+    """The VllmConfig, or None and a finding. Raises: EnvironmentProblem for arguments that vLLM does not take."""
     try:
         return foreseen.configuration(model, arguments)
     except EnvironmentProblem:
@@ -229,6 +230,7 @@ def engine_facts(config: Any) -> dict[str, Any]:
 
 
 def symbol_rows() -> list[dict[str, Any]]:
+    """The rows of upstream/symbols.py, one for each replaced symbol of vLLM; imports vLLM."""
     from vllm_mmcache.upstream.symbols import symbols
 
     return symbols()

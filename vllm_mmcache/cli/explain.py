@@ -58,6 +58,7 @@ def explain(
 
 
 def tell(record: "Record", as_json: bool) -> None:
+    """Print one record: the lines of text.full, or one line of JSON."""
     from vllm_mmcache.observe import text
     from vllm_mmcache.observe.schema import to_json
 
@@ -69,6 +70,7 @@ def tell(record: "Record", as_json: bool) -> None:
 
 
 def show_list(records: "Iterable[Record]", as_json: bool) -> None:
+    """Print each record on a line of its own as it comes; of a source that goes on, it never returns."""
     from vllm_mmcache.observe import text
     from vllm_mmcache.observe.schema import to_json
 

@@ -16,7 +16,7 @@ from vllm_mmcache.upstream.configuration import NO_PYTHON, has_rust_frontend
 
 
 def configuration(model: str, arguments: Sequence[str]) -> Any:
-    """vLLM's own VllmConfig for `vllm serve MODEL ARGUMENTS`.
+    """The VllmConfig that vLLM itself makes for `vllm serve MODEL ARGUMENTS`.
 
     Raises: EnvironmentProblem for arguments that vLLM does not take; whatever vLLM raises for a model or a value.
     """

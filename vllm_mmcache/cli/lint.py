@@ -61,6 +61,7 @@ def lint(
 
 
 def object_of(text: str) -> dict[str, Any]:
+    """The object that --kwargs holds as JSON. Raises: LintError for anything else."""
     try:
         given = json.loads(text)
     except ValueError:

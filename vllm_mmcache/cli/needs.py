@@ -16,6 +16,7 @@ from vllm_mmcache.errors import EnvironmentProblem
 
 
 def has_vllm() -> bool:
+    """Whether there is a vLLM to import; looks for it without importing it."""
     return importlib.util.find_spec("vllm") is not None
 
 

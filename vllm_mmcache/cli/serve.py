@@ -117,6 +117,7 @@ def page_address(arguments: Sequence[str]) -> str:
 
 
 def wants_help(arguments: Sequence[str]) -> bool:
+    """Whether vLLM is only asked for its help: -h, --help or --help=GROUP (vllm/utils/argparse_utils.py)."""
     return any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in arguments)
 
 
@@ -208,6 +209,10 @@ def command(model: str, arguments: Sequence[str]) -> list[str]:
 
 
 def become(command_line: list[str]) -> NoReturn:
+    """Replace this process by that command: the same process id, nothing of this program is left. Never returns.
+
+    Raises: OSError where the program can't be started.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command_line[0], command_line)

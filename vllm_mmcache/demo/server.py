@@ -83,7 +83,10 @@ def serve(
 
 
 def wait_until_healthy(server: Server, timeout_s: float) -> None:
-    """Raises: EnvironmentProblem, with the end of the log as its note."""
+    """Return when it is.
+
+    Raises: EnvironmentProblem, with the end of the log as its note, where it ends or is not healthy after `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         status = server.process.poll()
@@ -96,6 +99,7 @@ def wait_until_healthy(server: Server, timeout_s: float) -> None:
 
 
 def is_healthy(url: str) -> bool:
+    """Whether /health of the server answers with 200 within 5 s; False where nobody listens."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
             return bool(response.status == 200)
@@ -112,7 +116,10 @@ def failure(server: Server, what: str) -> EnvironmentProblem:
 
 
 def stop(process: subprocess.Popen[bytes], timeout_s: float = STOP_TIMEOUT_S) -> None:
-    """End the whole process group: ask first, then kill what is left of it."""
+    """End the whole process group: ask first, then kill what is left of it.
+
+    Waits up to `timeout_s` seconds after each of the two, and for what outlives the leader.
+    """
     group = process.pid  # a session of its own: the leader's id is the group's
     for ask in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):

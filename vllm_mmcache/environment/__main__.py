@@ -12,6 +12,7 @@ from vllm_mmcache.errors import MMCacheError
 
 
 def main() -> int:
+    """Repair, and print what was done; returns the exit status. --force: also builds that were found well before."""
     try:
         done = repair(force="--force" in sys.argv[1:])
     except MMCacheError as error:

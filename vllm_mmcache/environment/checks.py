@@ -30,6 +30,7 @@ class Problem:
     repairable: bool  # by `python -m vllm_mmcache.environment`
 
     def as_dict(self) -> dict[str, object]:
+        """The fields by their names, for JSON."""
         return asdict(self)
 
 

@@ -50,6 +50,7 @@ class SchemaFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """None for every name, so that other finders look; before torchvision, once, it defines the operators."""
         if name == "torchvision" and self in sys.meta_path:
             sys.meta_path.remove(self)
             if installed_version("torchvision") == TORCHVISION and installed_version("torch") == TORCH:

@@ -54,6 +54,7 @@ def remove_hook() -> None:
 
 
 def stamp_path() -> Path:
+    """Where the builds that were found well are written down, whether the file exists or not."""
     return site_packages() / "_mmcache_environment.json"
 
 
@@ -95,6 +96,7 @@ def check() -> None:
 
 
 def refuse(found: Sequence[Problem]) -> None:
+    """Raises: EnvironmentProblem that names every problem with its cure; nothing where there are none."""
     if found:
         raise EnvironmentProblem("; ".join(f"{problem.package}: {problem.seen}: {problem.cure}" for problem in found))
 

@@ -65,7 +65,7 @@ class Arena:
     def create(cls, num_bytes: int, num_ranks: int) -> "Arena":
         """Memory for `num_bytes` of data, rounded up to whole pages, all zero; a page is committed when it is written.
 
-        Raises: ArenaUnusable where this system does not give such memory.
+        Raises: ArenaUnusable where this system does not give such memory; ValueError for less than one byte or rank.
         """
         if num_bytes < 1 or num_ranks < 1:
             raise ValueError(f"an arena of {num_bytes} bytes for {num_ranks} ranks")

@@ -29,7 +29,8 @@ class Unpinnable(Exception):
 class Copies:
     """Copies of one rank. One thread, the model runner's.
 
-    Raises: Unpinnable.
+    row: the rank's on the arena's board; the rank of the first one alone saves.
+    Raises: Unpinnable, also for a device that is neither a CPU nor CUDA's.
     """
 
     def __init__(self, arena: Arena, row: int, device: torch.device) -> None:
@@ -53,7 +54,10 @@ class Copies:
         return self._stream is not None
 
     def load(self, places: Sequence[Place]) -> list[torch.Tensor]:
-        """Features on the device, as the model's stream will find them. Shapes: (num_tokens, width) each."""
+        """Features on the device, as the model's stream will find them.
+
+        Shapes: (num_tokens, width) each, of its place's dtype.
+        """
         if not places:
             return []
         last = places[-1].number
@@ -80,7 +84,7 @@ class Copies:
         """Put what the tower gave into the arena, behind what the model's stream does now; None says there is nothing.
 
         The first rank alone does: others come later, when what it saved is in use.
-        Shapes: features (num_tokens, width), on the device; must not be written into afterwards.
+        Shapes: features (num_tokens, width) of the place's dtype, on the device; must not be written into afterwards.
         """
         if not self._saves:
             return
@@ -108,17 +112,17 @@ class Copies:
             self.then(lambda: self._say("loads_done", last))
 
     def then(self, job: Callable[[], Any]) -> None:
-        """Do something in the thread, after all copies so far were seen to be done."""
+        """Do something in the thread, after all copies so far were seen to be done; what it raises is logged."""
         self._done.put(job)
 
     def flush(self) -> None:
-        """Wait until all copies so far are done."""
+        """Wait until all copies so far are done, but no longer than 60 s."""
         reached = threading.Event()
         self.then(reached.set)
         reached.wait(60)
 
     def close(self) -> None:
-        """Wait for the copies, and end the thread."""
+        """Wait for the copies, no longer than 5 s, and end the thread."""
         self._done.put(None)
         self._thread.join(5)
         if self._stream is not None:

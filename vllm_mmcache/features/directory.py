@@ -48,6 +48,7 @@ class Entry:
 
     @property
     def key(self) -> str:
+        """The key of the package, 64 hex digits: its file's name without the ending."""
         return self.path.name.removesuffix(SUFFIX)
 
 

@@ -25,7 +25,10 @@ LOOK_S = 0.002  # between two looks at the board while copies are under way
 
 
 class Ranks:
-    """The ranks of one engine that encode, as their rows of the board show them. Any thread."""
+    """The ranks of one engine that encode, as their rows of the board show them. Any thread.
+
+    facts: what `runner.open_in` gave in each rank, in the order of their rows.
+    """
 
     def __init__(self, arena: Arena, facts: Sequence[Mapping[str, Any]]) -> None:
         self._board = arena.board
@@ -35,7 +38,10 @@ class Ranks:
         self.dtype = str(self._facts["dtype"])
 
     def generation(self) -> int:
-        """Of the weights that all ranks have, and say the fingerprint of; 0 where some rank does not know its own."""
+        """Of the weights that all ranks have, and say the fingerprint of, counted from 1.
+
+        0 where some rank does not know its own.
+        """
         first = int(self._board["generation"][0])
         if not first or (self._board["generation"] != first).any():
             return 0
@@ -64,15 +70,15 @@ class Ranks:
         )
 
     def shape(self, num_tokens: int) -> Shape:
-        """What features of an image with so many tokens look like."""
+        """What features of an image with so many tokens look like: (num_tokens, width) in the model's dtype."""
         return Shape(num_tokens, self.width, self.dtype)
 
     def loaded(self) -> int:
-        """The last load that every rank is done with."""
+        """Number of the last load that every rank is done with; 0 before the first."""
         return int(self._board["loads_done"].min())
 
     def saved(self) -> int:
-        """The last save that the first rank is done with; it is the one that saves."""
+        """Number of the last save that the first rank is done with, which is the one that saves; 0 before the first."""
         return int(self._board["saves_done"][0])
 
 
@@ -92,13 +98,19 @@ class Copying:
         self._closed = False
 
     def load(self, mm_hash: str, slot: Slot, shape: Shape) -> Place:
-        """A slot that the ranks copy from, held by the caller until now, and from now on until all are done."""
+        """Where the ranks find what they are to copy. `slot`, which the caller holds, is held until all are done.
+
+        Never waits. Numbers of loads grow from 1.
+        """
         self._num_loads += 1
         self._begin(self._loads, self._num_loads, slot)
         return Place(self._num_loads, mm_hash, slot.offset, shape)
 
     def save(self, mm_hash: str, slot: Slot, identity: Identity, shape: Shape) -> Place:
-        """A slot that the first rank fills; it is kept once it is."""
+        """Where the first rank is to put features. `slot` is kept once its seal is there, or else abandoned.
+
+        Never waits. Numbers of saves grow from 1.
+        """
         self._num_saves += 1
         seal = self._arena.buffer(slot.offset + shape.num_bytes, SEAL_BYTES)
         seal[:] = bytes(SEAL_BYTES)
@@ -111,7 +123,7 @@ class Copying:
             return self._changed.wait_for(lambda: not (self._loads or self._saves), timeout_s)
 
     def close(self) -> None:
-        """Look at the board no more; what is under way is let be."""
+        """Look at the board no more, within 1 s; what is under way is let be."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -66,7 +66,7 @@ class LastingTier(ABC):
 
         reserve: called at most once, when there is a package that fits; gives writable bytes, `shape.num_bytes` of
         them, or None where there is no room (counted as dropped). After False they hold anything.
-        until: the time by time.monotonic() when it gives up.
+        until: the time by time.monotonic() when it gives up. Never raises.
         """
         filled = False
         start = time.perf_counter()
@@ -89,7 +89,7 @@ class LastingTier(ABC):
         return filled
 
     def save(self, identity: Identity, shape: Shape, features: memoryview) -> bool:
-        """Keep these features, `shape.num_bytes` bytes; whether they are kept, now or since before."""
+        """Keep these features, `shape.num_bytes` bytes; whether they are kept, now or since before. Never raises."""
         if shape.num_bytes > self.max_bytes or self._writing.resting():
             self.counters.add(dropped=1)
             return False

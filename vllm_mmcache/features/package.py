@@ -58,6 +58,7 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the features alone, (num_tokens, width) of dtype, without a head."""
         return self.num_tokens * self.width * DTYPES[self.dtype][1]
 
     def __str__(self) -> str:
@@ -97,7 +98,10 @@ class Record:
 
 
 def head(identity: Identity, shape: Shape, features: Buffer) -> bytes:
-    """The bytes before these features, `shape.num_bytes` of them, in a file and in Redis."""
+    """The bytes before these features, `shape.num_bytes` of them, in a file and in Redis.
+
+    Raises: ValueError for another number of bytes.
+    """
     if len(features) != shape.num_bytes:
         raise ValueError(f"{len(features)} bytes of features, expected {shape.num_bytes} for {shape}")
     digest = _digest(Record(identity, shape, ""))
@@ -106,7 +110,7 @@ def head(identity: Identity, shape: Shape, features: Buffer) -> bytes:
 
 
 def pack(identity: Identity, shape: Shape, features: Buffer) -> bytes:
-    """A package as one text of bytes; the tiers write head and features one after the other instead."""
+    """A package as one text of bytes; the tiers write head and features one after the other. Raises: as `head`."""
     return head(identity, shape, features) + features
 
 

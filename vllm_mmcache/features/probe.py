@@ -41,6 +41,7 @@ class Kind:
 def probe(vllm_config: Any, model: Any, tower: Tower, device: torch.device, modality: str = "image") -> Kind:
     """Run the tower on one image (or video), on another, and on both.
 
+    Shapes: what each gives must be (num_tokens, width) of the model's dtype.
     Raises: Unfit, or whatever the model's own code raises.
     """
     one, num_rows = _item(vllm_config, modality)

@@ -93,6 +93,7 @@ class RamTier:
         """Room for `num_bytes` that the caller holds, fills, and publishes or abandons; older slots go for it.
 
         None where the key is published or being filled, or where there is no room beside what is held (dropped).
+        Raises: ValueError for less than one byte.
         """
         if num_bytes < 1:
             raise ValueError(f"a slot of {num_bytes} bytes")
@@ -123,7 +124,10 @@ class RamTier:
                 self.counters.add(saved=1, saved_bytes=slot.num_bytes)
 
     def abandon(self, slot: Slot) -> None:
-        """The caller releases what it did not fill; it is never found, and its room is free again."""
+        """The caller releases what it did not fill; it is never found, and its room is free again.
+
+        Raises: ValueError where nobody holds it.
+        """
         with self._lock:
             self._require_held(slot)
             if self._is_known(slot):

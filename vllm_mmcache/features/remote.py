@@ -56,7 +56,10 @@ class Value:
         self.num_bytes = self._number()
 
     def read_into(self, offset: int, buffer: memoryview, until: float) -> None:
-        """As Source says. Raises: Late."""
+        """As Source says.
+
+        Raises: Late after `until`, TimeoutError where bytes only trickle in, others as redis-py does.
+        """
         num_bytes = self._get(offset, buffer, until)
         if num_bytes < len(buffer):
             raise StoreCorrupt(f"it ends at byte {offset + num_bytes}")
@@ -121,9 +124,11 @@ class Value:
 
 
 class RemoteTier(LastingTier):
-    """The server at `url`. Units: entries live `ttl_s` from their last use, 0 is for ever; `timeout_s` as above.
+    """The server at `url`. Packages of more than `max_bytes` don't go there.
 
-    Raises: SettingsError for a URL that redis-py does not take. Makes no connection until it is used.
+    Units: entries live `ttl_s` from their last use, 0 is for ever; a load waits `timeout_s` for a connection, and for
+    each time that nothing comes. Raises: SettingsError for a URL that redis-py does not take. Makes no connection until
+    it is used.
     """
 
     name = "remote"

@@ -45,7 +45,7 @@ _maker: Maker | None = None  # of pixels, for the model of this process
 
 
 class Side:
-    """One rank's part of the store. One thread, the model runner's."""
+    """One rank's part of the store; `row` is its own of the arena's board. One thread, the model runner's."""
 
     def __init__(self, tower: Tower, copies: Copies, row: Any, is_alone: bool = True) -> None:
         self.tower = tower
@@ -70,7 +70,8 @@ class Side:
     def encoding(self, message: Message | None, outputs: Outputs) -> Iterator[set[str]]:
         """Around a step's encoding: what the engine has found is in `outputs` before it, what is new is saved after.
 
-        Yields the names that need no run of the tower.
+        Yields the names that need no run of the tower. Shapes: outputs (num_tokens, width) each, on the device.
+        Raises: what the block raises; with several ranks also what goes wrong before it, since none may go its own way.
         """
         global _encoding
         taken: set[str] = set()
@@ -92,7 +93,7 @@ class Side:
                 self._save(place, outputs.get(place.mm_hash))
 
     def ran(self, seconds: Seconds) -> None:
-        """The tower ran; `seconds` waits for it, and is asked in another thread."""
+        """The tower ran; `seconds` waits for its end and says how many it took, and is asked in another thread."""
         self._runs.append(seconds)
 
     def close(self) -> None:
@@ -167,7 +168,7 @@ class Connector(ECConnector):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def maybe_get_output(self, scheduler_output: Any) -> Iterator[None]:
-        """As vLLM's own; nothing goes back with the step's output."""
+        """Around a step's encoding, as in vLLM's; what the step's output says of the transfer is always None."""
         with self._side.encoding(_message_of(scheduler_output), self._outputs):
             yield None
 

@@ -84,9 +84,9 @@ class Store:
         self._changed = threading.Condition()
 
     def fetch(self, identity: Identity, shape: Shape, pixels_s: float = 0.0) -> Fetch:
-        """Have features brought into RAM, if some tier has them; a fetch that is under way is joined.
+        """Have features brought into RAM, if some tier has them; a fetch that is under way is joined. Never waits.
 
-        pixels_s: what it would take to make the pixels that the tower lacks.
+        pixels_s: seconds that it would take to make the pixels that the tower lacks; infinite where that is not known.
         """
         with self._changed:
             if (under_way := self._fetches.get(identity.key)) is not None:
@@ -106,7 +106,10 @@ class Store:
             return self._changed.wait_for(lambda: all(one.is_done for one in waited_for), timeout_s)
 
     def find(self, identity: Identity, shape: Shape) -> Slot | None:
-        """The features in RAM, held for the caller until it calls `release`; handed to tiers that are owed them."""
+        """The features in RAM, held for the caller until it calls `release`; handed to tiers that are owed them.
+
+        None where they are not there, or have another size.
+        """
         slot = self.ram.find(identity.key)
         if slot is not None and slot.num_bytes != shape.num_bytes + SEAL_BYTES:
             self.ram.release(slot)
@@ -145,13 +148,13 @@ class Store:
         self._finish(self._fetches.get(identity.key), "")
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that is in RAM is written or given up. Returns False after `timeout_s`."""
+        """Wait until all that is in RAM is written or given up, in all tiers. Returns False after `timeout_s`."""
         deadline = monotonic() + timeout_s
         flushed = [writer.flush(max(0.0, deadline - monotonic())) for writer in self._writers.values()]
         return all(flushed)
 
     def close(self, timeout_s: float = EXIT_S) -> bool:
-        """Flush, and end the threads. Returns what `flush` did."""
+        """Flush, and end the threads, within about `timeout_s`. Returns what `flush` did."""
         for readers in self._readers.values():
             readers.close()
         deadline = monotonic() + timeout_s

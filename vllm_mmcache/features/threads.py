@@ -19,7 +19,10 @@ STUCK_S = 10.0
 
 
 class Threads:
-    """`count` threads, started when they are first needed; up to `most_waiting` jobs wait for them. Any thread."""
+    """`count` threads, started when they are first needed; up to `most_waiting` jobs wait for them. Any thread.
+
+    stuck_s: seconds after which a job counts as one that may never end.
+    """
 
     def __init__(self, name: str, count: int, most_waiting: int = 1024, stuck_s: float = STUCK_S) -> None:
         self._name = name

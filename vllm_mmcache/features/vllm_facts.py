@@ -39,7 +39,7 @@ class Place:
 
 
 def place_of(vllm_config: Any) -> Place:
-    """Where this worker stands."""
+    """Where this worker stands in its groups (vllm/distributed/parallel_state.py), which must be there."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return Place(encodes=get_pp_group().is_first_rank, row=get_tp_group().rank_in_group)

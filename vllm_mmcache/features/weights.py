@@ -55,7 +55,7 @@ class Fingerprints:
 
     @property
     def generation(self) -> int:
-        """Rises whenever weights may have changed."""
+        """Counted from 0; rises whenever weights may have changed."""
         return self._generation
 
     @property

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thread for each lasting tier that writes what is in RAM, so that no request waits, and no tier waits for another.
-It also has the tier remove what is over, when the store is opened and from time to time.
 
-Its queue holds names, not bytes: what is let go from RAM before its turn is dropped, and counted. What a tier did not
-take, since it was behind or left alone, it is owed; it is handed over again when the image comes again. Engine process.
+It also has the tier remove what is over, when the store is opened and from time to time. Its queue holds names, not
+bytes: what is let go from RAM before its turn is dropped, and counted. What a tier did not take, since it was behind or
+left alone, it is owed; it is handed over again when the image comes again. Engine process.
 """
 
 import atexit

@@ -21,5 +21,6 @@ class BeginAsNobody:
         self.app = app
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Call, send: Call) -> None:
+        """Serve one ASGI call with the salt unset, whatever the task inherited. Raises: what the application raises."""
         tenant.SALT.set(None)
         await self.app(scope, receive, send)

@@ -28,7 +28,10 @@ _U32 = Struct("<I")
 
 
 def identifier(modality: str, content_id: str, arguments: str = "", salt: str | None = None) -> str:
-    """The mm_hash of an item; the content id itself where nothing else counts, so that it equals stock's."""
+    """The mm_hash of an item; the content id itself where nothing else counts, so that it equals stock's.
+
+    Else 64 hex digits. Raises: UnicodeEncodeError for half of a surrogate pair in what counts.
+    """
     if not arguments and not salt:
         return content_id
     return _digest(CONTENT, modality, content_id, arguments, salt or "").hex()

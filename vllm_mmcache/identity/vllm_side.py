@@ -30,7 +30,10 @@ class OneRequest(str):
 
 
 def read_salt(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of validate_cache_salt(cache_salt): every endpoint calls it before it does anything with a request."""
+    """Wrapper of validate_cache_salt(cache_salt): every endpoint calls it before it does anything with a request.
+
+    Raises: VLLMValidationError (HTTP 400) for a salt that is no Unicode text, and what vLLM's own raises.
+    """
     outcome = wrapped(*args, **kwargs)
     if rooms.is_on("identity"):
         salt = kwargs["cache_salt"] if "cache_salt" in kwargs else args[0]
@@ -61,7 +64,10 @@ def carry_context(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def check_messages(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of parse_chat_messages(messages), both kinds: a wrong uuid is refused before anything is fetched."""
+    """Wrapper of parse_chat_messages(messages), both kinds: a wrong uuid is refused before anything is fetched.
+
+    Raises: VLLMValidationError (HTTP 400) for one that is too long, or no Unicode text.
+    """
     messages = kwargs["messages"] if "messages" in kwargs else args[0]
     for message in messages if rooms.is_on("identity") else ():
         content = message.get("content")
@@ -72,13 +78,16 @@ def check_messages(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def process_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of BaseRenderer._process_tokens(prompt)."""
+    """Wrapper of BaseRenderer._process_tokens(prompt): tenant and names of its items are in force within.
+
+    Raises: VLLMValidationError (HTTP 400) for a wrong uuid or salt, and for no salt where one is required.
+    """
     with _request(instance, kwargs["prompt"] if "prompt" in kwargs else args[0]):
         return wrapped(*args, **kwargs)
 
 
 async def process_tokens_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of BaseRenderer._process_tokens_async(prompt)."""
+    """Wrapper of BaseRenderer._process_tokens_async(prompt); as process_tokens."""
     with _request(instance, kwargs["prompt"] if "prompt" in kwargs else args[0]):
         return await wrapped(*args, **kwargs)
 

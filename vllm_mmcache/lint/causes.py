@@ -119,6 +119,7 @@ def diagnose(template: Template, first: Request, second: Request) -> str:
 
 
 def prompts(template: Template, *requests: Request) -> list[str]:
+    """The text that the template makes of each request, in their order. Raises: TemplateRefused."""
     return [template.prompt(request) for request in requests]
 
 
@@ -166,6 +167,8 @@ def variable_fix(template: Template, first: Request, second: Request) -> dict[st
 
 
 def tools_cause(first: Request, second: Request) -> str:
+    """tools_reordered where only the order of tools, or of keys in them, differs; else tools_changed."""
+
     def sorted_tools(tools: Any) -> list[str]:
         return sorted(json.dumps(tool, sort_keys=True) for tool in tools or ())
 
@@ -191,10 +194,12 @@ def history_cause(first: Request, second: Request) -> str:
 
 
 def is_system(message: Message) -> bool:
+    """Whether the message's role is system, or developer, as newer clients call it."""
     return message["role"] in ("system", "developer")
 
 
 def system_cause(first: Message, second: Message) -> str:
+    """date_in_system where two system texts differ in a date, digits and white space alone; else system_changed."""
     one, other = ("\n".join(texts_of(message)) for message in (first, second))
     masked = [re.sub(r"[\d\s]+|\b[AP]M\b", "", DATE.sub("", text)) for text in (one, other)]
     return "date_in_system" if masked[0] == masked[1] and DATE.search(one) else "system_changed"
@@ -218,20 +223,24 @@ def edited(message: Message, edit: Callable[[str], str]) -> Message:
 
 
 def without_reasoning(message: Message) -> Message:
+    """The message without its reasoning: neither in fields of its own nor in <think> tags in its texts."""
     kept = {key: value for key, value in message.items() if key not in ("reasoning", "reasoning_content")}
     return edited(kept, lambda text: THINKING.sub("", text).lstrip("\n") if "</think>" in text else text)
 
 
 def stripped(message: Message) -> Message:
+    """The message without white space at the edges of its texts."""
     return edited(message, str.strip)
 
 
 def as_list(message: Message) -> Message:
+    """The message with its text as a list of one part; one whose content is no string stays as it is."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def without_images(message: Message) -> Message:
+    """The message without its parts of IMAGE_TYPES; one whose content is no list stays as it is."""
     content = message.get("content")
     if not isinstance(content, list):
         return message

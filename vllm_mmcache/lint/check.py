@@ -65,6 +65,7 @@ class Report:
     findings: list[Finding]
 
     def as_json(self) -> dict[str, Any]:
+        """The fields by their names, each finding an object: what `mmcache lint --json` prints."""
         return asdict(self)
 
 
@@ -96,6 +97,10 @@ def check(template: Template, conversations: list[list[Request]], as_requests: b
 
 
 def turn_findings(template: Template, first: Request, second: Request) -> Iterator[Finding]:
+    """At most one: where the second prompt does not begin with the first one's text, or else its tokens.
+
+    Raises: TemplateRefused.
+    """
     one, other = prompts(template, first, second)
     if not other.startswith(one):
         fixed = variable_fix(template, first, second)
@@ -179,6 +184,7 @@ def finding(
 
 
 def refused(template: Template, first: Request, second: Request, refusal: TemplateRefused) -> Finding:
+    """The finding for a request that the template refuses; of what is lost nothing is known, so it counts 0."""
     why = f"{CAUSES['refused'].why} It says: {refusal}"
     where = (first.line, first.turn, second.line, second.turn)
     return Finding(*where, "refused", why, None, None, 0, 0, 0, template.unit, "", "", "")

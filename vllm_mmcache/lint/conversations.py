@@ -29,12 +29,15 @@ class Request:
 
     @property
     def has_images(self) -> bool:
+        """Whether a message has a part of IMAGE_TYPES."""
         return any(images_of(message) for message in self.messages)
 
     def with_messages(self, messages: list[Message]) -> "Request":
+        """The same turn with these messages in place of its own."""
         return replace(self, messages=messages)
 
     def with_tools(self, tools: list[dict[str, Any]] | None) -> "Request":
+        """The same turn with these tools in place of its own."""
         return replace(self, tools=tools)
 
 

@@ -104,6 +104,7 @@ class Template:
 
     @property
     def unit(self) -> str:
+        """What `units` counts, in words: tokens, or characters without a tokenizer."""
         return "tokens" if self.tokens else "characters"
 
     def _reads_parts(self) -> bool:

@@ -30,6 +30,7 @@ class LazyPicture(Image.Image):
 
     @property
     def is_decoded(self) -> bool:
+        """Whether the pixels are here, and the encoded bytes let go of."""
         return self._decode is None
 
     def load(self) -> Any:

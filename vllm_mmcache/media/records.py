@@ -41,7 +41,7 @@ class Record:
     _kept_s: float = field(default_factory=time.monotonic)
 
     def mm_hash(self, question: Hashable) -> str | None:
-        """vLLM's mm_hash of this image for `question`, which stands for everything else that is hashed with it."""
+        """The mm_hash that vLLM gave it, or None; `question` stands for everything else that is hashed with it."""
         return self._mm_hashes.get(question)
 
     def keep_mm_hash(self, question: Hashable, mm_hash: str) -> None:
@@ -136,5 +136,5 @@ def _is_text(question: object) -> TypeGuard[tuple[str, ...]]:
 
 
 def _plain(value: Any) -> Any:
-    """vLLM's settings have tuples where JSON has lists; one that has a list is not kept."""
+    """A setting as vLLM has it, with tuples where JSON has lists; one that has a list is not kept."""
     return tuple(map(_plain, value)) if isinstance(value, list) else value

@@ -51,6 +51,7 @@ class RecordedMedia(MediaWithBytes):
 
     @property
     def original_bytes(self) -> bytes:
+        """The image's file; base64 is decoded now, if it was not. Decodes no pixels."""
         return self._content()
 
     def __reduce__(self) -> Any:
@@ -85,7 +86,7 @@ def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of ImageMediaIO.load_bytes(data)."""
+    """Wrapper of ImageMediaIO.load_bytes(data): known bytes become a lazy picture, others are decoded by vLLM's own."""
     if not _is_served(instance):
         return wrapped(*args, **kwargs)
     content = kwargs["data"] if "data" in kwargs else args[0]
@@ -137,7 +138,7 @@ def tenant_key_of(loader: Any) -> bytes | None:
 
 
 def read_text(text: str, tenant_key: bytes | None) -> Payload | None:
-    """Base64 text; None where it is none."""
+    """The payload of base64 text; None where it is none."""
     try:
         return Payload(text.encode("ascii"), tenant_key)
     except ValueError:
@@ -193,5 +194,5 @@ def _open_lazily(
 
 
 def _stock_load_bytes(instance: Any) -> Callable[[bytes], Any] | None:
-    """vLLM's own load_bytes, below our wrapper; None for a loader that overrides it, and meets our wrapper later."""
+    """The load_bytes of vLLM below our wrapper; None for a loader that overrides it, and meets our wrapper later."""
     return getattr(instance.load_bytes, "__wrapped__", None)

@@ -19,7 +19,10 @@ UNKNOWN: Layers = (0, 0, "unknown", "unknown", "unknown")
 
 @dataclass(slots=True)
 class Asked:
-    """One request. turns and the first two of spans: positions in tokens."""
+    """One request. turns, and the first two of spans, are in tokens from the prompt's start.
+
+    Units: time_s in seconds since the epoch.
+    """
 
     request_id: str
     """As the client sees it, who may have chosen it."""

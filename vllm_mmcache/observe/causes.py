@@ -29,7 +29,10 @@ class Lost:
 
 @dataclass(frozen=True)
 class GroupHit:
-    """How far one KV cache group alone would have come. is_dense: it keeps every block, as full attention does."""
+    """How far one KV cache group alone would have come. Units: tokens.
+
+    is_dense: it keeps every block, as full attention does.
+    """
 
     index: int
     kind: str
@@ -48,7 +51,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Lookup:
-    """What the cache gave. hit_unit: a hit ends at a multiple of it. held_back: the end that is never used."""
+    """What the cache gave. Units: tokens.
+
+    hit_unit: a hit ends at a multiple of it. held_back: the end that is never used.
+    """
 
     hit_tokens: int
     hit_unit: int

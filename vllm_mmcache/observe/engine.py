@@ -40,7 +40,7 @@ class Seen:
 
 
 def note_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of KVCacheManager.get_computed_blocks(request)."""
+    """Wrapper of KVCacheManager.get_computed_blocks(request): looks at each hit but those after a preemption."""
     outcome = wrapped(*args, **kwargs)
     if rooms.is_on("observe"):
         with events.guarded("observe"):
@@ -60,7 +60,7 @@ def note_evicted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def note_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of BlockPool.reset_prefix_cache."""
+    """Wrapper of BlockPool.reset_prefix_cache: remembers when blocks of before were forgotten, if they were."""
     outcome = wrapped(*args, **kwargs)
     observer = instance.__dict__.get(_OBSERVER)
     if observer is not None and outcome:
@@ -69,7 +69,7 @@ def note_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def note_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of Scheduler._free_request(request)."""
+    """Wrapper of Scheduler._free_request(request): the history keeps what of its answer has KV."""
     request = args[0] if args else kwargs["request"]
     seen = getattr(request, _SEEN, None)
     if seen is not None:

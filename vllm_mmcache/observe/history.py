@@ -27,7 +27,10 @@ _KEY_BYTES = 200
 
 @dataclass(eq=False)
 class Entry:
-    """One remembered request. Its own tokens and keys begin at `base`; what is before them, its parent has."""
+    """One remembered request. Its own tokens and keys begin at `base`; what is before them, its parent has.
+
+    Units: base, images_end and prompt_tokens in tokens; time_s in seconds since the epoch.
+    """
 
     id: str
     time_s: float
@@ -60,6 +63,7 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
+        """The memory it takes, estimated, in bytes: of tokens and keys its own alone."""
         return _ENTRY_BYTES + 4 * len(self.tokens) + _KEY_BYTES * len(self.keys) + len(self.notes)
 
     def slice(self, start: int, end: int) -> "array[int]":
@@ -129,7 +133,10 @@ class History:
         return self._by_key.get(key)
 
     def find(self, new: Entry, prompt: Sequence[int], keys: Sequence[bytes]) -> Found:
-        """Look a new request up. prompt and keys are those of its whole prompt; `new` is not remembered by this."""
+        """Look a new request up; `new` is not remembered by this.
+
+        prompt and keys are those of its whole prompt: token ids, and a key for each full block.
+        """
         salt = "" if self._across_salts() else new.salt
         new.start = salt, hash((tuple(prompt[: self.block_tokens]), new.first_images))
         known = self._count_known(keys)
@@ -165,7 +172,10 @@ class History:
         self._make_room()
 
     def finish(self, entry: Entry, answer: Sequence[int], keys: Sequence[bytes], num_computed: int) -> None:
-        """A request has ended: keep the answer's tokens that have KV. keys are those of prompt and answer."""
+        """A request has ended: keep the answer's tokens that have KV.
+
+        keys are those of prompt and answer, one for each full block; num_computed counts tokens of both.
+        """
         entry.request = None
         entry.num_computed = num_computed
         if id(entry) not in self._entries:

@@ -46,9 +46,11 @@ class ServerReader:
         self.admin_key = admin_key
 
     def last(self, num: int) -> list[Record]:
+        """As Reader says; the server gives at most 1000."""
         return self._records(self._get(f"records?full=1&limit={num}"))
 
     def named(self, name: str) -> list[Record]:
+        """As Reader says; records that had to go for newer ones are unknown there."""
         query = urllib.parse.urlencode({"full": 1, "limit": 1000, "id": name}, errors="surrogatepass")
         found = self._records(self._get(f"records?{query}"))
         if not found:
@@ -56,6 +58,7 @@ class ServerReader:
         return found
 
     def follow(self, num: int) -> Iterator[Record]:
+        """As Reader says; each question waits at the server for up to WAIT_S seconds."""
         news = self._get(f"records?full=1&limit={num}")
         shown = {record["id"] for record in news["records"]}  # what came between list and cursor comes again
         yield from self._records(news)
@@ -113,9 +116,11 @@ class FileReader:
         self.path = path
 
     def last(self, num: int) -> list[Record]:
+        """As Reader says; reads all of the file, and of the one before it."""
         return self._records()[-num:]
 
     def named(self, name: str) -> list[Record]:
+        """As Reader says; of a request id the first REQUEST_ID_CHARS characters count, since records have no more."""
         records = self._records()[::-1]
         found = [record for record in records if record.id == name]
         found = found or [record for record in records if record.request_id == name[:REQUEST_ID_CHARS]]
@@ -124,6 +129,7 @@ class FileReader:
         return found
 
     def follow(self, num: int) -> Iterator[Record]:
+        """As Reader says; looks into the file every POLL_S seconds."""
         follower = Follower(self.path)
         self._records()  # says what is wrong with the file, which the follower passes over
         yield from follower.read_new()[-num:]

@@ -54,6 +54,7 @@ class Recorder:
 
     @cached_property
     def server(self) -> str:
+        """The name of this process in its records: host and process id."""
         return f"{socket.gethostname()}:{os.getpid()}"
 
     def note(self, outcome: str) -> None:

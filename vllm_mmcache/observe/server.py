@@ -102,7 +102,7 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _keep_salt(state: Any, outcome: str) -> None:
-    """vLLM's state of a request lives until its answer ends; an answer is known again under its own salt alone."""
+    """A request's state in vLLM lives until its answer ends; an answer is known again under its own salt alone."""
     salt = RECORDER.waiting.salt_of(wire.ticket_of(outcome))
     if state is not None and salt is not None:
         setattr(state, _SALT, salt)

@@ -56,7 +56,10 @@ class RecordStore:
                 self._forget(next(iter(self._kept)))
 
     def count(self, prompt: int, reused: int, missed: dict[str, int], images: dict[str, int]) -> None:
-        """Add one request to the totals."""
+        """Add one request to the totals.
+
+        Units: prompt, reused and missed, by reason, in tokens; images in number, by where their features came from.
+        """
         with self._lock:
             old = self._totals
             self._totals = Totals(
@@ -122,7 +125,7 @@ class RecordStore:
 
     @property
     def size_bytes(self) -> int:
-        """What the records count for together."""
+        """Bytes that the records count for together, as `add` was told."""
         return self._size_bytes
 
     def size(self) -> Size:

@@ -71,6 +71,7 @@ def title(segment: Segment) -> str:
 
 
 def layers(image: Image) -> str:
+    """An image's digest, its size in pixels, and what each layer did with it, as far as that is known."""
     size = f"{image.width}x{image.height}, " if image.width else ""
     told = {"body": image.body, "decode": image.decode, "processor": image.processor, "features": image.features}
     said = ", ".join(f"{name} {words(value)}" for name, value in told.items() if value != "unknown")
@@ -78,10 +79,12 @@ def layers(image: Image) -> str:
 
 
 def share(record: Record) -> str:
+    """The reused part of the prompt in whole percent, rounded down; - for an empty prompt."""
     return f"{100 * record.reused_tokens // record.prompt_tokens}%" if record.prompt_tokens else "-"
 
 
 def words(name: str) -> str:
+    """A name of the schema as people read it."""
     return name.replace("tower_faster", "tower: faster").replace("_", " ")
 
 

@@ -35,7 +35,10 @@ class _Telling(wrapt.ObjectProxy[Any]):
 
 
 def tell(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of Worker.execute_model and Worker.sample_tokens; worker process."""
+    """Wrapper of Worker.execute_model and Worker.sample_tokens: the step's output gets what was counted since the last.
+
+    Worker process; the last pipeline stage alone, whose output is read.
+    """
     output = wrapped(*args, **kwargs)
     if not get_pp_group().is_last_rank:
         return output  # nobody reads it
@@ -66,7 +69,10 @@ def hand_on(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def take_over(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of GroupCoordinator.irecv_tensor_dict; worker process. vLLM sees only what it has sent."""
+    """Wrapper of GroupCoordinator.irecv_tensor_dict: takes the news out, so that vLLM sees only what it has sent.
+
+    Worker process.
+    """
     outcome = wrapped(*args, **kwargs)
     tensors = outcome[0]
     for name in [name for name in tensors or () if name.startswith(_PREFIX)]:
@@ -76,7 +82,10 @@ def take_over(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def hear(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of Scheduler.update_from_output(_, model_runner_output); engine process. The room's one there."""
+    """Wrapper of Scheduler.update_from_output(_, model_runner_output): takes the worker's news out of a step's output.
+
+    Engine process. The room's one there, so the outcomes of requests are sent from here, too.
+    """
     output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
     news = vars(output).pop(_NEWS, None)
     if news is not None:
@@ -85,7 +94,10 @@ def hear(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def send(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of Scheduler.make_stats; engine process, scheduler thread."""
+    """Wrapper of Scheduler.make_stats: lays what the engine has counted into the statistics, where there are any.
+
+    It goes as further entries of num_kv_fetch_reqs_by_stage, whole numbers. Engine process, scheduler thread.
+    """
     stats = wrapped(*args, **kwargs)
     if stats is not None:
         for name, amount in (events.take_engine_counts() | sizes.take_changed()).items():
@@ -94,7 +106,10 @@ def send(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of StatLoggerManager.record; API server, or the offline program."""
+    """Wrapper of StatLoggerManager.record: takes what engines have counted out of the statistics, and shows it.
+
+    API server, or the offline program.
+    """
     stats = args[0] if args else kwargs["scheduler_stats"]
     if stats is not None:
         by_name = stats.num_kv_fetch_reqs_by_stage

@@ -105,6 +105,7 @@ class Refused(Exception):
 
 
 def failure(status: int, message: str) -> JSONResponse:
+    """An answer of JSON with `error` alone, which nobody may keep."""
     return JSONResponse({"error": message}, status_code=status, headers=PRIVATE)
 
 
@@ -114,14 +115,18 @@ def _digest(key: str) -> bytes:
 
 
 async def page(_: Request) -> Response:
+    """The page itself, for everybody: it holds no record."""
     return FileResponse(HERE / "index.html", media_type="text/html", headers=HEADERS)
 
 
 async def to_page(_: Request) -> Response:
+    """From /mmcache/ to /mmcache."""
     return RedirectResponse("../mmcache")  # the page's own addresses are relative, so that a proxy may add a prefix
 
 
 def static_file(name: str) -> Endpoint:
+    """An endpoint that gives one of FILES to everybody."""
+
     async def endpoint(_: Request) -> Response:
         return FileResponse(HERE / name, media_type=FILES[name], headers=HEADERS)
 
@@ -151,10 +156,12 @@ async def list_records(request: Request, store: RecordStore) -> dict[str, Any]:
 
 
 async def shown(records: Sequence[Record], full: bool) -> list[dict[str, Any]]:
+    """Whole records as JSON, or their summaries; made in a thread, so that the event loop stays free."""
     return await run_in_threadpool(lambda: [to_json(r) if full else summary(r) for r in records])
 
 
 async def one_record(request: Request, store: RecordStore) -> dict[str, Any]:
+    """The whole record whose id is in the path. Raises: Refused with 404 where the store has none."""
     record_id = request.path_params["record_id"]
     record = await run_in_threadpool(store.get, record_id)
     if record is None:
@@ -163,6 +170,7 @@ async def one_record(request: Request, store: RecordStore) -> dict[str, Any]:
 
 
 def number(request: Request, name: str, default: float, most: float) -> float:
+    """A parameter of the query, not above `most`. Raises: Refused with 400 for what is no number from 0 on."""
     text = request.query_params.get(name, str(default))
     try:
         value = float(text)

@@ -20,7 +20,7 @@ Span = tuple[int, int, str]
 
 
 class Cause(NamedTuple):
-    """A run of tokens and its reason. `at` is where the cause lies, when not at its start."""
+    """A run of tokens and its reason. `at` is where the cause lies, when not at its start. Units: tokens, all three."""
 
     reason: Reason
     start: int
@@ -79,7 +79,7 @@ def open_notes(text: str) -> tuple[str, str, str]:
 
 
 def read_notes(text: str) -> Notes:
-    """The notes themselves; empty where none came."""
+    """The notes themselves; empty where none came. Raises: msgspec.MsgspecError for what `pack` did not make."""
     return _decode_notes(text) if text else Notes()
 
 
@@ -94,7 +94,7 @@ def ticket_of(outcome: str) -> str:
 
 
 def unpack_outcome(text: str) -> Outcome:
-    """Of the text that `pack_outcome` made."""
+    """Of the text that `pack_outcome` made. Raises: msgspec.MsgspecError for any other."""
     return _decode_outcome(text)
 
 

@@ -24,7 +24,7 @@ Ready = tuple[str, Processed]
 
 
 class ReadyCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
-    """Wraps vLLM's cache; None where vLLM has none."""
+    """vLLM's cache, or nothing where vLLM has none, and what is ready; to vLLM it is one cache."""
 
     def __init__(self, cache: BaseMultiModalProcessorCache | None) -> None:
         self._cache = cache
@@ -68,7 +68,7 @@ class ReadyCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         return self.is_kept(mm_hash) or mm_hash in self._lent
 
     def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
-        """As vLLM's, with what is ready where the caller has nothing."""
+        """As vLLM's; where the caller has nothing (None), with what is ready, which goes into vLLM's cache now."""
         if mm_item is not None:
             if mm_item[1]:  # what comes ready-made from clients changes no prompt
                 events.ITEMS_PROCESSED.add()
@@ -80,12 +80,12 @@ class ReadyCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         return self._cache.get_and_update_item(mm_item, mm_hash)
 
     def touch_sender_cache_item(self, mm_hash: str) -> None:
-        """As vLLM's."""
+        """Passed on to vLLM's cache, if there is one; what is lent is not in it."""
         if self._cache is not None:
             self._cache.touch_sender_cache_item(mm_hash)
 
     def release_sender_touches(self) -> None:
-        """As vLLM's."""
+        """Passed on to vLLM's cache, if there is one."""
         if self._cache is not None:
             self._cache.release_sender_touches()
 
@@ -97,20 +97,20 @@ class ReadyCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
             self._cache.validate_input_item(mm_item, mm_hash)
 
     def invalidate(self, mm_hash: str) -> None:
-        """As vLLM's."""
+        """Passed on to vLLM's cache, if there is one; what is lent stays."""
         if self._cache is not None:
             self._cache.invalidate(mm_hash)
 
     def clear_cache(self) -> None:
-        """As vLLM's; what is lent stays."""
+        """Passed on to vLLM's cache, if there is one; what is lent stays."""
         if self._cache is not None:
             self._cache.clear_cache()
 
     def make_stats(self, *, delta: bool = False) -> CacheInfo:
-        """As vLLM's."""
+        """Those of vLLM's cache; zeros without one."""
         return CacheInfo(hits=0, total=0) if self._cache is None else self._cache.make_stats(delta=delta)
 
     def close(self) -> None:
-        """As vLLM's."""
+        """Passed on to vLLM's cache, if there is one."""
         if self._cache is not None:
             self._cache.close()

@@ -64,7 +64,7 @@ def restore(record: bytes) -> tuple[MultiModalKwargsItem, list[ResolvedPromptUpd
 
 
 def _encode(small: MultiModalKwargsItem) -> bytes:
-    """vLLM's own serialisation. Raises: TypeError for what it can't say."""
+    """Serialised by vLLM's own encoder. Raises: TypeError for what it can't say."""
     (encoded,) = MsgpackEncoder(size_threshold=_INLINE).encode(small)
     return bytes(encoded)
 

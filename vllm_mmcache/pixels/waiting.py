@@ -35,7 +35,10 @@ class Pixels:
         return len(self._kept) < MOST_AHEAD
 
     def begin(self, item: Any, num_tokens: int) -> Making:
-        """Have the pixels of a deferred item made."""
+        """Have the pixels of a deferred item made; never waits.
+
+        The future holds None where too many wait, and what vLLM raised where nobody can make them.
+        """
         making = Making()
         self._kept.add(making)
 
@@ -55,7 +58,7 @@ class Pixels:
         return making
 
     def seconds(self, num_tokens: int) -> float | None:
-        """How long the pixels of so many tokens take to make; None while nobody has made any."""
+        """Seconds that the pixels of so many tokens take to make; None while nobody has made any."""
         return self._estimate.seconds(num_tokens)
 
     def close(self) -> None:

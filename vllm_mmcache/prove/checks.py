@@ -104,7 +104,7 @@ def place_of(rig: Rig) -> dict[str, Any]:
 
 
 def arguments_of(arguments: Sequence[str], *, own: bool) -> dict[str, Any]:
-    """vLLM's arguments as the item's engine takes them; what is left out was said before the first item."""
+    """What the item's engine takes of vLLM's arguments, by name; what is left out was said before the first item."""
     if not arguments:
         return {}
     from vllm_mmcache.prove.arguments import given, taken
@@ -157,7 +157,7 @@ def schedules_ahead(rig: Rig) -> bool:
 
 
 def assert_engine(rig: Rig, runner: str | None) -> None:
-    """vLLM took the model runner that was asked for, and with V2 async scheduling, as it does for users."""
+    """Assert that vLLM took the model runner asked for, and with V2 async scheduling, as it does for users."""
     if runner is None:
         return
     module = type(rig.runner).__module__

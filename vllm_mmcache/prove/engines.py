@@ -218,7 +218,7 @@ class Rig:
 
     @property
     def runner(self) -> Any:
-        """vLLM's model runner, where it is in this process."""
+        """The model runner of vLLM, where it is in this process; else None."""
         driver = getattr(self.llm.llm_engine.model_executor, "driver_worker", None)
         return driver.worker.model_runner if driver is not None else None
 
@@ -236,7 +236,7 @@ class Rig:
         return int(sum(found))
 
     def kv_tensors(self) -> list[torch.Tensor]:
-        """The KV cache itself, one tensor per layer, shared with the worker."""
+        """The KV cache itself, one tensor per layer, shared with the worker; its shape is the attention backend's."""
         return [layer for layer in self.runner.kv_caches if isinstance(layer, torch.Tensor)]
 
     def image_spans(self, answer: Answer) -> list[tuple[int, int]]:

@@ -87,6 +87,7 @@ class Item:
 
     @property
     def name(self) -> str:
+        """The item on one line, as reports and logs name it: family, rooms, runner, eager or compiled."""
         engine = "compiled" if self.compiled else "eager" if self.runner else ""  # else it is as the arguments say
         return ", ".join(part for part in (self.family, self.what, self.runner, engine) if part)
 

@@ -61,5 +61,6 @@ def counted(rig: Rig) -> Iterator[dict[str, int]]:
 
 
 def run(rig: Rig, count: int, seed: int) -> list[Answer]:
+    """Ask `count` conversations at once, for 1 to 12 tokens each; the same seed asks the same."""
     lengths = [random.Random(seed + i).randint(1, 12) for i in range(count)]
     return rig.ask(*conversations(count, seed), max_tokens=lengths)

@@ -48,6 +48,7 @@ class OwnRig(Rig):
 
     @property
     def keeps_all_kv(self) -> bool:
+        """Whether all KV cache groups are full attention without a window; there is no family to ask."""
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         return all(
             isinstance(manager.kv_cache_spec, FullAttentionSpec)
@@ -78,6 +79,7 @@ class OwnRig(Rig):
         return [Answer.of(prompt, images, output) for (prompt, images), output in zip(rendered, outputs, strict=True)]
 
     def enqueue(self, conversation: Sequence[Message], max_tokens: int) -> None:
+        """As the rig's, through vLLM's own chat code."""
         self.llm.enqueue_chat([_for_chat(*self.render(conversation))], _greedy(max_tokens), use_tqdm=False)
 
     def image_spans(self, answer: Answer) -> list[tuple[int, int]]:

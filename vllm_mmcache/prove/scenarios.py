@@ -24,7 +24,7 @@ WORDS = "red cat dog bird horse tree river table chair lamp bridge boat train st
 
 
 def picture(number: int, size: tuple[int, int] = (224, 224)) -> Image.Image:
-    """The picture of a number."""
+    """The picture of a number. size is (width, height) in pixels."""
     return ellipses(f"exactness {number}", size)
 
 
@@ -34,19 +34,23 @@ def filler(num_words: int, start: int = 0) -> str:
 
 
 def user(*parts: str | Image.Image) -> Message:
+    """A user's message, of texts and pictures in this order."""
     content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
     return {"role": "user", "content": content}
 
 
 def assistant(text: str) -> Message:
+    """An earlier answer, as the next turn sends it back."""
     return {"role": "assistant", "content": text}
 
 
 def one(rig: Rig, *messages: Message, max_tokens: int = 8) -> Answer:
+    """The answer to one conversation alone in the engine; `max_tokens` tokens of it, greedy."""
     return rig.ask(messages, max_tokens=max_tokens)[0]
 
 
 def full_blocks(rig: Rig, num_tokens: int) -> int:
+    """`num_tokens` rounded down to complete KV blocks, in tokens."""
     return num_tokens // rig.block_tokens * rig.block_tokens
 
 

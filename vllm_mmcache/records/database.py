@@ -150,7 +150,10 @@ def names(folder: Path) -> list[str]:
 
 
 def begin(folder: Path) -> str:
-    """Make a file that is in use from now on, and remove all but the last one before it; returns its name."""
+    """Make a file that is in use from now on, and remove all but the last one before it; returns its name.
+
+    Raises: OSError, StoreUnusable.
+    """
     if not is_ours(folder):
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -165,7 +168,7 @@ def begin(folder: Path) -> str:
 
 
 def remove(file: Path) -> int:
-    """Remove one database with SQLite's own files beside it; returns how many there were."""
+    """Remove one database with SQLite's own files beside it; returns how many there were. Raises: OSError."""
     removed = 0
     for path in (file, file.with_name(file.name + "-wal"), file.with_name(file.name + "-shm")):
         with suppress(FileNotFoundError):
@@ -175,7 +178,10 @@ def remove(file: Path) -> int:
 
 
 def connect(file: Path, wait_s: float) -> sqlite3.Connection:
-    """A connection to a file that is there, for any thread of this process."""
+    """A connection to a file that is there, for any thread of this process; it waits `wait_s` for locks of others.
+
+    Raises: sqlite3.Error.
+    """
     connection = sqlite3.connect(
         f"{file.as_uri()}?mode=rw", uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False
     )
@@ -192,7 +198,10 @@ def connect(file: Path, wait_s: float) -> sqlite3.Connection:
 
 
 def make_table(file: Path, connection: sqlite3.Connection) -> None:
-    """Make the table, if there is none. Raises: StoreUnusable where the file can't be used in our way."""
+    """Make the table, if there is none.
+
+    Raises: StoreUnusable where the file can't be used in our way; sqlite3.Error.
+    """
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version == 0:
         connection.execute("PRAGMA auto_vacuum=INCREMENTAL")

@@ -123,6 +123,7 @@ class DiskPlace(Place):
         return removed
 
     def clear(self) -> None:
+        """Remove all files, also under servers that use them; what can't be removed stays."""
         with suppress(OSError, StoreUnusable):
             self.remove()
 
@@ -132,6 +133,7 @@ class DiskPlace(Place):
                 self.sweep()
 
     def close(self) -> None:
+        """Close both connections; one that a thread uses for longer than its wait stays open."""
         for one in (self._reading_from, self._writing_to):
             with suppress(Busy):
                 one.close()
@@ -195,7 +197,10 @@ class DiskPlace(Place):
 
 
 def removals(connection: sqlite3.Connection, before_s: int = 2**62) -> Iterator[int]:
-    """Remove records that were written before, those of longest ago first, some at a time; yields their number."""
+    """Remove records that were written before, those of longest ago first, some at a time; yields their number.
+
+    Units: before_s, as written_s in the table, in seconds since the epoch.
+    """
     oldest = f"SELECT rowid FROM records WHERE written_s < ? ORDER BY written_s, rowid LIMIT {EVICTED_AT_ONCE}"
     while num_rows := connection.execute(f"DELETE FROM records WHERE rowid IN ({oldest})", (before_s,)).rowcount:
         yield num_rows

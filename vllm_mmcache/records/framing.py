@@ -32,7 +32,7 @@ def key(kind: str, *fields: str | bytes) -> bytes:
 
 
 def frame(key: bytes, value: bytes) -> bytes:
-    """`value` as it is kept under `key`."""
+    """`value` as it is kept under `key`, HEAD_BYTES longer."""
     return b"".join((_FORMAT, _digest(key, value), value))
 
 

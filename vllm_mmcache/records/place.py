@@ -59,7 +59,7 @@ class Place(ABC):
         self._writing = Breaker(f"records in {where} (writing)", rest_s, longest_rest_s)
 
     def get(self, key: bytes) -> Entry | None:
-        """What was kept under `key`, whole."""
+        """What was kept under `key`, whole; None for a miss, whatever the reason is. Never raises."""
         entry = None
         if not self._reading.resting():
             try:
@@ -74,7 +74,7 @@ class Place(ABC):
         return entry
 
     def save(self, values: Mapping[bytes, bytes]) -> None:
-        """Keep these values by key, all or none."""
+        """Keep these values by key, all or none; what could not be kept is counted as dropped. Never raises."""
         kept = False
         if not self._writing.resting():
             try:

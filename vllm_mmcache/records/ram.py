@@ -27,7 +27,7 @@ class Ram:
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> Entry | None:
-        """The entry, now used last."""
+        """The entry, now used last; None where it is not known."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
@@ -57,7 +57,7 @@ class Ram:
 
     @property
     def held_bytes(self) -> int:
-        """What the entries take together."""
+        """Bytes that the entries take together, overhead included."""
         return self._held_bytes
 
     def size(self) -> Size:

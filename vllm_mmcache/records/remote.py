@@ -51,6 +51,7 @@ class RemotePlace(Place):
         """What others may use, too, expires."""
 
     def close(self) -> None:
+        """Close the connections of both pools."""
         for client in (self._client, self._writing_client):
             client.connection_pool.disconnect()
 

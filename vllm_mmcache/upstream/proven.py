@@ -50,6 +50,7 @@ class Row:
     evidence: str
 
     def as_json(self) -> dict[str, Any]:
+        """The row as proven.json has it: the engine's fields beside rooms and evidence."""
         return {**asdict(self.engine), "rooms": list(self.rooms), "evidence": self.evidence}
 
 

@@ -62,6 +62,7 @@ def _qwen_text(ids: dict[str, int], vocab_size: int) -> dict[str, Any]:
 
 
 def qwen2_vl(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> dict[str, Any]:
+    """The config.json of a small Qwen2-VL. ids: of special tokens, by text; vocab_size: rows of the embedding."""
     # Published Qwen2-VL configs are flat: the text fields stand beside vision_config. Transformers 5 and vLLM
     # both read the nested form too, which is what Transformers writes since 4.52.
     text = _qwen_text(ids, vocab_size)
@@ -85,6 +86,7 @@ def qwen2_vl(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> dict[
 
 
 def qwen2_5_vl(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> dict[str, Any]:
+    """As qwen2_vl, for Qwen2.5-VL: its tower attends within windows of 112 pixels in all layers but one."""
     text = _qwen_text(ids, vocab_size)
     rope = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [8, 12, 12]}
     text |= {"model_type": "qwen2_5_vl_text", "use_sliding_window": False, "rope_parameters": rope}
@@ -126,6 +128,7 @@ def _qwen3_vision(model_type: str) -> dict[str, Any]:
 
 
 def qwen3_vl(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> dict[str, Any]:
+    """As qwen2_vl, for Qwen3-VL: interleaved multimodal rope, and DeepStack from the tower's first layer."""
     text = _qwen_text(ids, vocab_size)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 5000000.0}
     rope |= {"mrope_interleaved": True, "mrope_section": [12, 10, 10]}
@@ -147,6 +150,7 @@ def seeing(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> dict[st
 
 
 def qwen3_5(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> dict[str, Any]:
+    """As qwen2_vl, for Qwen3.5: three layers of linear attention (GDN) to one of full attention, in bfloat16."""
     text = _qwen_text(ids, vocab_size)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}
     rope |= {"mrope_interleaved": True, "mrope_section": [4, 2, 2]}
@@ -172,6 +176,7 @@ def qwen3_5(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> dict[s
 
 
 def gemma3(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> dict[str, Any]:
+    """As qwen2_vl, for Gemma 3: three layers with a sliding window to one with full attention, and a SigLIP tower."""
     text = {
         "model_type": "gemma3_text",
         "vocab_size": vocab_size,
@@ -226,6 +231,8 @@ def gemma3(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> dict[st
 def qwen_processor(
     processor: str, video: str, patch_size: int, mean: list[float], std: list[float], min_pixels: int
 ) -> Callable[[ZooOptions], dict[str, dict[str, Any]]]:
+    """The maker of a Qwen family's preprocessor files. Units: patch_size in pixels a side, min_pixels in all."""
+
     def files(options: ZooOptions) -> dict[str, dict[str, Any]]:
         both = {
             "patch_size": patch_size,
@@ -245,6 +252,7 @@ def qwen_processor(
 
 
 def gemma_processor(options: ZooOptions) -> dict[str, dict[str, Any]]:
+    """The processor's files, by their names: 224x224 pixels, no pan and scan."""
     image = {
         "image_processor_type": "Gemma3ImageProcessorFast",
         "processor_class": "Gemma3Processor",

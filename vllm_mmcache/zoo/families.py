@@ -51,6 +51,7 @@ _GEMMA_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
 
 
 def qwen_tokenizer(cls: str, processor: str) -> dict[str, Any]:
+    """The tokenizer_config.json of a Qwen family, with these names of classes of Transformers."""
     special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     return {"tokenizer_class": cls, "processor_class": processor, "add_prefix_space": False} | special
 

@@ -113,6 +113,7 @@ def gemma4_causal(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> 
 
 
 def processor_files(options: ZooOptions) -> dict[str, dict[str, Any]]:
+    """processor_config.json alone, in which Gemma 4 has image, video and audio; `options` changes nothing."""
     pixels = {
         "do_convert_rgb": True, "do_rescale": True, "do_resize": True, "image_mean": [0.0] * 3, "image_std": [1.0] * 3,
         "resample": 3, "rescale_factor": 1 / 255, "max_soft_tokens": SOFT_TOKENS, "patch_size": PATCH,
@@ -132,6 +133,7 @@ def processor_files(options: ZooOptions) -> dict[str, dict[str, Any]]:
 
 
 def centre_and_std(name: str, num_dims: int) -> tuple[float, float] | None:
+    """Mean and standard deviation of weights that only Gemma 4 has; None for the rest, which weights.py draws."""
     if name.endswith("layer_scalar"):
         return 0.8, 0.1
     if name.endswith("post_per_layer_input_norm.weight"):

@@ -18,6 +18,7 @@ NUM_TOKENS = (SIDE // PATCH) ** 2
 
 
 def paligemma(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> dict[str, Any]:
+    """The config.json of a small PaliGemma: a Gemma with one KV head, and a SigLIP tower for 112x112 pixels."""
     text = {
         "model_type": "gemma",
         "vocab_size": vocab_size,
@@ -67,6 +68,7 @@ def paligemma(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> dict
 
 
 def processor_files(options: ZooOptions) -> dict[str, dict[str, Any]]:
+    """The processor's files, by their names: every picture becomes 112x112 pixels, 64 tokens."""
     image = {
         "image_processor_type": "SiglipImageProcessorFast",
         "processor_class": "PaliGemmaProcessor",

@@ -24,6 +24,7 @@ _DOWN_BF16 = 0.02  # standard deviation of the experts' last matrix; Draw.matrix
 
 
 def qwen3_vl_moe(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> dict[str, Any]:
+    """As qwen3_vl, with eight experts in every layer in place of its MLP."""
     config = qwen3_vl(ids, vocab_size, options)
     text = {"model_type": "qwen3_vl_moe_text", "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     config["text_config"] |= text | _EXPERTS
@@ -32,6 +33,7 @@ def qwen3_vl_moe(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> d
 
 
 def qwen3_5_moe(ids: dict[str, int], vocab_size: int, options: ZooOptions) -> dict[str, Any]:
+    """As qwen3_5, with eight experts and a shared one in every layer in place of its MLP."""
     config = qwen3_5(ids, vocab_size, options)
     del config["text_config"]["intermediate_size"]  # no layer is without experts
     config["text_config"] |= {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 64} | _EXPERTS
@@ -45,7 +47,7 @@ def router(name: str, num_dims: int) -> tuple[float, float] | None:
 
 
 def router_and_experts(name: str, num_dims: int) -> tuple[float, float] | None:
-    """Of what the experts write, too."""
+    """As `router`, and those of what the experts write."""
     return (0.0, _DOWN_BF16) if name.endswith("mlp.experts.down_proj") else router(name, num_dims)
 
 

@@ -31,14 +31,14 @@ def record_of(shape: tuple[int, ...], metadata: dict[str, Any]) -> Record | None
 
 
 def shape_of(record: Record) -> tuple[int, ...]:
-    """Of the decoded frames."""
+    """Shape of the decoded frames: (frames, height, width, ...), all of it uint8."""
     assert record.io_config is not None
     shape: tuple[int, ...] = record.io_config["shape"]
     return shape
 
 
 def num_bytes_of(record: Record) -> int:
-    """Of the decoded frames."""
+    """Bytes of the decoded frames, one for each value."""
     return math.prod(shape_of(record))
 
 

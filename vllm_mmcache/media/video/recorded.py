@@ -49,10 +49,15 @@ class RecordedFrames(MediaWithBytes):  # type: ignore[misc]
 
     @property
     def is_decoded(self) -> bool:
+        """Whether the frames are in memory."""
         return self._frames is not None
 
     @property
     def media(self) -> Frames:
+        """The frames, (frames, height, width, 3) uint8; the first one who asks decodes, others wait.
+
+        Raises: what decoding raises; the next one who asks tries again.
+        """
         with self._decoding:
             if self._decode is not None:
                 self._frames, self._decode = self._decode(), None
@@ -61,6 +66,7 @@ class RecordedFrames(MediaWithBytes):  # type: ignore[misc]
 
     @property
     def original_bytes(self) -> bytes:
+        """The video's file; of a video that came as frames (video/jpeg), their base64 with commas."""
         return self._content()
 
     def __reduce__(self) -> Any:
@@ -79,10 +85,12 @@ class RecordedVideo(MediaWithBytes):  # type: ignore[misc]
 
     @property
     def media(self) -> tuple[Frames, dict[str, Any]]:
+        """Frames and metadata, as VideoMediaIO.load_bytes pairs them (vllm/multimodal/media/video.py); decodes."""
         return self.frames.media, self.metadata
 
     @property
     def original_bytes(self) -> bytes:
+        """The bytes of its frames; decodes none."""
         return self.frames.original_bytes
 
     def __reduce__(self) -> Any:
@@ -90,7 +98,7 @@ class RecordedVideo(MediaWithBytes):  # type: ignore[misc]
 
 
 def ask_undecoded(ask: Callable[[Any], str], frames: RecordedFrames) -> str:
-    """vLLM's mm_hash of a video, without its frames if they don't count, which is so unless they are few and small.
+    """The mm_hash that vLLM gives a video, without its frames if they don't count: unless they are few and small.
 
     What comes out the same for black and for white frames was not made of frames.
     """

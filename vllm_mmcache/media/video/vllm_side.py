@@ -49,7 +49,7 @@ def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of VideoMediaIO.load_bytes(data)."""
+    """Wrapper of VideoMediaIO.load_bytes(data): known bytes stay undecoded, others are decoded by vLLM's own."""
     if not rooms.is_on("lazy_media"):
         return wrapped(*args, **kwargs)
     content = kwargs["data"] if "data" in kwargs else args[0]
@@ -58,7 +58,10 @@ def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def keep_undecoded(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of MultiModalDataParser._get_video_with_metadata(video), which takes frames and metadata apart."""
+    """Wrapper of MultiModalDataParser._get_video_with_metadata(video): takes ours apart without decoding.
+
+    vLLM's own takes frames and metadata of the pair `media`, which for ours would decode.
+    """
     video = kwargs["video"] if "video" in kwargs else args[0]
     return (video.frames, video.metadata) if isinstance(video, RecordedVideo) else wrapped(*args, **kwargs)
 
@@ -146,6 +149,6 @@ def _tenant_key(instance: Any) -> bytes | None:
 
 
 def _below(bound: Any) -> Callable[..., Any]:
-    """vLLM's own function, below our wrapper."""
+    """The function of vLLM's below our wrapper."""
     function: Callable[..., Any] = getattr(bound, "__wrapped__", bound).__func__
     return function

@@ -20,7 +20,10 @@ _MAKE = inspect.signature(Scheduler._make_cached_request_data)
 
 
 def send_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of Scheduler._make_cached_request_data; engine process, scheduler thread."""
+    """Wrapper of Scheduler._make_cached_request_data: resumed requests bring image inputs behind their hit along.
+
+    Engine process, scheduler thread.
+    """
     step = wrapped(*args, **kwargs)
     if not rooms.is_on("resumed_images"):
         return step
@@ -41,7 +44,10 @@ def send_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def receive_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of GPUModelRunner._update_states(scheduler_output); worker process, model runner's thread."""
+    """Wrapper of GPUModelRunner._update_states(scheduler_output): image inputs that came along are put in first.
+
+    Worker process, model runner's thread.
+    """
     step = (args[0] if args else kwargs["scheduler_output"]).scheduled_cached_reqs
     for request_id, images in getattr(step, _IMAGES, {}).items():
         state = instance.requests.get(request_id)

@@ -52,6 +52,7 @@ class Encoder:
         (self.image_token_id,) = self.ids("<|image_pad|>")
 
     def ids(self, text: str) -> list[int]:
+        """Token ids of a text. The list is kept for the next time: don't change it."""
         if text not in self._known:
             self._known[text] = list(self._tokenizer.encode(text).ids)
         return self._known[text]

@@ -85,10 +85,12 @@ class Conversation:
 
     @property
     def answer(self) -> str:
+        """The right answer to the last question."""
         return self.turns[-1].answer
 
     @property
     def pictures(self) -> list[Image.Image]:
+        """All pictures, in the order in which they are shown."""
         return [picture for turn in self.turns for picture in turn.pictures]
 
     def messages(self) -> list[dict[str, Any]]:

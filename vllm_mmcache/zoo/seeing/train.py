@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the model that lies in this folder: python -m vllm_mmcache.zoo.seeing.train WORK [--write]
+"""Trains the model that lies in this folder: python -m vllm_mmcache.zoo.seeing.train WORK [--write].
 
 Transformers' own Qwen3-VL, products in bfloat16 and all else in float32, AdamW. Each step draws new conversations from
 the seed and its number, so a run that was stopped goes on from its last checkpoint in WORK as if it had not been.
@@ -109,6 +109,7 @@ def num_right(model: Any, encoder: Encoder, asked: list[Conversation]) -> int:
 
 
 def save_atomically(content: Any, path: Path) -> None:
+    """Write with torch.save beside `path`, then rename: a run that is killed leaves the older file whole."""
     scratch = path.with_suffix(".tmp")
     torch.save(content, scratch)
     os.replace(scratch, path)
@@ -191,6 +192,7 @@ def write(model: Any, encoder: Encoder, work: Path, counted: dict[str, Any]) -> 
 
 
 def main() -> None:
+    """The command line: train as far as asked, and with --write put the outcome into this folder."""
     parser = argparse.ArgumentParser(description="Train the zoo's model that sees.")
     parser.add_argument("work", type=Path, help="directory for checkpoints; an unfinished run there goes on")
     parser.add_argument("--threads", type=int, default=1)
