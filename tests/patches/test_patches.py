@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.patches.tree import REPO, apply, copy_installed, run_on, unpack_sources
+from tests.sizes import WHOLE
 
 WHEELS = REPO / ".artifacts" / "wheels"
 NAMES = sorted(path.stem[5:] for path in (REPO / "patches" / "0.32.0").glob("*.patch"))
@@ -30,6 +31,7 @@ EXACT = (
     "or has_its_images or (workloads_hit and (questions or demos or growing)) or (test_windows and (16 or 128))"
 )
 WRONG_ON_STOCK = "gemma3-main-same_again or (workloads_hit and gemma3-main-questions) or (test_windows and 128)"
+IN_CI = f"patched_media or {WRONG_ON_STOCK}"
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +64,9 @@ def outcomes_on(tree: Path) -> dict[str, tuple[str, str]]:
 def test_exact_without_the_plugin(patched: Path) -> None:
     where = run_on(patched, "-c", "import vllm; print(vllm.__file__)", MMCACHE_DISABLE="1").stdout
     assert Path(where.strip()) == patched / "vllm" / "__init__.py"
-    done = run_on(patched, "-m", "pytest", "-q", *TESTS, "-k", EXACT, MMCACHE_DISABLE="1")
+    done = run_on(patched, "-m", "pytest", "-q", *TESTS, "-k", EXACT if WHOLE else IN_CI, MMCACHE_DISABLE="1")
     assert done.returncode == 0, done.stdout[-3000:]
-    assert counts(done.stdout)["passed"] >= 30
+    assert counts(done.stdout)["passed"] >= (30 if WHOLE else 8)
 
 
 @pytest.mark.engine
