@@ -51,6 +51,7 @@ def prove(state: Path, *arguments: str, **more: str) -> tuple[int, list[dict[str
     return done.returncode, json.loads(done.stdout or "[]"), done.stderr
 
 
+@larger
 def test_what_passes_is_proven_for_this_place_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, (verdict,), said = prove(tmp_path, "--families", "qwen3-vl", "--", "--block-size", "64")
     assert code == 0, said
