@@ -164,19 +164,23 @@ def compare(stock: Outcomes, plugin: Outcomes) -> tuple[list[str], list[str], li
     return sorted(passes(plugin) - passes(stock)), [name for name in lost if name not in expected], expected
 
 
-def table(results: dict[str, tuple[Outcomes, Outcomes]]) -> list[str]:
-    """The results as lines of Markdown."""
+def table(results: dict[str, list[tuple[Outcomes, Outcomes]]]) -> list[str]:
+    """The results of each part as lines of Markdown."""
     lines = [
         "| tests | pass without | pass with | fail or skip on both | lost | expected to differ |",
         "|---|---|---|---|---|---|",
     ]
-    for file, (stock, plugin) in results.items():
-        _, lost, expected = compare(stock, plugin)
-        without, with_it = Counter(stock.values()), Counter(plugin.values())
-        other = sum(state != "passed" and plugin.get(name) != "passed" for name, state in stock.items())
-        lines.append(
-            f"| `{file}` | {without['passed']} | {with_it['passed']} | {other} | {len(lost)} | {len(expected)} |"
-        )
+    for part, files in results.items():
+        sums: Counter[str] = Counter()
+        for stock, plugin in files:
+            _, lost, expected = compare(stock, plugin)
+            sums["stock"] += Counter(stock.values())["passed"]
+            sums["plugin"] += Counter(plugin.values())["passed"]
+            sums["other"] += sum(state != "passed" and plugin.get(name) != "passed" for name, state in stock.items())
+            sums["lost"] += len(lost)
+            sums["expected"] += len(expected)
+        numbers = (str(sums[one]) for one in ("stock", "plugin", "other", "lost", "expected"))
+        lines.append(f"| {part} | {' | '.join(numbers)} |")
     return lines
 
 
@@ -194,7 +198,7 @@ def main() -> int:
     if not (source / "tests" / "v1").is_dir():
         print(f"error: {source} has no tests/v1; name a source tree of vLLM {installed()}", file=sys.stderr)
         return 2
-    results: dict[str, tuple[Outcomes, Outcomes]] = {}
+    results: dict[str, list[tuple[Outcomes, Outcomes]]] = {}
     findings: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)  # the tests without vllm/ beside them, which would hide the installed one
@@ -209,14 +213,14 @@ def main() -> int:
                     continue
                 stock, plugin = (run_file(scratch, file, disable, options.timeout) for disable in (True, False))
                 gained, lost, expected = compare(stock, plugin)
-                results[file] = stock, plugin
+                results.setdefault(part, []).append((stock, plugin))
                 passed = Counter(stock.values())["passed"]
                 print(
                     f"{file}: {passed} pass without, {len(lost)} lost, {len(expected)} expected, {len(gained)} gained"
                 )
                 print("".join(f"  lost: {test}\n" for test in lost), end="", flush=True)
                 findings += lost
-    if not any(state == "passed" for stock, _ in results.values() for state in stock.values()):
+    if not any(state == "passed" for files in results.values() for stock, _ in files for state in stock.values()):
         findings.append("no test passed at all")
     lines = table(results)
     print("\n".join(lines))

@@ -14,33 +14,21 @@ from benchmarks.summary import ROOT, between_marks
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN = "<!-- made by python -m benchmarks.start_cost.page -->\n"
-COLUMNS = (
-    "process", "measured", "stock", "with the plugin", "difference (range)", "beside imports (range)",
-    "the plugin's own", "functions / rooms / modules / extra",
-)  # fmt: skip
+COLUMNS = ("process", "stock", "with the plugin", "difference (range)", "the plugin's own")
 
 
 def table(measured: dict[str, Any]) -> str:
-    """One row for each process and measurement, and what was measured."""
+    """One row for each process in the last measurement, and what was measured."""
+    found = list(measured.values())[-1]
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    first = next(iter(measured.values()))
-    for process in first["processes"]:
-        lines += [row(process, name, found["processes"][process]) for name, found in measured.items()]
-    what = "; ".join(
-        f"{name}: commit {found['commit']}, {found['machine']}, {found['pairs']} pairs"
-        for name, found in measured.items()
-    )
-    return "\n".join([*lines, "", f"{what[0].upper()}{what[1:]}.", ""])
+    lines += [row(process, costs) for process, costs in found["processes"].items()]
+    return "\n".join([*lines, "", f"Commit {found['commit']}, {found['machine']}, {found['pairs']} pairs.", ""])
 
 
-def row(process: str, name: str, found: dict[str, Any]) -> str:
-    """One process in one measurement: seconds of CPU, and the modules of the plugin and beside it."""
-    whole = f"{found['cpu_s_stock']:.2f} s | {found['cpu_s_plugin']:.2f} s"
-    differences = f"{ranged(found, 'difference')} | {ranged(found, 'difference_beside_imports')}"
-    own = f"{found['functions_cpu_s']:.3f} / {found['rooms_cpu_s']:.3f} / {found['own_modules_cpu_s']:.3f} "
-    own += f"({found['own_modules']:.0f}) / {found['extra_modules_cpu_s']:.3f} ({found['extra_modules']:.0f})"
-    start = f"{process.replace('_', ' ')} | {name} | {whole}"
-    return f"| {start} | {differences} | {found['plugin_own_cpu_s']:.2f} s | {own} |"
+def row(process: str, found: dict[str, Any]) -> str:
+    """One process: seconds of CPU."""
+    whole = f"{found['cpu_s_stock']:.2f} s | {found['cpu_s_plugin']:.2f} s | {ranged(found, 'difference')}"
+    return f"| {process.replace('_', ' ')} | {whole} | {found['plugin_own_cpu_s']:.2f} s |"
 
 
 def ranged(found: dict[str, Any], what: str) -> str:

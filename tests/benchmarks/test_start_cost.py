@@ -173,7 +173,7 @@ def test_the_page_shows_the_committed_result() -> None:
     assert page.written(text) == text, "run: make bench-table"
     measured = json.loads(run.COMMITTED.read_text())["measured"]
     changed = json.loads(json.dumps(measured))
-    changed["before"]["processes"]["engine"]["plugin_own_cpu_s"] += 1
+    changed[list(changed)[-1]]["processes"]["engine"]["plugin_own_cpu_s"] += 1
     assert page.table(changed) != page.table(measured)
     assert set(measured) <= set(run.NAMES)
 

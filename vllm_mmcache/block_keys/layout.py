@@ -8,7 +8,7 @@
 H is SHA-256 (sha256) or XXH3-128 (xxhash). tokens are block_size signed 32-bit integers. All integers are little
 endian, all strings UTF-8. extras are the fields that apply, in this order, each with a tag byte, so that no two
 lists of extras have the same bytes: 1 image state (32 bytes), 2 LoRA name and path, 3 cache salt (first block only),
-4 prompt-embeds digest (32 bytes); strings carry a u32 length. docs/block_keys.md has the test vectors.
+4 prompt-embeds digest (32 bytes); strings carry a u32 length. docs/block_keys.json has the test vectors.
 """
 
 import hashlib

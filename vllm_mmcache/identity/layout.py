@@ -7,7 +7,7 @@
 
 The content id is the digest that vLLM's hasher gives for the item alone: of its file's bytes, or of its mode, shape,
 dtype and pixels, framed. The arguments are the request's processor and loader arguments as canonical text. Lengths
-are little endian. docs/identity.md has the test vectors.
+are little endian. docs/identity.json has the test vectors.
 """
 
 import json
