@@ -25,10 +25,10 @@ venv: $(STAMP)  ## make .venv with vLLM for CPU and the development tools (about
 demo: $(STAMP)  ## the same conversation with and without the plugin, side by side (about 3 minutes)
 	@$(BIN)/mmcache demo $(ARGS)
 
-test: $(STAMP)  ## all tests that this machine can run, then a part on model runner V2; ARGS="-k block_keys" for some
+test: $(STAMP)  ## the tests on model runner V1, then on V2 those of engines; ARGS="-k block_keys" for some
 	@scripts/find_chromium
 	@scripts/find_programs
-	@$(BIN)/python -m pytest $(ARGS); v1=$$?; \
+	@TEST_PARTS=1 $(BIN)/python -m pytest $(ARGS); v1=$$?; \
 	TEST_ENGINE=v2-async $(BIN)/python -m pytest $(ARGS); v2=$$?; \
 	test $$v1 = 0 && test $$v2 = 0
 

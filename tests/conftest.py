@@ -2,8 +2,9 @@
 """The engine pool of the exactness tests, the size of property tests, and an order that starts each engine once.
 
 A run is about one engine configuration (engine_configuration.py). On V1, vLLM's own choice here, it is all tests; on
-another it is those marked `any_engine`, and with TEST_MATRIX=1 all that start an engine. Tests marked `interpreter`
-run Triton's kernels: on V2 all of them, on V1 none, where nothing interprets Triton.
+another it is those marked `any_engine`, and with TEST_MATRIX=1 all that start an engine. `make test` runs both, and
+with TEST_PARTS=1 the one on V1 leaves to V2 what is marked so, but for the scenarios of exactness. Tests marked
+`interpreter` run Triton's kernels: on V2 all of them, on V1 none, where nothing interprets Triton.
 
 A test that fails is tried once more, and both are in the summary: processes, threads and sockets on a busy machine
 have their own time. A wrong answer gets no second try: tests of `ANSWERS`, and those that use the engine pool.
@@ -12,6 +13,7 @@ have their own time. A wrong answer gets no second try: tests of `ANSWERS`, and 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,15 +77,22 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.OK
 
 
+def folder(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).parts[0]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that share engines come last, grouped by configuration; the sort is stable, all else keeps its place."""
     marker = "engine" if WHOLE else "any_engine"
+    left_to_v2 = os.environ.get("TEST_PARTS") == "1"
 
     def belongs(item: pytest.Item) -> bool:
         if item.get_closest_marker("interpreter") is not None:
             return CHOSEN.runner == 2
-        return CHOSEN.runner == 1 or item.get_closest_marker(marker) is not None
+        if CHOSEN.runner == 1:
+            return not left_to_v2 or folder(item) == "exactness" or item.get_closest_marker("any_engine") is None
+        return item.get_closest_marker(marker) is not None
 
     config.hook.pytest_deselected(items=[item for item in items if not belongs(item)])
     items[:] = [item for item in items if belongs(item)]
@@ -95,6 +104,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     items.sort(key=place)
     for item in items:
-        room = item.path.relative_to(Path(__file__).parent).parts[0]
-        if room not in ANSWERS and "pool" not in getattr(item, "fixturenames", ()):
+        if folder(item) not in ANSWERS and "pool" not in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.flaky(reruns=1))
