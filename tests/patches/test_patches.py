@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.patches.tree import REPO, apply, copy_installed, run_on, unpack_sources
-from tests.sizes import WHOLE
+from tests.sizes import WHOLE, larger
 
 WHEELS = REPO / ".artifacts" / "wheels"
 NAMES = sorted(path.stem[5:] for path in (REPO / "patches" / "0.32.0").glob("*.patch"))
@@ -88,6 +88,7 @@ def test_the_plugin_steps_aside(patched: Path) -> None:
     assert set(others.values()) == {"on"}
 
 
+@larger
 @pytest.mark.engine
 def test_the_plugin_works_on_a_part_of_the_patches(tree: Path) -> None:
     """Attention patched, scheduler not: the room stays on for its scheduler's part, and nothing is done twice.

@@ -19,10 +19,12 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops
 
+from tests.sizes import larger
 from vllm_mmcache.errors import ZooError
 from vllm_mmcache.prove.pictures import ellipses
-from vllm_mmcache.zoo import BY_NAME, FAMILIES, FORMAT_VERSION, ZooOptions, build, build_cached
+from vllm_mmcache.zoo import BY_NAME, FAMILIES, FIRST_FAMILIES, FORMAT_VERSION, ZooOptions, build, build_cached
 
+MANY = [pytest.param(family, marks=() if family in FIRST_FAMILIES else larger) for family in FAMILIES]
 MOVED = 0.05  # log-probability; fifty times the tolerance of the exactness tests
 
 
@@ -72,7 +74,7 @@ def difference(one: Any, other: Any) -> float:
     return float((one[1][0] - other[1][0]).abs().max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MANY)
 def test_same_seed_same_bytes(family: str, tmp_path: Path) -> None:
     """Another process, with another hash seed, writes the same files; another seed writes other weights."""
     here = file_digests(build(family, tmp_path / "here"))
@@ -84,7 +86,7 @@ def test_same_seed_same_bytes(family: str, tmp_path: Path) -> None:
     assert {name for name in here if other[name] != here[name]} == {"model.safetensors", "zoo.json"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MANY)
 def test_pictures_move_the_output(family: str, zoo_root: Path) -> None:
     directory = build_cached(family, zoo_root)
     _, _, info = load(directory)
