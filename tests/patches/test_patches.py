@@ -123,7 +123,7 @@ def test_apply_verify_reverse(tree: Path) -> None:
     assert file.read_bytes() != before
     done = apply("--verify", tree)
     assert done.returncode == 0
-    assert done.stdout.count(": applied\n") == len(NAMES) == 6
+    assert done.stdout.count(": applied\n") == len(NAMES) == 7
     for again in ([tree], ["--check", tree]):
         done = apply(*again)
         assert (done.returncode, "applied already: " in done.stderr) == (2, True)

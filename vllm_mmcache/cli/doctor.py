@@ -23,7 +23,7 @@ import typer
 from vllm_mmcache.cli import connectors, doctor_text, foreseen, needs, plugins
 from vllm_mmcache.errors import EnvironmentProblem, MMCacheError
 from vllm_mmcache.upstream import installed
-from vllm_mmcache.upstream.configuration import NO_PYTHON, RUST_FRONTEND, has_rust_frontend
+from vllm_mmcache.upstream.configuration import NO_PYTHON, RUST_FRONTEND, WAYS_OUT, has_rust_frontend, wrong_in_vllm
 
 if TYPE_CHECKING:
     from vllm_mmcache.rooms import State
@@ -85,6 +85,8 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
         is_identity_on = "identity" in rooms and rooms["identity"].state == "on"
         findings += connectors.findings(config, facts["vllm"]["platform"], is_identity_on)
         facts["engine"] = engine_facts(config) if is_there else None
+        if config is not None and (wrong := wrong_in_vllm(config)):
+            findings.append({"where": "--speculative-config", "seen": wrong, "cure": WAYS_OUT})
         facts["rooms"] = {room: asdict(state) for room, state in rooms.items()}
         facts["symbols"] = symbol_rows() if with_symbols and chosen is not None and is_there else None
         findings += problems.result()

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm_mmcache import rooms, settings
 from vllm_mmcache.rooms import Role, State
+from vllm_mmcache.upstream import swap
 
 RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
 """The variable with which vLLM serves without Python; a frontend is no part of a VllmConfig."""
@@ -20,6 +21,9 @@ _CARRIED = "mmcache_settings"  # attributes of an additional_config
 _OUR_NAMES = "mmcache_names"
 
 _NOT_CACHED = "prefix caching is off"
+MENDED_WHERE = ("vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs", "prev_num_accepted_tokens")
+"""Where a vLLM looks accepted tokens up in counts that were taken before its batch's rows moved."""
+WAYS_OUT = "--no-async-scheduling, or `patches/apply --only accepted-counts`"
 # With which checkpoints were shown to be right, by whether it is model runner V2. There ngram is a kernel that Triton's
 # interpreter can't run.
 _DRAFTERS = {False: frozenset({"ngram", "eagle"}), True: frozenset({"eagle"})}
@@ -75,6 +79,21 @@ def is_of_an_engine(vllm_config: Any) -> bool:
     """Whether this configuration is a deployment's: vLLM makes some for a part of a model, and some without one."""
     model_config = vllm_config.model_config
     return model_config is not None and not getattr(model_config, "is_submodel_config", False)
+
+
+def wrong_in_vllm(vllm_config: Any) -> str:
+    """What vLLM's own code answers wrongly in a configuration; empty where nothing is known.
+
+    Source: vLLM 51571, shown by tests/speculative/test_hybrid_prefix.py; patches/ has a mend.
+    """
+    # Without prefix caching there are no states at blocks' ends to go on from; V2 counts by request, not by row.
+    has_states = vllm_config.model_config.is_hybrid and vllm_config.cache_config.enable_prefix_caching
+    is_v1_async = vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner
+    if not (has_states and is_v1_async and vllm_config.speculative_config is not None):
+        return ""
+    if swap.reads_name(*MENDED_WHERE):
+        return ""
+    return "a request can go on from another one's Mamba state with speculative decoding (vLLM 51571): wrong answers"
 
 
 def _takes_images(vllm_config: Any) -> bool:

@@ -71,6 +71,8 @@ def take_on(role: Role, vllm_config: Any) -> None:
         refuse_if_required(f"identity is off ({reason}), so {WITHOUT_IDENTITY}")
         logger.error("mmcache: identity is off (%s): %s", reason, WITHOUT_IDENTITY)
     _say(role, version, engine)
+    if role == "worker" and (wrong := configuration.wrong_in_vllm(vllm_config)):
+        logger.error("mmcache: vLLM itself answers wrongly here: %s. Way out: %s", wrong, configuration.WAYS_OUT)
     if role == "api":
         for line in unusable:
             logger.warning("mmcache: %s", line)
