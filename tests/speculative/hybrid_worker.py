@@ -42,6 +42,7 @@ class Task:
     drops_block: bool = True  # vLLM's default with a draft head: of a hit the last block is computed again
     num_blocks: int | None = None
     num_seqs: int = 3
+    batched_tokens: int = 2048  # of all requests in a step
     change: str | None = None  # of hybrid_vllm.prepare
 
 
@@ -81,7 +82,10 @@ def config(task: Task) -> EngineConfig:
     if not task.drops_block:
         drafter["disable_eagle_block_drop"] = True
     more = (("speculative_config", drafter), ("prefix_cache_retention_interval", task.retention))
-    return EngineConfig("qwen3.5", num_blocks=task.num_blocks, num_seqs=task.num_seqs, more=more, num_images=0)
+    return EngineConfig(
+        "qwen3.5", batched_tokens=task.batched_tokens, num_blocks=task.num_blocks, num_seqs=task.num_seqs,
+        max_tokens=512, num_images=0, more=more,
+    )  # fmt: skip
 
 
 def words(scratch: Path) -> list[int]:

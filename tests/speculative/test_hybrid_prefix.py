@@ -87,3 +87,34 @@ def test_v1_with_async_scheduling_takes_the_count_of_another_request(tmp_path: P
 def test_the_same_traffic_elsewhere(where: EngineConfiguration, tmp_path: Path) -> None:
     found = conversed(where, tmp_path, **TRAFFIC)
     assert (found["wrong"], found["far"]) == (0, [])
+
+
+@larger
+@pytest.mark.parametrize(
+    ("where", "num_drafted"),
+    [(V1, 1), (V1, 2), (V1, 3), (V1, 4), (V2_ASYNC, 2)],
+    ids=lambda value: str(value),
+)
+def test_hits_behind_blocks_that_were_filled_while_decoding(
+    where: EngineConfiguration, num_drafted: int, tmp_path: Path
+) -> None:
+    found = conversed(where, tmp_path, **BOUNDARIES, num_drafted=num_drafted)
+    assert (found["wrong"], found["far"]) == (0, [])
+    block = found["block_tokens"]
+    last = [answer["length"] // block * block == answer["cached"] for answer in found["answers"] if answer["turn"] % 2]
+    assert sum(last) > 8, "of the sixteen that begin behind a block's end"
+
+
+@larger
+def test_a_missing_copy_at_the_boundary_is_noticed(tmp_path: Path) -> None:
+    """Negative control: the state is not copied to the block that ends; a hit goes on from an older one."""
+    found = conversed(V1, tmp_path, **BOUNDARIES, change="boundary")
+    assert len(found["far"]) > 8
+    assert all(turn > 0 for turn, _ in found["far"])
+
+
+@larger
+def test_preempted_in_between(tmp_path: Path) -> None:
+    found = conversed(V1, tmp_path, **BOUNDARIES, num_blocks=22)
+    assert found["preemptions"] > 0
+    assert (found["wrong"], found["far"]) == (0, [])
