@@ -237,6 +237,19 @@ def test_changes_within_changes(rig: Rig) -> None:
     assert rig.fingerprints.fingerprint == of(rig.tower)
 
 
+def test_nobody_waits_within_a_change(rig: Rig) -> None:
+    """vLLM's calls lie within each other, and what the inner one waits for at its end begins when the outer one ends."""
+    waiting = threading.Thread(target=rig.fingerprints.wait, args=(3600.0,), daemon=True)
+    with rig.fingerprints.changing():
+        with rig.fingerprints.changing():
+            pass
+        waiting.start()
+        waiting.join(LONG_S)
+        assert not waiting.is_alive()
+    assert rig.fingerprints.wait(LONG_S)
+    assert rig.fingerprints.fingerprint == of(rig.tower)
+
+
 @pytest.mark.parametrize("is_paused", [True, False])
 def test_pause_while_it_is_read(rig: Rig, gate: Gate, is_paused: bool) -> None:
     """It returns when the reader has let go, and not before; nothing is read until resume."""

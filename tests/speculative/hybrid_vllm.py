@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hybrid_worker.py changes of vLLM in its own process: what the CPU lacks, a witness, faults, and a mend.
+"""What hybrid_worker.py changes of vLLM in its own process: what the CPU lacks, a witness, and faults.
 
 V1 with async scheduling wants streams and events. On the CPU a copy has arrived when the call returns, which is one of
 the orders that a GPU may take: the one in which it runs ahead of a busy host.
@@ -8,7 +8,6 @@ the orders that a GPU may take: the one in which it runs ahead of a busy host.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ class Witness:
 
 
 def prepare(change: str | None) -> Witness:
-    """Before the engine starts. `change`: a fault ("count", "boundary") or the mend ("mended")."""
+    """Before the engine starts. `change`: a fault, "count" or "boundary"."""
     from vllm.v1.worker import mamba_utils
 
     for module, name in ((torch, "Event"), (torch.cuda, "Event"), (torch.cuda, "Stream")):
@@ -60,8 +59,6 @@ def prepare(change: str | None) -> Witness:
     _set(torch.cuda, "current_stream", _Done)
     _set(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     _set(mamba_utils, "_TEMPORAL_TILES", 1)  # programs per copy: the interpreter runs them one after the other
-    if change == "mended":
-        _mend()
     if change == "boundary":
         _set(mamba_utils.MambaSpecDecodeGPUContext, "run_fused_postprocess", _counts_alone)
         _set(mamba_utils.MambaSpecDecodeGPUContext, "run_fused_postprocess_align", lambda self, *arguments: None)
@@ -98,25 +95,3 @@ def _watch(mamba_utils: Any, forget: bool) -> Witness:
     _set(mamba_utils, "preprocess_mamba", preprocess_mamba)
     _set(mamba_utils, "postprocess_mamba_align_gpu", postprocess_mamba_align_gpu)
     return witness
-
-
-def _mend() -> None:
-    """Wait for the counts before rows move, and hand them on in the rows in which they will be looked up.
-
-    `_prepare_inputs` (v1/worker/gpu_model_runner.py) looks a request's count up by its row of the step before, in an
-    array whose rows `_update_states` has moved meanwhile. Upstream's proposals: vLLM 53919, 51599.
-    """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    update: Callable[..., Any] = GPUModelRunner._update_states
-
-    def _update_states(self: Any, scheduler_output: Any) -> Any:
-        batch = self.input_batch
-        self.num_accepted_tokens_event.synchronize()
-        counts = batch.num_accepted_tokens_cpu.copy()
-        outcome = update(self, scheduler_output)
-        if batch.prev_req_id_to_index:
-            batch.num_accepted_tokens_cpu[:] = counts
-        return outcome
-
-    _set(GPUModelRunner, "_update_states", _update_states)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.engine_configuration import EngineConfiguration
+from tests.patches.tree import apply, copy_installed
 from tests.runner_v2 import environment as interpreter
 from tests.sizes import larger
 from vllm_mmcache.prove.expect import BF16_SELF_TOLERANCE
@@ -47,10 +48,12 @@ BOUNDARIES: dict[str, Any] = {
 }
 
 
-def conversed(where: EngineConfiguration, scratch: Path, **task: Any) -> Any:
-    """What the worker found with vLLM alone, on a runner with a way of scheduling."""
+def conversed(where: EngineConfiguration, scratch: Path, tree: Path | None = None, **task: Any) -> Any:
+    """What the worker found with vLLM alone, the installed one or a tree's, on a runner with a way of scheduling."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MMCACHE_")}
     environ |= interpreter(is_async=where.is_async) | {"VLLM_USE_V2_MODEL_RUNNER": str(where.runner - 1)}
+    if tree is not None:
+        environ["PYTHONPATH"] = f"{tree}{os.pathsep}{environ['PYTHONPATH']}"
     done = subprocess.run(
         [sys.executable, "-m", "tests.speculative.hybrid_worker"],
         input=json.dumps({"scratch": str(scratch)} | task),
@@ -77,7 +80,9 @@ def test_v1_with_async_scheduling_takes_the_count_of_another_request(tmp_path: P
     assert len(stock["far"]) > 2
     # No other request's answer is wrong.
     assert {str(request) for _, request in stock["far"]} <= set(stock["wrong_requests"])
-    mended = conversed(V1_ASYNC, tmp_path, **TRAFFIC, change="mended")
+    tree = copy_installed(tmp_path / "patched")
+    assert apply("--only", "accepted-counts", tree).returncode == 0
+    mended = conversed(V1_ASYNC, tmp_path, tree, **TRAFFIC)
     assert mended["counts"] > 50
     assert (mended["wrong"], mended["far"]) == (0, [])
 

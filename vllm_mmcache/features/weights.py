@@ -73,11 +73,11 @@ class Fingerprints:
                 self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the fingerprint is known, waiting for it; False after `timeout_s`, or where it can't be taken."""
+        """Whether the fingerprint is known, waiting for it; False after `timeout_s`, or where it can't be taken now."""
 
         def is_settled() -> bool:
             self.look()
-            return self._settled == self._generation or self._is_closed
+            return self._settled == self._generation or not self._may_read()
 
         with self._condition:
             return self._condition.wait_for(is_settled, timeout_s) and bool(self._fingerprint)
