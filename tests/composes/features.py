@@ -134,7 +134,11 @@ FEATURES = (
     Feature(
         "sleep", "sleep mode", engine={"enable_sleep_mode": True}, fails=always("start", "Sleep mode is not supported")
     ),
-    Feature("reload", "weights loaded again", way="reloaded"),
+    Feature(
+        "reload", "weights loaded again", way="reloaded",
+        note="`reset_encoder_cache` must follow `reload_weights`, which empties the worker's cache alone: without it "
+        "vLLM's engine ends with `Encoder cache miss` at the next known picture (`GPUModelRunner.reload_weights`).",
+    ),
     Feature(
         "transfer", "weight transfer, written in place", engine={"weight_transfer_config": {"backend": "factors"}},
         way="transferred", note="with a backend of the tests: vLLM's own need CUDA. Weights that do change: "

@@ -127,10 +127,18 @@ def lora(rig: Rig, conversation: Sequence[Message]) -> Said:
     return Said(base.tokens + adapted.tokens, base.logprobs + adapted.logprobs)
 
 
+def wait_until_weights_are_known(rig: Rig) -> None:
+    """Before, no features are used."""
+    if (features := rig.features) is not None:
+        assert features.wait_until_known(600)
+
+
 @way
 def reloaded(rig: Rig, conversation: Sequence[Message]) -> Said:
-    """The weights are read once more before each question."""
+    """The weights are read once more before each question; the scheduler is told that the worker's cache is empty."""
     rig.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(rig.directory)})
+    rig.llm.llm_engine.reset_encoder_cache()
+    wait_until_weights_are_known(rig)
     return generate(rig, conversation)
 
 
@@ -141,6 +149,7 @@ def transferred(rig: Rig, conversation: Sequence[Message]) -> Said:
         rig.llm.start_weight_update()
         rig.llm.update_weights({"update_info": {"factor": factor}})
         rig.llm.finish_weight_update()
+    wait_until_weights_are_known(rig)
     return generate(rig, conversation)
 
 
