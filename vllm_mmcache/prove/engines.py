@@ -200,7 +200,12 @@ class Rig:
     def make_cold(self) -> None:
         """Forget all KV blocks, encoder outputs and processed images, and the features in RAM."""
         self.forget_all_but_features()
+        self.forget_features()
+
+    def forget_features(self) -> None:
+        """Forget the features in RAM, also those that are on their way there."""
         if (features := self.features) is not None:
+            assert features.copying.wait(60)
             features.store.ram.clear()
 
     def in_workers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -230,10 +230,14 @@ def preempted_soon(rig: Rig) -> list[Answer]:
 
 
 def resume_without_blocks(rig: Rig) -> list[Answer]:
-    """A request that starts on a hit over its picture loses its KV blocks and the encoder output, and comes back."""
+    """A request that starts on a hit over its picture loses its KV blocks and the encoder output, and comes back.
+
+    Features would stand in for the picture, if they are there in time: there are none.
+    """
     engine = rig.llm.llm_engine
     ask = [user(picture(70), "What is in this picture?" + filler(max(80, rig.block_tokens * 5 // 4)))]
     (cold,) = rig.ask(ask)
+    rig.forget_features()
     rig.enqueue(ask, max_tokens=8)
     outputs: list[Any] = []
     try:

@@ -107,7 +107,7 @@ def test_audit(server: Target, side: str, log_path: Path) -> None:
 
 
 def test_docs_list_them() -> None:
-    said = re.findall(r"^- (Succeed on stock|Fail on stock, too): (.+?)\.\n(?=[-\n])", DOCS.read_text(), re.M | re.S)
+    said = re.findall(r"^- (Succeed on stock|Fail on stock, too): (.+?)\.\n(?=[-\n]|\Z)", DOCS.read_text(), re.M | re.S)
     listed = {head: " ".join(names.split()).split("; ") for head, names in said}
     assert listed["Succeed on stock"] == [name for name in ATTACKS if name in SUCCEED_ON_STOCK]
     assert listed["Fail on stock, too"] == [name for name in ATTACKS if name not in SUCCEED_ON_STOCK]
