@@ -12,6 +12,7 @@ import pytest
 
 from tests.deployments.deployment import plant
 from tests.features.towers import ask_about, slots, spoil
+from tests.sizes import larger
 from vllm_mmcache import rooms
 from vllm_mmcache.prove import workers
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
@@ -53,7 +54,9 @@ def runs(rig: Rig) -> list[int]:
     return list(rig.in_workers(workers.tower_images))
 
 
-@pytest.mark.parametrize("mode", [pytest.param("weights", marks=pytest.mark.any_engine), "data"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("weights", marks=pytest.mark.any_engine), pytest.param("data", marks=larger)]
+)
 def test_one_copy(ranks: EnginePool, mode: str) -> None:
     rig = ranks.get(two_ranks(mode))
     start = runs(rig)

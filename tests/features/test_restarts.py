@@ -13,6 +13,7 @@ import torch
 from tests.features.conftest import TIMEOUT_S, Put, Server
 from tests.features.tiers import LONG_S
 from tests.features.towers import Runs, ask_about, ask_named, features_by_image, slots
+from tests.sizes import larger
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_exact
 from vllm_mmcache.zoo import FIRST_FAMILIES
@@ -27,9 +28,10 @@ def assert_same_features(found: dict[str, torch.Tensor], expected: dict[str, tor
     assert all(torch.equal(features, expected[name]) for name, features in found.items())
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.any_engine] * (name == "qwen3-vl")) for name in FIRST_FAMILIES]
-)
+WHERE = {"qwen3-vl": pytest.mark.any_engine, "gemma3": (), "qwen3.5": ()}
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=WHERE.get(name, larger)) for name in FIRST_FAMILIES])
 def test_a_restart_with_a_filled_disk(alone: EnginePool, put: Put, tmp_path: Path, family: str) -> None:
     put(store=str(tmp_path))
     first = alone.get(EngineConfig(family))
