@@ -238,7 +238,7 @@ def test_changes_within_changes(rig: Rig) -> None:
 
 
 def test_nobody_waits_within_a_change(rig: Rig) -> None:
-    """vLLM's calls lie within each other, and what the inner one waits for at its end begins when the outer one ends."""
+    """vLLM's calls lie within each other: what the inner one waits for at its end begins when the outer one ends."""
     waiting = threading.Thread(target=rig.fingerprints.wait, args=(3600.0,), daemon=True)
     with rig.fingerprints.changing():
         with rig.fingerprints.changing():
