@@ -15,6 +15,7 @@ from tests.features.conftest import Put
 from tests.features.films import Part, assert_as_cold, chat, file_of, frames_of, part, takes_videos, that_take_videos
 from tests.features.tiers import LONG_S
 from tests.features.towers import Runs, features_by_image, spoil
+from tests.sizes import larger
 from vllm_mmcache.prove import videos
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import Inexact, assert_equals_answer, tolerance_of
@@ -26,11 +27,14 @@ pytestmark = pytest.mark.engine
 ON_EVERY_ENGINE = ("qwen3-vl", "qwen3.5")
 
 
+IN_CI = (*ON_EVERY_ENGINE, "qwen2.5-vl", "glm4v")
+
+
 def engines(*families: str) -> list[Any]:
-    return [
-        pytest.param(takes_videos(name), id=name, marks=[pytest.mark.any_engine] * (name in ON_EVERY_ENGINE))
-        for name in families
-    ]
+    def marks(name: str) -> list[Any]:
+        return [pytest.mark.any_engine] * (name in ON_EVERY_ENGINE) + [larger] * (name not in IN_CI)
+
+    return [pytest.param(takes_videos(name), id=name, marks=marks(name)) for name in families]
 
 
 QWEN = engines("qwen3-vl")

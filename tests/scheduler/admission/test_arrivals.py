@@ -13,6 +13,7 @@ import pytest
 from transformers import Gemma3Config, Gemma4Config, PaliGemmaConfig
 
 from tests.scheduler.admission.arrivals import Engine, limited
+from tests.sizes import larger
 from vllm_mmcache.errors import UnschedulableImage
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import TOLERANCE, assert_exact
@@ -71,7 +72,7 @@ def test_all_are_answered_or_refused(pool: EnginePool, config: EngineConfig, set
 
 
 @pytest.mark.parametrize("config", CONFIGS[:1], ids=PREFIX_LM[:1])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [SETTINGS[0], *(pytest.param(name, marks=larger) for name in SETTINGS[1:])])
 def test_without_the_check_all_wait(
     pool: EnginePool, config: EngineConfig, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

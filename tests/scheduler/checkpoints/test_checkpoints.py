@@ -14,7 +14,7 @@ from benchmarks.image_questions.worker import counted
 from benchmarks.image_questions.workloads import demos, growing, interleaved, shifted, unique
 from tests.engine_configuration import CHOSEN
 from tests.exactness.mixed import BATCH, ask_mixed, assert_all_cold
-from tests.sizes import WHOLE, scaled
+from tests.sizes import WHOLE, larger, scaled
 from vllm_mmcache import events, rooms, settings
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_exact
@@ -32,6 +32,7 @@ WORKLOADS: dict[str, Callable[[Shape], Asks]] = {
     "growing": lambda shape: growing(shape, 3),
     "shifted": lambda shape: shifted(shape, 2, 2),
 }
+IN_MATRIX = ("qwen3.5-dense", "gemma3-interval", "gemma3-chunks")
 
 
 def configs(*names: str) -> Any:
@@ -46,7 +47,8 @@ def configs(*names: str) -> Any:
         "chunks": [EngineConfig("gemma3", batched_tokens=80), EngineConfig("qwen3.5", batched_tokens=224)],
         "match_unit": [EngineConfig("qwen3.5", more=(("prefix_match_unit", 32),))],
     }
-    return [pytest.param(config, id=f"{config.family}-{name}") for name in names for config in found[name]]
+    ids = {f"{config.family}-{name}": config for name in names for config in found[name]}
+    return [pytest.param(config, id=id_, marks=larger if id_ in IN_MATRIX else ()) for id_, config in ids.items()]
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
