@@ -155,7 +155,7 @@ FEATURES = (
     deployment("encoder-data-shm", "`--mm-encoder-tp-mode data`, two ranks, with `shm`"),
     deployment("dp2", "data parallel 2, one port"),
     deployment("api2", "two API servers"),
-    deployment("pp2", "pipeline parallel 2", "v2", "Model runner V1 does not run stages on the CPU."),
+    deployment("pp2", "pipeline parallel 2", "v2-async", "Model runner V1 does not run stages on the CPU."),
     deployment("dp2-api2", "data parallel 2, two API servers"),
     deployment("all", "all flags of these five together"),
 )  # fmt: skip

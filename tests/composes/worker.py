@@ -72,8 +72,10 @@ def rooms_of_engine() -> dict[str, str]:
     return {room: str(state) for room, state in report.in_force().items()}
 
 
-def question(number: int, words: str = "What is in this picture?") -> list[Message]:
-    return [user(filler(180), picture(number), words + filler(40))]
+def ask_about(feature: Feature, number: int, words: str = "What is in this picture?") -> list[Message]:
+    """With a draft head vLLM drops a hit's last block: a hybrid, whose hits end at a prompt's last block, needs two."""
+    behind = 500 if feature.name == "mtp" else 40
+    return [user(filler(180), picture(number), words + filler(behind))]
 
 
 def ask(rig: Rig, feature: Feature, scratch: Path) -> dict[str, Any]:
@@ -92,7 +94,9 @@ def ask(rig: Rig, feature: Feature, scratch: Path) -> dict[str, Any]:
         for folder in scratch.glob("*ExampleConnector"):
             shutil.rmtree(folder)
 
-    same, second, other = question(80), question(80, "How many are there?"), question(81)
+    same, second, other = (
+        ask_about(feature, 80), ask_about(feature, 80, "How many are there?"), ask_about(feature, 81)
+    )  # fmt: skip
     asked = {"first": count(same), "again": count(same), "second": count(second), "other": count(other)}
     rig.forget_all_but_features()
     before = len(runs)
