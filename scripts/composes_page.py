@@ -91,7 +91,7 @@ def record_tests(features: Sequence[Feature], engine: str, scratch: Path) -> Ite
         module = file.removesuffix(".py").replace("/", ".")
         mine = [one for one in cases if one.get("classname") == module and test in ("", one.get("name"))]
         bad = [f"{one.get('name')}: {child.tag}" for one in mine for child in one if child.tag not in USUAL]
-        rooms = {room: feature.says.get(room, "on") for room in ROOMS if room in feature.uses}
+        rooms = {room: feature.expected(engine).get(room, "on") for room in ROOMS if room in feature.uses}
         why = "" if mine and not bad else f"pytest ended with {done.returncode}, of {len(mine)} tests: {bad}"
         yield Row(feature.name, engine, rooms=rooms, failed=why, **made())
 

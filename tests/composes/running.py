@@ -56,10 +56,10 @@ def judge(feature: Feature, result: Result, engine: str) -> float:
         assert expected.words in result["error"], result["error"]
         return 0.0
     assert result["stage"] == "end", result["error"]
-    rooms = result["rooms"]
+    rooms, says = result["rooms"], feature.expected(engine)
     for room in ROOMS:
-        if room in feature.says:
-            assert rooms[room] == feature.says[room]
+        if room in says:
+            assert rooms[room] == says[room], f"{room}: {rooms[room]}"
         else:
             assert rooms[room] == "on" or rooms[room].startswith("unneeded"), f"{room}: {rooms[room]}"
     assert feature.way != "letters" or result["accepted"] > 0, "no draft was accepted, so nothing was tested"
