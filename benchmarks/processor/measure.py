@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.machine import provenance
 from benchmarks.processor.scenarios import PARTS, USED
 from benchmarks.processor.targets import Target, targets
-from benchmarks.summary import ROOT
+from benchmarks.results import ROOT
 
 OUTPUT = ROOT / ".artifacts" / "processor"
 COMMITTED = Path(__file__).parent / "results" / "processor.json"

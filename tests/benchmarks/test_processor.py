@@ -17,8 +17,8 @@ from PIL import Image
 from benchmarks.processor import measure, page, pictures, probe, scenarios
 from benchmarks.processor.asking import together
 from benchmarks.processor.targets import targets
-from benchmarks.summary import ROOT
-from benchmarks.warm_turn.side import counters
+from benchmarks.results import ROOT
+from benchmarks.servers import counters
 from tests.sizes import larger
 
 PART = "rotation-mmcache"
