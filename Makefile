@@ -132,7 +132,7 @@ bench-observe: $(STAMP)  ## what recording costs a warm turn
 	@$(BIN)/python -m benchmarks.run observe $(ARGS)
 
 bench-processor: $(STAMP)  ## what an image costs before the model sees it, stock and plugin; goes on where it was cut off (about 90 minutes)
-	@$(BIN)/python -m benchmarks.processor.measure --save $(ARGS)
+	@$(BIN)/python -m benchmarks.run processor --save $(ARGS)
 	@$(BIN)/python -m benchmarks.processor.page --write
 
 bench-start-cost: $(STAMP)  ## CPU time of the plugin at start in each process, stock and plugin (about 6 minutes)

@@ -29,7 +29,7 @@ NAMES = [name for name, benchmark in BENCHMARKS.items() if benchmark.short is no
 # A process with an engine takes 17 s to start and end, and that is most of the time: these say less for it.
 LEFT_OUT = (
     *("kv_restart", "upstream_connectors", "feature_steps", "feature_costs"),
-    *("sealing", "memory", "chaos", "chaos_stock"),
+    *("sealing", "memory", "chaos", "chaos_stock", "processor"),
 )
 
 

@@ -132,6 +132,25 @@ BENCHMARKS: dict[str, Benchmark] = {
         {"mebibytes": 64, "rounds": 5, "pictures": ("512", "720p", "1080p"), "layers": 27},
         {"mebibytes": 16, "rounds": 1, "pictures": ("512",), "layers": 1},
     ),
+    "processor": Benchmark(
+        "what an image costs before the model sees it: in rotation, after a restart, by size, many at once; videos",
+        {
+            "parts": (),  # all
+            "images": 400,  # pictures in rotation
+            "rounds": 2,  # of the rotation; the first makes them known
+            "cache_gib": 0.25,  # of the processor cache that they fall out of: 49 of them
+            "restarted": 40,  # pictures asked about after a restart
+            "samples": 3,  # pictures of each size, for the table of costs
+            "at_once": 32,  # unknown pictures
+            "rounds_at_once": 4,  # of them, on each side
+            "alone": 8,  # unknown pictures alone, after each of these rounds
+            "videos": 4,  # asked about five times each
+            "known": 10_000,  # pictures that become known while memory is watched
+            "again": False,  # measure also what has a result
+        },
+        {"images": 14, "cache_gib": 0.03, "restarted": 6, "samples": 1, "at_once": 4, "rounds_at_once": 2, "alone": 2,
+         "videos": 1, "known": 400},
+    ),
     "start_cost": Benchmark(
         "CPU time of API server, engine and worker until the server is healthy, and the plugin's own part of it",
         {"pairs": 5, "plugin": ""},

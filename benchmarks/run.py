@@ -9,6 +9,7 @@ benchmark found what must not be.
 
 import argparse
 import importlib.util
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -39,10 +40,12 @@ def parser_of(name: str, benchmark: Benchmark) -> argparse.ArgumentParser:
         kind = type(value) if not several else type(value[0]) if value else str
         short = (benchmark.short or {}).get(option, value)
         said = f"default {value}" + (f", short {short}" if short != value else "")
-        more: dict[str, Any] = {"nargs": "+"} if several else {}
+        more: dict[str, Any] = {"nargs": "+", "type": kind} if several else {"type": kind}
+        if kind is bool:
+            more = {"action": "store_true", "default": None}
         if option in ("sides", "tiers"):
             more["choices"] = value
-        parser.add_argument(f"--{option.replace('_', '-')}", type=kind, help=said, **more)
+        parser.add_argument(f"--{option.replace('_', '-')}", help=said, **more)
     parser.add_argument("--short", action="store_true", help="shows that it works, and little more")
     parser.add_argument("--save", action="store_true", help="write the committed result")
     parser.add_argument("--output", type=Path, metavar="DIRECTORY", help="write the result into this directory")
@@ -69,6 +72,7 @@ def main() -> None:
     parser.add_argument("name", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
     name = parser.parse_args(sys.argv[1:2]).name
     options, paths = options_of(name, sys.argv[2:])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is ended ends its servers
     result = measure_of(name)(options)
     for path in paths:
         results.save(path, result, vars(options))

@@ -31,6 +31,7 @@ _CPU = "its server is one of the CPU"
 _STORE = "measures disk, Valkey and threads; what depends on the platform is in gallery"
 LEFT_OUT: dict[str, str] = {
     "warm_turn": _API,
+    "processor": _API,
     "identity": _API,
     "observe": _API,
     "load": _CPU,

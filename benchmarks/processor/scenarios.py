@@ -20,6 +20,7 @@ from benchmarks.pictures import SMALL
 from benchmarks.processes import MIB
 from benchmarks.processor.asking import Asked, about, ask, at_once, costs, each, measured_server, spread, together
 from benchmarks.processor.pictures import FORMATS, PHOTO, SCREEN, SIZES, some, video, video_part
+from benchmarks.results import ROOT
 from benchmarks.servers import (
     SMALL_ARGS,
     SMALL_CACHES,
@@ -52,6 +53,7 @@ VIDEOS = (
     "--media-io-kwargs", json.dumps({"video": {"num_frames": -1}}),
 )  # fmt: skip
 TIMES = 5  # that a video is asked about
+ZOO = ROOT / ".artifacts" / "processor" / "zoo"  # the same in all runs: features are those of a model by its name
 SETTLED_S, SETTLE_TIMEOUT_S = 2.0, 30.0
 MEMORY_STEPS, IMAGES_AT_ONCE = 10, 20
 
@@ -63,11 +65,8 @@ Result = dict[str, Any]
 def server(
     side: str, args: Sequence[str], options: Options, max_pixels: int = ZooOptions().max_pixels, store: str = ""
 ) -> Iterator[Asked]:
-    """A server of the zoo's model that has answered a question about an image of no part.
-
-    The model is at the same path in all runs: features are those of a model by its name.
-    """
-    model = build_cached(FAMILY, options.output / "zoo", options=ZooOptions(max_pixels=max_pixels))
+    """A server of the zoo's model that has answered a question about an image of no part."""
+    model = build_cached(FAMILY, ZOO, options=ZooOptions(max_pixels=max_pixels))
     with measured_server(model, side, args, {"MMCACHE_STORE": store}) as up:
         ask(up, about(some(SMALL, 1)[0]))
         yield up
@@ -183,7 +182,7 @@ def videos(side: str, options: Options) -> Result:
 
 def known_images(side: str, options: Options) -> Result:
     """Memory while more and more small pictures become known; the caches that hold pixels and features are small."""
-    model = build_cached(FAMILY, options.output / "zoo")
+    model = build_cached(FAMILY, ZOO)
     with zoo_server(model, side, images=IMAGES_AT_ONCE, args=SMALL_ARGS, env=SMALL_CACHES) as up:
         seen = memory(up, SMALL, IMAGES_AT_ONCE, options.known, MEMORY_STEPS)
         counted = counters(up.url)

@@ -16,7 +16,16 @@ from benchmarks.forms import COUNT, FAMILIES, SHARE, TIME, Row
 from benchmarks.results import Result
 from benchmarks.rows import ROWS
 
-NO_ROW = {"upstream_connectors", "feature_steps", "sealing", "memory", "chaos", "chaos_stock", "feature_costs"}
+NO_ROW = {
+    "upstream_connectors",
+    "feature_steps",
+    "sealing",
+    "memory",
+    "chaos",
+    "chaos_stock",
+    "feature_costs",
+    "processor",
+}
 REPLAYS = {"image_questions", "cold_requests", "agents", "computer_use", "image_service", "gallery", "restart"}
 
 
@@ -54,7 +63,7 @@ def test_options(name: str) -> None:
     short = vars(run.options_of(name, ["--short"])[0])
     assert short == {**benchmark.options, **benchmark.short} != benchmark.options
     assert set(benchmark.short) <= set(benchmark.options)
-    option, value = next((one, value) for one, value in benchmark.options.items() if isinstance(value, int | float))
+    option, value = next((one, value) for one, value in benchmark.options.items() if type(value) in (int, float))
     given = vars(run.options_of(name, ["--short", f"--{option.replace('_', '-')}", str(value + 1)])[0])
     assert given == {**short, option: value + 1}, "what is said wins over the form"
 
