@@ -115,6 +115,8 @@ class Row:
         for case, counted in found.items():
             if fnmatchcase(case, pattern) and "mmcache" in counted.get(what, {}):
                 of = counted[whole] if whole else dict.fromkeys(counted[what], 1)
+                if not any(of.values()):
+                    continue  # a part of nothing
                 stock, ours = ((counted[what].get(side, 0) / of[side] if of.get(side) else 0.0)
                                for side in ("stock", "mmcache"))  # fmt: skip
                 yield stock, ours

@@ -105,7 +105,7 @@ REPLAYS: dict[str, Replay] = {
             for again in (0.0, 0.5)
         },
         WHOLE_SCREENS,
-        ZooOptions(max_pixels=1280 * 1024),
+        ZooOptions(max_pixels=1300 * 1024),
         max_tokens=8,
     ),
     "gallery": Replay(

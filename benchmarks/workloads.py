@@ -244,7 +244,7 @@ def image_service(requests: int, again: float, seed: int = 0) -> Asks:
                 continue
             tokens = min(chance.lognormvariate(0, TOKENS_SPREAD) * TOKENS, MOST_TOKENS)
             width = round((tokens * 4 / 3) ** 0.5)  # in tokens of 32x32 pixels, 4 to 3
-            size = (32 * width, 32 * max(1, int(tokens / width)))
+            size = (32 * width, 32 * round(tokens / width))
             urls.append(url_of(SCREEN._replace(size=size), next(numbers)))
             recent = [*recent[1 - RECENT :], urls[-1]]
         words = round(min(chance.lognormvariate(0, WORDS_SPREAD) * WORDS, MOST_WORDS))
