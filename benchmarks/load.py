@@ -29,6 +29,7 @@ from vllm_mmcache.zoo import ZooOptions, build_cached
 
 MAX_PIXELS = 512 * 512  # 256 tokens a screenshot, so that 16 conversations are more than two cores can't serve
 WARM_UP = 0.2  # of the time
+SETTLED_S = 120  # of load, before a growth of memory says anything: caches fill first
 NUM_ERRORS = 5  # kept in the result
 NUM_SCREENS = 4  # drawn; every one that is sent is a variant of one of them
 TURNS = 12  # of a conversation
@@ -79,6 +80,8 @@ def numbers(load: "Load", growth: dict[str, dict[str, Any]], warm_up_s: float) -
         found |= {("p50", what): hundredths[49], ("p99", what): hundredths[98]}
     for process, sizes in growth.items():
         kept = {name: value for name, value in sizes.items() if isinstance(value, float)}
+        if load.seconds < SETTLED_S:
+            kept.pop("slope_mib_per_minute", None)
         found |= {(process, name): value for name, value in kept.items()}
     return found
 
@@ -89,6 +92,7 @@ class Load:
     def __init__(self, url: str, conversations: int) -> None:
         self.url = url
         self.conversations = conversations
+        self.seconds = 0.0
         self.asked: list[tuple[float, Reply]] = []  # each with its start, in seconds since the load's
         self.failures: list[str] = []
         self.num_images = 0  # unlike all others
@@ -98,6 +102,7 @@ class Load:
 
     def run(self, seconds: float) -> None:
         """Ends when the requests that were under way after `seconds` are answered."""
+        self.seconds = seconds
         self._start = time.monotonic()
         self._deadline = self._start + seconds
         with ThreadPoolExecutor(self.conversations) as pool:

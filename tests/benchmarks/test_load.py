@@ -14,7 +14,7 @@ import pytest
 from benchmarks import load
 from benchmarks.processes import growth
 from benchmarks.results import ROOT
-from benchmarks.servers import read_reply
+from benchmarks.servers import Reply, read_reply
 from tests.sizes import larger
 from vllm_mmcache.demo.server import free_port
 
@@ -55,6 +55,20 @@ def test_without_a_server_every_request_fails(monkeypatch: pytest.MonkeyPatch) -
     assert not clients.asked
     assert len(clients.failures) == 2
     assert all("ConnectionRefusedError" in failure for failure in clients.failures)
+
+
+def test_growth_is_of_a_load_that_lasts() -> None:
+    clients = load.Load("http://nowhere", 1)
+    clients.asked = [(at, Reply(0.1, 0.2, 10, 5, 16, "", ())) for at in (1.0, 2.0, 3.0)]
+    growth = {"engine": {"end_mib": 2.0, "slope_mib_per_minute": 9.0, "samples_s_mib": []}}
+    for seconds, names in ((15.0, {"end_mib"}), (300.0, {"end_mib", "slope_mib_per_minute"})):
+        clients.seconds = seconds
+        found = load.numbers(clients, growth, warm_up_s=1.5)
+        assert {what for case, what in found if case == "engine"} == names
+    assert found["load", "requests_measured"] == 2
+    assert found["load", "requests_per_s"] == pytest.approx(2 / 1.7)
+    with pytest.raises(RuntimeError, match="1 requests after a warm-up"):
+        load.numbers(clients, growth, warm_up_s=2.5)
 
 
 def test_what_a_stream_says() -> None:
