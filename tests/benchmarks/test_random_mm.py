@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ OPTIONS = Namespace(**{**BENCHMARKS["random_mm"].options, "requests": 3})
 
 def test_a_request_that_failed_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     def client(command: list[str], **_: Any) -> Any:
-        said = dict(zip(command, command[1:], strict=False))
+        said = dict(pairwise(command))
         path = Path(said["--result-dir"]) / said["--result-filename"]
         path.write_text(json.dumps({"completed": completed, "seed": said["--seed"]}))
         return subprocess.CompletedProcess(command, code, "", "what it said")
