@@ -99,7 +99,7 @@ bench-image-questions: $(STAMP)  ## the second question about an image: cached t
 bench-random-mm: $(STAMP)  ## vLLM's own client with random-mm, the same seed twice, stock and plugin (about 4 minutes)
 	@$(BIN)/python -m benchmarks.run random_mm $(ARGS)
 
-bench-computer-use: $(STAMP)  ## replay: 38 steps at a computer, windows of 1, 3 and 5 screenshots, stock and plugin
+bench-computer-use: $(STAMP)  ## replay: 38 steps at a computer, windows of 1, 3 and 5 screenshots, stock and plugin (over 20 minutes)
 	@$(BIN)/python -m benchmarks.run computer_use $(ARGS)
 
 bench-image-service: $(STAMP)  ## replay: requests of one to nine images of many users, stock and plugin
