@@ -9,7 +9,8 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -128,3 +129,13 @@ class Scene:
             self.clients.down()
         self._stack.close()
         self.server = None
+
+
+@contextmanager
+def running(valkey: Valkey) -> Iterator[Valkey]:
+    """Started, and ended at the end, whether it is stopped or not."""
+    valkey.start()
+    try:
+        yield valkey
+    finally:
+        valkey.kill()

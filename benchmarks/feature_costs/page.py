@@ -6,13 +6,14 @@ python -m benchmarks.feature_costs.page --write  # put them into the page, and d
 """
 
 import argparse
+import json
 import textwrap
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.feature_costs.model import Inputs, Package, inputs_with, measured_here
-from benchmarks.results import ROOT
-from benchmarks.summary import between_marks
+from benchmarks.feature_costs.measure import COMMITTED
+from benchmarks.feature_costs.model import Inputs, Package, inputs_with
+from benchmarks.summary import ROOT, between_marks
 
 PAGE = ROOT / "docs" / "features.md"
 BEGIN = "<!-- made by python -m benchmarks.feature_costs.page -->\n"
@@ -127,7 +128,7 @@ def paragraphs(*texts: str) -> str:
 
 def written(page: str) -> str:
     """The page's text with today's tables between the marks."""
-    return between_marks(page, BEGIN, text(measured_here()))
+    return between_marks(page, BEGIN, text(json.loads(COMMITTED.read_text())))
 
 
 def main() -> None:
@@ -138,9 +139,9 @@ def main() -> None:
         from benchmarks.feature_costs import plot  # matplotlib
 
         PAGE.write_text(written(PAGE.read_text()))
-        plot.draw(measured_here(), plot.PLOT)
+        plot.draw(json.loads(COMMITTED.read_text()), plot.PLOT)
     else:
-        print(text(measured_here()))
+        print(text(json.loads(COMMITTED.read_text())))
 
 
 if __name__ == "__main__":

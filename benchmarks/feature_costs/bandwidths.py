@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bandwidths of this machine in GB/s: copying, BLAKE3, reading a file, reading from Valkey. Medians of some rounds."""
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from tests.features.conftest import Server
+
+CHUNK = 4 * 1024**2
+
+
+def gb_s(
+    num_bytes: int, action: Callable[[], object], rounds: int, before: Callable[[], object] | None = None
+) -> float:
+    """Bytes by the median seconds of an action; `before` is done ahead of each round and not timed."""
+    seconds = []
+    for _ in range(rounds + 1):
+        if before is not None:
+            before()
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return num_bytes / statistics.median(seconds[1:]) / 1e9
+
+
+def memory(num_bytes: int, rounds: int) -> dict[str, float]:
+    """Copies within RAM, and BLAKE3 on one thread and on two."""
+    source = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
+    target = np.empty_like(source)
+    return {
+        "memcpy": gb_s(num_bytes, lambda: np.copyto(target, source), rounds),
+        "blake3": gb_s(num_bytes, lambda: blake3(source.data).digest(), rounds),
+        "blake3_2_threads": gb_s(num_bytes, lambda: blake3(source.data, max_threads=2).digest(), rounds),
+    }
+
+
+def disk(folder: Path, num_bytes: int, rounds: int) -> dict[str, float]:
+    """Reads of one file into memory that is there: from the page cache, and after the kernel was told to forget it."""
+    path = folder / "package"
+    path.write_bytes(os.urandom(num_bytes))
+    target = memoryview(bytearray(num_bytes))
+    with path.open("rb", buffering=0) as file:
+        os.fsync(file.fileno())
+
+        def forget() -> None:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+        def read() -> None:
+            at = 0
+            while at < num_bytes:
+                at += os.preadv(file.fileno(), [target[at:]], at)
+
+        return {"read_warm": gb_s(num_bytes, read, rounds), "read_cold": gb_s(num_bytes, read, rounds, before=forget)}
+
+
+def valkey(server: Server, num_bytes: int, rounds: int) -> dict[str, float]:
+    """Reads over loopback by one connection, in chunks, from the socket straight into memory that is there.
+
+    `valkey_client` is the same through redis-py, which copies several times.
+    """
+    names = [f"chunk-{number}" for number in range(num_bytes // CHUNK)]
+    for name in names:
+        server.client.set(name, os.urandom(CHUNK))
+    target = memoryview(bytearray(CHUNK))
+
+    def through_client() -> None:
+        for name in names:
+            target[:] = server.client.get(name)
+
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+
+        def read() -> None:
+            for name in names:
+                connection.sendall(f"GET {name}\r\n".encode())
+                receive(connection, memoryview(bytearray(len(f"${CHUNK}\r\n"))))
+                receive(connection, target)
+                receive(connection, memoryview(bytearray(2)))
+
+        direct = gb_s(CHUNK * len(names), read, rounds)
+    return {"valkey": direct, "valkey_client": gb_s(CHUNK * len(names), through_client, rounds)}
+
+
+def receive(connection: socket.socket, target: memoryview) -> None:
+    """Fill `target`."""
+    at = 0
+    while at < len(target):
+        at += connection.recv_into(target[at:])
