@@ -72,9 +72,8 @@ def rooms_of_engine() -> dict[str, str]:
     return {room: str(state) for room, state in report.in_force().items()}
 
 
-def ask_about(feature: Feature, number: int, words: str = "What is in this picture?") -> list[Message]:
-    """With a draft head vLLM drops a hit's last block: a hybrid, whose hits end at a prompt's last block, needs two."""
-    behind = 500 if feature.name == "mtp" else 40
+def question(number: int, behind: int, words: str = "What is in this picture?") -> list[Message]:
+    """About a picture, with so many tokens of text behind it."""
     return [user(filler(180), picture(number), words + filler(behind))]
 
 
@@ -94,9 +93,8 @@ def ask(rig: Rig, feature: Feature, scratch: Path) -> dict[str, Any]:
         for folder in scratch.glob("*ExampleConnector"):
             shutil.rmtree(folder)
 
-    same, second, other = (
-        ask_about(feature, 80), ask_about(feature, 80, "How many are there?"), ask_about(feature, 81)
-    )  # fmt: skip
+    behind = feature.tokens_behind
+    same, second, other = question(80, behind), question(80, behind, "How many are there?"), question(81, behind)
     asked = {"first": count(same), "again": count(same), "second": count(second), "other": count(other)}
     rig.forget_all_but_features()
     before = len(runs)

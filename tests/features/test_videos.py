@@ -25,8 +25,6 @@ from vllm_mmcache.zoo import FIRST_FAMILIES, MORE_FAMILIES
 pytestmark = pytest.mark.engine
 
 ON_EVERY_ENGINE = ("qwen3-vl", "qwen3.5")
-
-
 IN_CI = (*ON_EVERY_ENGINE, "qwen2.5-vl", "glm4v")
 
 

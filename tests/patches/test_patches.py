@@ -199,7 +199,7 @@ def test_the_wheel_of(version: str, tmp_path: Path) -> None:
 )
 def test_each_message_has_problem_cause_fix_and_test(patch: Path) -> None:
     message, _, diff = patch.read_text().partition("\n---\n")
-    assert re.search(r"^Subject: \[PATCH\] \[(Core|CPU|Multimodal|Spec Decode)\] .{10,60}$", message, re.MULTILINE)
+    assert re.search(r"^Subject: \[PATCH\] \[(Core|CPU|Multimodal)\] .{10,60}$", message, re.MULTILINE)
     for part in ("Problem", "Cause", "Fix", "Test"):
         assert f"\n{part}: " in message
     assert max(map(len, message.splitlines())) <= 76

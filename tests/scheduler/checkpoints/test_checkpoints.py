@@ -47,8 +47,8 @@ def configs(*names: str) -> Any:
         "chunks": [EngineConfig("gemma3", batched_tokens=80), EngineConfig("qwen3.5", batched_tokens=224)],
         "match_unit": [EngineConfig("qwen3.5", more=(("prefix_match_unit", 32),))],
     }
-    ids = {f"{config.family}-{name}": config for name in names for config in found[name]}
-    return [pytest.param(config, id=id_, marks=larger if id_ in IN_MATRIX else ()) for id_, config in ids.items()]
+    by_id = {f"{config.family}-{name}": config for name in names for config in found[name]}
+    return [pytest.param(config, id=key, marks=larger if key in IN_MATRIX else ()) for key, config in by_id.items()]
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
