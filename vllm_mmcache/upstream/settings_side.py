@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_mmcache import rooms, settings
-from vllm_mmcache.upstream import agree, configuration, start
+from vllm_mmcache.upstream import agree, configuration, start, subclasses
 
 _seen: list[Any] = []  # the last configuration that this process has made: what it says of us, and of the engine
 _from_command_line: settings.Settings | None = None
@@ -39,14 +39,16 @@ def build_executor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     _receive(vllm_config)
     configuration.carry(vllm_config, settings.current())  # where it was made without us
     start.take_on("engine", vllm_config)
+    subclasses.use(vllm_config)
     with _building():
         outcome = wrapped(*args, **kwargs)
     agree.agree(instance, vllm_config)
+    subclasses.use_scheduler(vllm_config)
     return outcome
 
 
 def build_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of WorkerBase.__init__(vllm_config): the process runs the model."""
+    """Override of WorkerBase.__init__(vllm_config): the process runs the model."""
     vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     _receive(vllm_config)
     start.take_on("worker", vllm_config)
