@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds the layer to vLLM's application, as the innermost middleware, and says which requests it may touch.
+"""Says which requests the layer may touch (upstream/middleware.py adds it as the innermost of vLLM's application).
 
-API server process, once while the application is built. It must never let a reference reach a consumer that does not
+API server process. The layer must never let a reference reach a consumer that does not
 ask vLLM's image loader: another media connector, another renderer than the Hugging Face one, a store of messages.
 """
 
@@ -9,20 +9,9 @@ from typing import Any
 
 import vllm.envs as envs
 
-from vllm_mmcache import events, rooms, sizes
-from vllm_mmcache.body.layer import LiftImages, Scope, engine_asked
-
-
-def add_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of init_entrypoints_middleware(args, app, ...): ours comes after vLLM's, so it is the innermost."""
-    outcome = wrapped(*args, **kwargs)
-    from starlette.middleware import Middleware
-
-    app = kwargs["app"] if "app" in kwargs else args[1]
-    app.user_middleware.append(Middleware(LiftImages, may_lift=may_lift))  # the first is the outermost
-    events.expose()
-    sizes.keep_shown()
-    return outcome
+from vllm_mmcache import rooms
+from vllm_mmcache.body.layer import Scope, engine_asked
+from vllm_mmcache.upstream.subclasses import base_of
 
 
 async def tell_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -48,5 +37,5 @@ def may_lift(scope: Scope, path: str) -> bool:
     return (
         vllm_config is not None
         and vllm_config.model_config.is_multimodal_model
-        and type(getattr(online_renderer, "renderer", None)) is HfRenderer
+        and base_of(getattr(online_renderer, "renderer", None)) is HfRenderer
     )

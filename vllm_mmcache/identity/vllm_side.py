@@ -7,7 +7,7 @@ it midway would mix two key spaces. A uuid must never become a key by itself.
 
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,7 +17,6 @@ from vllm.exceptions import VLLMValidationError
 from vllm_mmcache import events, rooms, settings, tenant
 from vllm_mmcache.identity import audit, layout
 from vllm_mmcache.identity.aliases import ALIASES
-from vllm_mmcache.identity.layer import BeginAsNobody
 
 # Whether several vLLM instances find each other's items by the client's names (an encoder-cache connector).
 _NAMES_ARE_SHARED: ContextVar[bool] = ContextVar("mmcache_names_are_shared", default=False)
@@ -42,16 +41,6 @@ def read_salt(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return outcome
 
 
-def add_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of init_exception_handler(app): called once for an application, before its middleware is made."""
-    outcome = wrapped(*args, **kwargs)
-    from starlette.middleware import Middleware
-
-    app = args[0] if args else kwargs["app"]
-    app.user_middleware.append(Middleware(BeginAsNobody))  # the last is the innermost
-    return outcome
-
-
 def carry_context(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of make_async(func, executor): the thread sees the context of the request that it works for."""
     (func, *rest), rest_by_name = ((*args,), kwargs) if args else ((kwargs["func"],), _without(kwargs, "func"))
@@ -64,17 +53,26 @@ def carry_context(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def check_messages(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of parse_chat_messages(messages), both kinds: a wrong uuid is refused before anything is fetched.
+    """Override of BaseRenderer.render_messages(messages): a wrong uuid is refused before anything is fetched.
 
     Raises: VLLMValidationError (HTTP 400) for one that is too long, or no Unicode text.
     """
-    messages = kwargs["messages"] if "messages" in kwargs else args[0]
+    _check_names(kwargs["messages"] if "messages" in kwargs else args[0])
+    return wrapped(*args, **kwargs)
+
+
+async def check_messages_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Override of BaseRenderer.render_messages_async(messages); as check_messages."""
+    _check_names(kwargs["messages"] if "messages" in kwargs else args[0])
+    return await wrapped(*args, **kwargs)
+
+
+def _check_names(messages: Sequence[Any]) -> None:
     for message in messages if rooms.is_on("identity") else ():
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
             if isinstance(part, Mapping) and part.get("uuid") is not None:
                 _check_name(str(part["uuid"]))  # as vLLM reads it
-    return wrapped(*args, **kwargs)
 
 
 def process_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

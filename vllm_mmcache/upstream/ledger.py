@@ -124,17 +124,6 @@ LEDGER: tuple[Swap, ...] = (
         remove_when="vLLM leaves out images whose embeddings are all computed",
     ),
     _swap(
-        name="image_spans.endless",
-        group="image_spans",
-        target="vllm.v1.engine.input_processor:InputProcessor.__init__",
-        make="vllm_mmcache.scheduler.admission.vllm_side:refuse_endless",
-        process="api",
-        args_used=(),
-        why="where every image is longer than a step, no image would ever be computed",
-        upstream=_ENDLESS_UPSTREAM,
-        remove_when=_ENDLESS_REMOVE,
-    ),
-    _swap(
         name="image_spans.refuse",
         group="image_spans",
         target="vllm.v1.engine.input_processor:InputProcessor._validate_model_inputs",

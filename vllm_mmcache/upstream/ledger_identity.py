@@ -94,17 +94,6 @@ IDENTITY: tuple[Swap, ...] = (
         remove_when=_REMOVE,
     ),
     _swap(
-        name="identity.layer",
-        group="identity",
-        target="vllm.entrypoints.launchers.app:init_exception_handler",
-        make="vllm_mmcache.identity.vllm_side:add_layer",
-        process="api",
-        args_used=("app",),
-        why="a pipelined request inherits the salt of the one before it, where its endpoint knows no cache_salt",
-        upstream="none: a server's contexts are its own matter",
-        remove_when="vLLM serves with uvicorn's reset_contextvars, or --middleware needs no flag",
-    ),
-    _swap(
         name="identity.media",
         group="identity",
         target="vllm.multimodal.media.image:ImageMediaIO.__init__",
@@ -118,7 +107,7 @@ IDENTITY: tuple[Swap, ...] = (
     _swap(
         name="identity.names",
         group="identity",
-        target="vllm.renderers.hf:parse_chat_messages",
+        target="vllm.renderers.base:BaseRenderer.render_messages",
         make="vllm_mmcache.identity.vllm_side:check_messages",
         process="api",
         args_used=("messages",),
@@ -129,8 +118,8 @@ IDENTITY: tuple[Swap, ...] = (
     _swap(
         name="identity.names_async",
         group="identity",
-        target="vllm.renderers.hf:parse_chat_messages_async",
-        make="vllm_mmcache.identity.vllm_side:check_messages",
+        target="vllm.renderers.base:BaseRenderer.render_messages_async",
+        make="vllm_mmcache.identity.vllm_side:check_messages_async",
         process="api",
         args_used=("messages",),
         why="a uuid of any length is fetched for, hashed and sent to the engine",

@@ -22,6 +22,7 @@ _tell = partial(
 _stage = partial(
     _metric,
     process="worker",
+    only="pipeline stages",
     why="of pipeline stages the first runs the vision tower, and the last one's output alone reaches the engine",
 )
 

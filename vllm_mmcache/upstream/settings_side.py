@@ -28,6 +28,7 @@ def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     if "api" not in rooms.roles() or said != _seen:  # vLLM makes some more than once
         _seen[:] = said
         start.take_on("api", instance)
+        subclasses.use_renderers()
     are_names_ours = rooms.of("api").get("identity") == rooms.ON and not configuration.has_rust_frontend()
     configuration.carry(instance, settings.current(), are_names_ours)
     return outcome
@@ -39,7 +40,7 @@ def build_executor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     _receive(vllm_config)
     configuration.carry(vllm_config, settings.current())  # where it was made without us
     start.take_on("engine", vllm_config)
-    subclasses.use(vllm_config)
+    subclasses.use_worker(vllm_config)
     with _building():
         outcome = wrapped(*args, **kwargs)
     agree.agree(instance, vllm_config)

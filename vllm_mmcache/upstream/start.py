@@ -15,7 +15,7 @@ from typing import Any
 from vllm_mmcache import __version__, rooms, settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.rooms import ON, ROLES, Role, State
-from vllm_mmcache.upstream import configuration, proofs, swap, vllm_version
+from vllm_mmcache.upstream import configuration, proofs, subclasses, swap, vllm_version
 from vllm_mmcache.upstream.ledger import (
     ALWAYS,
     HOOKS,
@@ -63,7 +63,8 @@ def take_on(role: Role, vllm_config: Any) -> None:
         if state == ON and (needed := NEEDS.get(room)) and rooms.of(role).get(needed, ON) != ON:
             state = State("off", f"needs {needed}, which is {rooms.of(role)[needed].state}")
         if state == ON:
-            outcome = _install(f"{room} ({role})", members, version)
+            needed_here = [member for member in members if configuration.has(vllm_config, member.only)]
+            outcome = _install(f"{room} ({role})", needed_here, version)
             state = ON if outcome.state == "on" else State("off", outcome.reason)
         rooms.put(role, room, state)
     if role == "api" and rooms.of(role)["identity"].state == "off":
@@ -168,6 +169,7 @@ def stop() -> None:
     """Undo every seam and every swap."""
     for seam in reversed(SEAMS):
         seam.undo()
+    subclasses.undo()
     swap.undo_all()
 
 

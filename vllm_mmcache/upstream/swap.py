@@ -46,6 +46,7 @@ class Swap:
     remove_when: str
     also: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()  # private symbols that the wrapper calls; they must be there
+    only: Literal["", "runner V1", "pipeline stages"] = ""  # a configuration without it does not need this
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def misfit(swaps: Sequence[Swap], vllm_version: str, *, allow_untested: bool = F
 
 
 def is_replaced(target: str) -> bool:
-    """Whether the slot of "module:Owner.attr" holds one of our replacements, or the mixin for its owner overrides it."""
+    """Whether the slot of "module:Owner.attr" holds one of our replacements, or our mixin overrides it."""
     owner, attribute = resolve_owner(target)
     mixin = mixin_for(target)
     return attribute in vars(mixin) if mixin else isinstance(inspect.getattr_static(owner, attribute), Replacement)

@@ -31,6 +31,7 @@ from vllm_mmcache.media.video.recorded import RecordedVideo
 from vllm_mmcache.prove import videos
 from vllm_mmcache.upstream import swap, vllm_version
 from vllm_mmcache.upstream.ledger import groups
+from vllm_mmcache.upstream.subclasses import RendererMixin, derived
 
 FRAMES = videos.frames("a video", 12)
 FILE = videos.mp4(FRAMES)
@@ -405,7 +406,8 @@ def test_names_are_checked_as_stock_does(names: list[str | None] | None) -> None
         data = {"video": [video, None]}
         items = MultiModalDataParser(video_needs_metadata=True).parse_mm_data(data)
         try:
-            HfRenderer.__new__(HfRenderer)._validate_mm_uuids(data, items, {} if names is None else {"video": names})
+            renderer = derived(RendererMixin, HfRenderer)
+            renderer.__new__(renderer)._validate_mm_uuids(data, items, {} if names is None else {"video": names})
         except ValueError as error:
             return str(error), video
         return "", video

@@ -45,24 +45,22 @@ def refuse_before_stream(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
     return wrapped(*args, **kwargs)
 
 
-def refuse_endless(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of InputProcessor.__init__: where every image is too long, an error before the engine is started.
+def refuse_endless(vllm_config: Any) -> None:
+    """Where no image would ever be computed, or each wrongly, an error before the engine is started.
 
     Raises: UnschedulableImage naming the settings of vLLM that are too small; CausalImages where images would run
     causally, silently wrong.
     """
-    outcome = wrapped(*args, **kwargs)
-    if keeps_images_whole(instance.vllm_config):
-        model_config = instance.vllm_config.model_config
+    if keeps_images_whole(vllm_config):
+        model_config = vllm_config.model_config
         causal = image_rules.refusal(model_config, current_platform.is_cpu())
         if causal and not settings.current().allow_causal_images:
             raise CausalImages(causal)
         span = fixed_span(model_config.hf_config)
-        if reason := too_long(span, step_limits(instance.vllm_config)):
+        if reason := too_long(span, step_limits(vllm_config)):
             raise UnschedulableImage(
                 f"every image of this model has {span} tokens that must be computed in one step: {reason}"
             )
-    return outcome
 
 
 def take_turns(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
