@@ -18,6 +18,7 @@ import torch
 from vllm.v1.worker.gpu.ec_connector import ECConnector
 
 from vllm_mmcache import events, rooms, settings
+from vllm_mmcache.arguments import argument
 from vllm_mmcache.errors import ArenaUnusable
 from vllm_mmcache.features.arena import Arena
 from vllm_mmcache.features.copies import Copies, Unpinnable
@@ -178,7 +179,7 @@ def encode_v1(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     side: Side | None = getattr(instance, _SIDE, None)
     if side is None:
         return wrapped(*args, **kwargs)
-    scheduler_output = kwargs["scheduler_output"] if "scheduler_output" in kwargs else args[0]
+    scheduler_output = argument(wrapped, args, kwargs, "scheduler_output")
     with side.encoding(_message_of(scheduler_output), instance.encoder_cache) as taken:
         if taken:
             left = {
@@ -196,7 +197,7 @@ def count_runs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[
     With the setting tower_one_by_one each item is a batch, so that features don't depend on what else was there. A
     batch ends when the runner asks for the next one.
     """
-    items = args[0] if args else kwargs["mm_kwargs"]
+    items = argument(wrapped, args, kwargs, "mm_kwargs")
     if _maker is not None and any(is_deferred(item) for _, item in items):
         # Features went away between, as seldom happens: what they would have saved is done now.
         items = [(modality, _maker.complete(item)) for modality, item in items]
@@ -244,7 +245,7 @@ def pause_while_asleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
 def go_on_awake(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Worker.wake_up: weights are there again, perhaps others."""
     outcome = wrapped(*args, **kwargs)
-    tags = kwargs["tags"] if "tags" in kwargs else (args or (None,))[0]
+    tags = argument(wrapped, args, kwargs, "tags")
     if (side := _side_of(instance)) is not None and (tags is None or "weights" in tags):
         side.weights.resume()
         side.weights.look()

@@ -21,6 +21,7 @@ from typing import Any
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 
 from vllm_mmcache import events, rooms, settings
+from vllm_mmcache.arguments import argument
 from vllm_mmcache.errors import StoreUnusable
 from vllm_mmcache.features.arena import Arena
 from vllm_mmcache.features.costs import Costs, Estimate
@@ -93,7 +94,7 @@ def arrive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         connector.serve(instance)
     if isinstance(instance.ec_connector, Connector):
         with events.guarded("features"):
-            instance.ec_connector.arrive(kwargs["request"] if "request" in kwargs else args[0])
+            instance.ec_connector.arrive(argument(wrapped, args, kwargs, "request"))
     return wrapped(*args, **kwargs)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 
 from vllm_mmcache import events, rooms, settings, tenant
+from vllm_mmcache.arguments import argument
 from vllm_mmcache.identity import audit, layout
 from vllm_mmcache.identity.aliases import ALIASES
 
@@ -35,7 +36,7 @@ def read_salt(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """
     outcome = wrapped(*args, **kwargs)
     if rooms.is_on("identity"):
-        salt = kwargs["cache_salt"] if "cache_salt" in kwargs else args[0]
+        salt = argument(wrapped, args, kwargs, "cache_salt")
         _check_salt(salt)
         tenant.SALT.set(salt)
     return outcome
@@ -57,13 +58,13 @@ def check_messages(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     Raises: VLLMValidationError (HTTP 400) for one that is too long, or no Unicode text.
     """
-    _check_names(kwargs["messages"] if "messages" in kwargs else args[0])
+    _check_names(argument(wrapped, args, kwargs, "messages"))
     return wrapped(*args, **kwargs)
 
 
 async def check_messages_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Override of BaseRenderer.render_messages_async(messages); as check_messages."""
-    _check_names(kwargs["messages"] if "messages" in kwargs else args[0])
+    _check_names(argument(wrapped, args, kwargs, "messages"))
     return await wrapped(*args, **kwargs)
 
 
@@ -80,13 +81,13 @@ def process_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     Raises: VLLMValidationError (HTTP 400) for a wrong uuid or salt, and for no salt where one is required.
     """
-    with _request(instance, kwargs["prompt"] if "prompt" in kwargs else args[0]):
+    with _request(instance, argument(wrapped, args, kwargs, "prompt")):
         return wrapped(*args, **kwargs)
 
 
 async def process_tokens_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer._process_tokens_async(prompt); as process_tokens."""
-    with _request(instance, kwargs["prompt"] if "prompt" in kwargs else args[0]):
+    with _request(instance, argument(wrapped, args, kwargs, "prompt")):
         return await wrapped(*args, **kwargs)
 
 
@@ -95,7 +96,7 @@ def mark_own_names(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     vLLM names the items itself where nothing is cached at all, so that nothing need be hashed.
     """
-    given = kwargs["mm_uuid_items"] if "mm_uuid_items" in kwargs else args[2]
+    given = argument(wrapped, args, kwargs, "mm_uuid_items")
     made: Mapping[str, Any] = wrapped(*args, **kwargs)
     if made is given:
         return made

@@ -18,6 +18,7 @@ from vllm.multimodal.media import MediaWithBytes
 
 import vllm_mmcache
 from vllm_mmcache import events, rooms, tenant
+from vllm_mmcache.arguments import argument
 from vllm_mmcache.body import references
 from vllm_mmcache.body.payload import Payload, content_id_of
 from vllm_mmcache.media import records
@@ -69,7 +70,7 @@ def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of ImageMediaIO.load_base64(media_type, data): a known text is neither decoded nor hashed as bytes."""
     if not _is_served(instance):
         return wrapped(*args, **kwargs)
-    text = kwargs["data"] if "data" in kwargs else args[1]
+    text = argument(wrapped, args, kwargs, "data")
     lifted = references.resolve(text)
     payload = lifted or read_text(text, tenant_key_of(instance))
     if payload is None:
@@ -89,7 +90,7 @@ def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of ImageMediaIO.load_bytes(data): known bytes become a lazy picture, others are decoded by vLLM's own."""
     if not _is_served(instance):
         return wrapped(*args, **kwargs)
-    content = kwargs["data"] if "data" in kwargs else args[0]
+    content = argument(wrapped, args, kwargs, "data")
     with events.MEDIA_SECONDS.seconds():
         # What decodes late is vLLM's own, also under a loader that makes something else of its result.
         return _open(wrapped, lambda: content, instance, content_id_of(content, tenant_key_of(instance)))

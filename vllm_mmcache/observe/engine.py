@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_mmcache import events, rooms, settings, sizes
+from vllm_mmcache.arguments import argument
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.causes import GroupHit, Lookup, Lost, Prompt, explain
 from vllm_mmcache.observe.digests import salt_class
@@ -44,7 +45,7 @@ def note_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     outcome = wrapped(*args, **kwargs)
     if rooms.is_on("observe"):
         with events.guarded("observe"):
-            request = args[0] if args else kwargs["request"]
+            request = argument(wrapped, args, kwargs, "request")
             if request.num_preemptions == 0:
                 _observer_of(instance).look(request, outcome[1])
     return outcome
@@ -52,7 +53,7 @@ def note_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def note_evicted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BlockPool._maybe_evict_cached_block(block): remembers when a block had to go."""
-    block = args[0] if args else kwargs["block"]
+    block = argument(wrapped, args, kwargs, "block")
     observer = instance.__dict__.get(_OBSERVER)
     if observer is not None and block.block_hash is not None:
         observer.evicted(block.block_hash)
@@ -70,7 +71,7 @@ def note_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def note_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._free_request(request): the history keeps what of its answer has KV."""
-    request = args[0] if args else kwargs["request"]
+    request = argument(wrapped, args, kwargs, "request")
     seen = getattr(request, _SEEN, None)
     if seen is not None:
         with events.guarded("observe"):
@@ -83,7 +84,7 @@ def send_outcome(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if not rooms.is_on("observe"):
         return wrapped(*args, **kwargs)
     observer = _observer_of(instance.kv_cache_manager)
-    scheduled = args[0] if args else kwargs["scheduler_output"]
+    scheduled = argument(wrapped, args, kwargs, "scheduler_output")
     if scheduled.scheduled_encoder_inputs:
         with events.guarded("observe"):
             observer.note_images(instance, scheduled.scheduled_encoder_inputs)

@@ -18,6 +18,7 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_mmcache import events, sizes
+from vllm_mmcache.arguments import argument
 from vllm_mmcache.observe.engine import send_outcome
 
 _PREFIX = "mmcache:"
@@ -60,7 +61,7 @@ def hand_on(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     The news are the name of an empty tensor: some groups send tensors alone, but all send their names.
     """
-    tensors = args[0] if args else kwargs["tensor_dict"]
+    tensors = argument(wrapped, args, kwargs, "tensor_dict")
     news = events.take_worker_news() if instance is get_pp_group() and not instance.is_last_rank else None
     if news is None:
         return wrapped(*args, **kwargs)
@@ -86,7 +87,7 @@ def hear(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     Engine process. The room's one there, so the outcomes of requests are sent from here, too.
     """
-    output = args[1] if len(args) > 1 else kwargs["model_runner_output"]
+    output = argument(wrapped, args, kwargs, "model_runner_output")
     news = vars(output).pop(_NEWS, None)
     if news is not None:
         events.receive_worker_news(news)
@@ -110,7 +111,7 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     API server, or the offline program.
     """
-    stats = args[0] if args else kwargs["scheduler_stats"]
+    stats = argument(wrapped, args, kwargs, "scheduler_stats")
     if stats is not None:
         by_name = stats.num_kv_fetch_reqs_by_stage
         for key in [key for key in by_name if key.startswith(_PREFIX)]:

@@ -6,28 +6,22 @@ output as soon as its last embedding is computed: vLLM holds it to the end of th
 ranges overlap by a newline token, so two adjacent images with a small encoder cache waited for each other for ever.
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.v1.core.sched.scheduler import Scheduler
-
 from vllm_mmcache import rooms
+from vllm_mmcache.arguments import argument, named
 from vllm_mmcache.scheduler.spans import Span, whole_spans
 
 _SPANS = "_mmcache_spans"
 BLOCKED = "_mmcache_blocked"  # on the scheduler: the first request that this step had no room for
-_TRY = inspect.signature(Scheduler._try_schedule_encoder_inputs)
 
 
 def make_atomic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._try_schedule_encoder_inputs: the same answer for a chunk that splits no span."""
     if not keeps_images_whole(instance.vllm_config):
         return wrapped(*args, **kwargs)
-    call = _TRY.bind(instance, *args, **kwargs)
-    call.apply_defaults()
-    given = dict(call.arguments)
-    given.pop("self")
+    given = named(wrapped, args, kwargs)
     spans = image_spans(given["request"])
     start = given["num_computed_tokens"]
     fits = whole_spans(start, given["num_new_tokens"], spans)
@@ -45,7 +39,7 @@ def make_atomic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def free_after_last_embedding(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._free_encoder_inputs: also frees outputs whose embeddings are all computed."""
     outcome = wrapped(*args, **kwargs)
-    request = args[0] if args else kwargs["request"]
+    request = argument(wrapped, args, kwargs, "request")
     if not keeps_images_whole(instance.vllm_config):
         return outcome
     computed = request.num_computed_tokens - request.num_output_placeholders - instance.num_prefill_lookahead
@@ -63,8 +57,8 @@ def skip_computed_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
     lo, hi = wrapped(*args, **kwargs)
     if not rooms.is_on("image_spans"):
         return lo, hi
-    mm_features: Sequence[Any] = args[0] if args else kwargs["mm_features"]
-    start = kwargs["start"] if "start" in kwargs else args[1]
+    mm_features: Sequence[Any] = argument(wrapped, args, kwargs, "mm_features")
+    start = argument(wrapped, args, kwargs, "start")
     while lo < hi and last_embedding(mm_features[lo]) < start:
         lo += 1
     return lo, hi

@@ -4,6 +4,7 @@
 from typing import Any
 
 from vllm_mmcache import events, rooms, sizes
+from vllm_mmcache.arguments import argument
 
 
 def add(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -11,7 +12,7 @@ def add(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     outcome = wrapped(*args, **kwargs)
     from starlette.middleware import Middleware
 
-    app = kwargs["app"] if "app" in kwargs else args[1]
+    app = argument(wrapped, args, kwargs, "app")
     if rooms.is_on("identity"):
         from vllm_mmcache.identity.layer import BeginAsNobody
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from vllm_mmcache import __version__, events, rooms
+from vllm_mmcache.arguments import argument
 from vllm_mmcache.rooms import State
 from vllm_mmcache.upstream import agree, configuration, display, start, subclasses, swap
 from vllm_mmcache.upstream.ledger import ROOMS, parts
@@ -46,7 +47,7 @@ def places() -> dict[str, dict[str, State]]:
 
 def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of MPClient._apply_ready_response(payload): once for each engine, also for those that come later."""
-    payload = args[0] if args else kwargs["payload"]
+    payload = argument(wrapped, args, kwargs, "payload")
     outcome = wrapped(payload)
     said = msgspec.msgpack.decode(payload) if payload else {}
     engines = instance.__dict__.setdefault(_ENGINES, {})
@@ -66,7 +67,7 @@ def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if rooms.is_on("image_spans"):
         from vllm_mmcache.scheduler.admission.vllm_side import refuse_endless
 
-        refuse_endless(kwargs["vllm_config"] if "vllm_config" in kwargs else args[0])
+        refuse_endless(argument(wrapped, args, kwargs, "vllm_config"))
     outcome = wrapped(*args, **kwargs)
     client = instance.engine_core
     inside = getattr(client, "engine_core", None)  # of an engine in this process

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_mmcache import rooms, settings
+from vllm_mmcache.arguments import argument
 from vllm_mmcache.upstream import agree, configuration, start, subclasses
 
 _seen: list[Any] = []  # the last configuration that this process has made: what it says of us, and of the engine
@@ -36,7 +37,7 @@ def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
 
 def build_executor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Executor.__init__(vllm_config): the process schedules. When the workers are there, all ranks agree."""
-    vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    vllm_config = argument(wrapped, args, kwargs, "vllm_config")
     _receive(vllm_config)
     configuration.carry(vllm_config, settings.current())  # where it was made without us
     start.take_on("engine", vllm_config)
@@ -50,7 +51,7 @@ def build_executor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def build_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Override of WorkerBase.__init__(vllm_config): the process runs the model."""
-    vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    vllm_config = argument(wrapped, args, kwargs, "vllm_config")
     _receive(vllm_config)
     start.take_on("worker", vllm_config)
     return wrapped(*args, **kwargs)

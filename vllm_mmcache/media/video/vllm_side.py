@@ -15,6 +15,7 @@ import vllm.envs as envs
 from vllm.multimodal.parse import VideoProcessorItems
 
 from vllm_mmcache import events, rooms, tenant
+from vllm_mmcache.arguments import argument, named
 from vllm_mmcache.body import references
 from vllm_mmcache.body.payload import content_id_of
 from vllm_mmcache.media.origin import FRAMES, origin_of
@@ -31,8 +32,8 @@ Load = Callable[[Any], Any]
 
 def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of VideoMediaIO.load_base64(media_type, data): a video file as text, or its frames as JPEG files."""
-    media_type = kwargs["media_type"] if "media_type" in kwargs else args[0]
-    text = kwargs["data"] if "data" in kwargs else args[1]
+    media_type = argument(wrapped, args, kwargs, "media_type")
+    text = argument(wrapped, args, kwargs, "data")
     if not rooms.is_on("lazy_media"):
         return wrapped(*args, **kwargs)
     if media_type.lower() == FRAMES:
@@ -52,7 +53,7 @@ def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of VideoMediaIO.load_bytes(data): known bytes stay undecoded, others are decoded by vLLM's own."""
     if not rooms.is_on("lazy_media"):
         return wrapped(*args, **kwargs)
-    content = kwargs["data"] if "data" in kwargs else args[0]
+    content = argument(wrapped, args, kwargs, "data")
     content_id = content_id_of(content, _tenant_key(instance))
     return _open(instance, content_id, lambda: content, lambda loader: wrapped.__func__(loader, content))
 
@@ -62,7 +63,7 @@ def keep_undecoded(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     vLLM's own takes frames and metadata of the pair `media`, which for ours would decode.
     """
-    video = kwargs["video"] if "video" in kwargs else args[0]
+    video = argument(wrapped, args, kwargs, "video")
     return (video.frames, video.metadata) if isinstance(video, RecordedVideo) else wrapped(*args, **kwargs)
 
 
@@ -71,11 +72,11 @@ def look_at_none(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     To look at a video as vLLM's items show it would be to decode it; so it is given what they are made of.
     """
-    named = dict(zip(("mm_data", "mm_data_items", "mm_uuid_items"), args, strict=False)) | kwargs
-    items = named["mm_data_items"]
+    given = named(wrapped, args, kwargs)
+    items = given["mm_data_items"]
     if isinstance(videos := items.get("video"), VideoProcessorItems):
-        named["mm_data_items"] = {**items, "video": videos.data}
-    return wrapped(**named)
+        given["mm_data_items"] = {**items, "video": videos.data}
+    return wrapped(**given)
 
 
 def _open(instance: Any, content_id: bytes, content: Callable[[], bytes], load: Load, is_text: bool = False) -> Any:

@@ -17,6 +17,7 @@ from vllm.multimodal.utils import argsort_mm_positions
 from vllm.platforms import current_platform
 
 from vllm_mmcache import image_rules, settings
+from vllm_mmcache.arguments import argument
 from vllm_mmcache.errors import CausalImages, UnschedulableImage, UnschedulableRequest
 from vllm_mmcache.scheduler.admission.limits import Item, Limit, Limits, too_long, why_never
 from vllm_mmcache.scheduler.admission.waiting import Waiting
@@ -32,7 +33,7 @@ _FROM_0_33 = Version(vllm_version()) >= Version("0.33")
 def refuse_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of InputProcessor._validate_model_inputs. Raises: UnschedulableRequest, which is a ValueError."""
     outcome = wrapped(*args, **kwargs)
-    _refuse(instance, kwargs["decoder_input"] if "decoder_input" in kwargs else args[1])
+    _refuse(instance, argument(wrapped, args, kwargs, "decoder_input"))
     return outcome
 
 
@@ -41,7 +42,7 @@ def refuse_before_stream(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
     Raises: UnschedulableRequest when it is called, not when it is first awaited.
     """
-    _refuse(instance.input_processor, args[0] if args else kwargs["prompt"])
+    _refuse(instance.input_processor, argument(wrapped, args, kwargs, "prompt"))
     return wrapped(*args, **kwargs)
 
 
@@ -74,7 +75,7 @@ def take_turns(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if waiting is None:
         waiting = Waiting()
         setattr(instance, _WAITING, waiting)
-    throttled = args[0] if args else kwargs.get("throttle_prefills", False)
+    throttled = argument(wrapped, args, kwargs, "throttle_prefills")
     request = instance.requests.get(waiting.request_id)
     if request is not None and not throttled and waiting.is_due():
         limits = engine_limits(instance)

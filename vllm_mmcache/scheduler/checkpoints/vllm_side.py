@@ -15,6 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from vllm_mmcache import events, rooms, settings, sizes
+from vllm_mmcache.arguments import argument
 from vllm_mmcache.rooms import State
 from vllm_mmcache.scheduler.checkpoints.learner import Learner, Live
 from vllm_mmcache.scheduler.checkpoints.positions import KINDS, Checkpoint, candidates, choose
@@ -30,14 +31,14 @@ def plan_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     with events.guarded("image_checkpoints"):
         room = _room_of(instance)
         if room is not None:
-            request = args[0] if args else kwargs["request"]
+            request = argument(wrapped, args, kwargs, "request")
             room.plan(request, hit_tokens=outcome[1], junction_tokens=outcome[2])
     return outcome
 
 
 def stop_at_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._mamba_block_aligned_split: asks for a chunk that does not run past a checkpoint."""
-    request = args[0] if args else kwargs["request"]
+    request = argument(wrapped, args, kwargs, "request")
     checkpoints = _plan_of(request)
     if not checkpoints:  # most requests, in every step
         return wrapped(*args, **kwargs)
@@ -56,7 +57,7 @@ def stop_at_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
 def keep_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of SingleTypeKVCacheManager.cache_blocks: the checkpoints are positions to resume at, too."""
-    request = args[0] if args else kwargs["request"]
+    request = argument(wrapped, args, kwargs, "request")
     checkpoints = _plan_of(request)
     if not checkpoints or not isinstance(instance.kv_cache_spec, SlidingWindowSpec | MambaSpec):
         return wrapped(*args, **kwargs)

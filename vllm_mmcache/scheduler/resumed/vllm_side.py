@@ -7,16 +7,14 @@ sends the inputs behind the new hit along with a resumed request, and the worker
 Other requests cost nothing. vLLM's second model runner is sent a resumed request anew, and needs none of this.
 """
 
-import inspect
 from typing import Any
 
 from vllm.multimodal.utils import strip_covered_mm_data
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_mmcache import rooms
+from vllm_mmcache.arguments import argument
 
 _IMAGES = "mmcache_images"  # attribute of the step's CachedRequestData: request id -> image index -> feature
-_MAKE = inspect.signature(Scheduler._make_cached_request_data)
 
 
 def send_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -28,7 +26,7 @@ def send_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if not rooms.is_on("resumed_images"):
         return step
     images: dict[str, dict[int, Any]] = {}
-    for request in _MAKE.bind(instance, *args, **kwargs).arguments["resumed_reqs"]:
+    for request in argument(wrapped, args, kwargs, "resumed_reqs"):
         features = strip_covered_mm_data(request.mm_features, request.num_computed_tokens, uses_mrope=True)
         missing = {
             index: feature
@@ -48,7 +46,7 @@ def receive_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     Worker process, model runner's thread.
     """
-    step = (args[0] if args else kwargs["scheduler_output"]).scheduled_cached_reqs
+    step = argument(wrapped, args, kwargs, "scheduler_output").scheduled_cached_reqs
     for request_id, images in getattr(step, _IMAGES, {}).items():
         state = instance.requests.get(request_id)
         if state is not None:
