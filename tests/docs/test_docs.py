@@ -122,7 +122,7 @@ def test_the_walk_and_its_page_are_in_step() -> None:
 
 
 def test_upstream_comparison_sees_a_lost_test(tmp_path: Path) -> None:
-    """The tool behind upstream_tests.md: reads reports, and tells lost, gained and expected apart."""
+    """The tool behind a table of upgrade.md: reads reports, and tells lost, gained and expected apart."""
     upstream = load("upstream_tests")
     report = tmp_path / "report.xml"
     report.write_text(
