@@ -39,6 +39,7 @@ def test_the_families_page_has_the_whole_registry() -> None:
     known = {name: found for name, found in seen.items() if found != "not looked at"}  # packages may be missing here
     assert {name: written[name] for name in known} == known, "run `make families-page`"
     assert all(written.values())
+    assert f"Of the {len(rows)} architectures" in families_page.PAGE.read_text()
     for architecture, family in families_page.tested().items():
         assert f"| `{architecture}` | {family} |" in families_page.PAGE.read_text()
 
