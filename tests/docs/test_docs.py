@@ -104,9 +104,11 @@ def test_the_three_hops_lead_to_a_line_and_a_test() -> None:
 
 def test_no_name_is_promised_that_no_index_has() -> None:
     """Until vllm-mmcache is on an index, it is installed from a clone or from git; extras.py knows which."""
-    promise = re.compile(r"pip install (?:[^\n`]*['\" ])?vllm-mmcache(?!\[\w+\] @ )")
+    promise = re.compile(r"pip install (?:[^\n`]*['\" ])?vllm-mmcache(?!(?:\[\w+\]|-tools) @ )")
     assert promise.search("    pip install 'vllm-mmcache[cuda]'")
     assert promise.search("pip install vllm-mmcache")
+    assert promise.search("pip install vllm-mmcache-tools")
+    assert not promise.search("pip install ./tools   # or 'vllm-mmcache-tools @ git+URL#subdirectory=tools'")
     listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
     texts = [file for file in listed if not file.startswith("tests/") and file.endswith((".md", ".py", "Dockerfile"))]
     assert len(texts) > 100
