@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from benchmarks.image_questions.workloads import SHAPES, WORKLOADS, unique
-from vllm_mmcache import events
+from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.tasks import run_task
 from vllm_mmcache.prove.workloads import reuse, run
@@ -17,7 +17,7 @@ def workloads(pool: EnginePool, family: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, make in WORKLOADS.items():
         rig.make_cold()
-        before = events.totals()
+        before = counters.totals()
         start = time.perf_counter()
         answers = run(rig, make(SHAPES[family]))
         seconds = time.perf_counter() - start
@@ -38,7 +38,7 @@ def unique_pictures(pool: EnginePool, family: str, requests: int) -> dict[str, A
     groups = len(rig.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.coordinator.single_type_managers)
     blocks = requests * groups * -(-len(answer.prompt_ids) // rig.block_tokens) // 10
     rig = pool.get(default(family, num_blocks=blocks))
-    before = events.totals()
+    before = counters.totals()
     found = reuse(rig, run(rig, unique(shape, requests)))
     return {**found, "kv_blocks": blocks, "groups": groups, "counters": counted(before)}
 
@@ -52,7 +52,7 @@ def default(family: str, num_blocks: int | None = None) -> EngineConfig:
 
 def counted(before: dict[str, float]) -> dict[str, float]:
     """What was counted since `before`."""
-    return {name: n - before[name] for name, n in events.totals().items() if n != before[name]}
+    return {name: n - before[name] for name, n in counters.totals().items() if n != before[name]}
 
 
 if __name__ == "__main__":

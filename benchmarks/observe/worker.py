@@ -13,7 +13,7 @@ from vllm import SamplingParams
 
 from tests.observe.observing import Observed, assistant, observed, picture, system, user, words
 from vllm_mmcache import rooms
-from vllm_mmcache.observe import engine, recorder, server, vllm_side
+from vllm_mmcache.observe import carrier, engine, recorder, server
 from vllm_mmcache.observe.recorder import RECORDER
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.tasks import run_task
@@ -86,7 +86,7 @@ def warm_turns(pool: EnginePool, images: int, turns: int) -> dict[str, float]:
         if not name.endswith("_async"):
             setattr(module, name, clock.timed(getattr(module, name)))
     recorder.LAG_S = 60  # what the thread would do is timed apart
-    vllm_side.send_outcome = clock.timed(vllm_side.send_outcome)  # part of a wrapper that is always there
+    carrier.send_outcome = clock.timed(carrier.send_outcome)  # part of a wrapper that is always there
     talk, costs = opening(images), []
     with observed():
         ask = Observed(pool.get(replace(CONFIG, num_images=images)))

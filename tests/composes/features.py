@@ -154,7 +154,7 @@ FEATURES = (
     ),
     Feature("fp8_kv", "KV cache in fp8", family="qwen3-vl", engine={"kv_cache_dtype": "fp8"}),
     Feature(
-        "async", "`--async-scheduling`", family="gemma3, qwen3-vl, qwen3.5", shown_by="tests/scheduler/test_async.py",
+        "async", "`--async-scheduling`", family="gemma3, qwen3-vl, qwen3.5", shown_by="tests/image_spans/test_async.py",
         uses=("block_keys", "image_checkpoints", "image_spans"), tested_on="v2-async",
     ),
     deployment("shm", "`--mm-processor-cache-type shm`"),

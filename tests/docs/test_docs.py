@@ -95,7 +95,7 @@ def test_the_three_hops_lead_to_a_line_and_a_test() -> None:
     checkpoints = REPO / "vllm_mmcache" / "scheduler" / "checkpoints"
     (line,) = re.findall(r"^ {7}(\S.*)$", walk, re.MULTILINE)
     assert f"    {line}\n" in (checkpoints / "positions.py").read_text()
-    assert "def keep_checkpoints(" in (checkpoints / "vllm_side.py").read_text()
+    assert "def keep_checkpoints(" in (checkpoints / "scheduler.py").read_text()
     tests = REPO / "tests" / "scheduler" / "checkpoints"
     assert "def test_order(" in (tests / "test_positions.py").read_text()
     assert (tests / "test_checkpoints.py").exists()

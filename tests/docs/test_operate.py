@@ -14,9 +14,9 @@ import pytest
 import yaml
 from pydantic import ByteSize
 
-from vllm_mmcache.body.lift import lift
-from vllm_mmcache.body.payload import TEXTS
-from vllm_mmcache.body.shapes import WALKERS
+from vllm_mmcache.lifted_bodies.lift import lift
+from vllm_mmcache.lifted_bodies.payload import TEXTS
+from vllm_mmcache.lifted_bodies.shapes import WALKERS
 from vllm_mmcache.settings import Settings
 
 REPO = Path(__file__).parents[2]
@@ -110,8 +110,8 @@ def test_defaults_on_the_page_are_the_settings() -> None:
 
 def test_what_fits_is_computed() -> None:
     from vllm_mmcache.identity.aliases import ALIAS_COST_BYTES
-    from vllm_mmcache.media import records
-    from vllm_mmcache.media.video import record
+    from vllm_mmcache.lazy_media import records
+    from vllm_mmcache.lazy_media.video import record
 
     budget = 64 << 20
     assert f"{budget // records.RECORD_COST_BYTES:,} known images" in PAGE

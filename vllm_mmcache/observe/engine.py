@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_mmcache import events, rooms, settings, sizes
+from vllm_mmcache import rooms, settings
 from vllm_mmcache.arguments import argument
+from vllm_mmcache.guarded import guarded
+from vllm_mmcache.metrics import sizes, transport
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.causes import GroupHit, Lookup, Lost, Prompt, explain
 from vllm_mmcache.observe.digests import salt_class
@@ -44,7 +46,7 @@ def note_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of KVCacheManager.get_computed_blocks(request): looks at each hit but those after a preemption."""
     outcome = wrapped(*args, **kwargs)
     if rooms.is_on("observe"):
-        with events.guarded("observe"):
+        with guarded("observe"):
             request = argument(wrapped, args, kwargs, "request")
             if request.num_preemptions == 0:
                 _observer_of(instance).look(request, outcome[1])
@@ -74,7 +76,7 @@ def note_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     request = argument(wrapped, args, kwargs, "request")
     seen = getattr(request, _SEEN, None)
     if seen is not None:
-        with events.guarded("observe"):
+        with guarded("observe"):
             _observer_of(instance.kv_cache_manager).finish(request, seen)
     return wrapped(*args, **kwargs)
 
@@ -86,12 +88,12 @@ def send_outcome(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     observer = _observer_of(instance.kv_cache_manager)
     scheduled = argument(wrapped, args, kwargs, "scheduler_output")
     if scheduled.scheduled_encoder_inputs:
-        with events.guarded("observe"):
+        with guarded("observe"):
             observer.note_images(instance, scheduled.scheduled_encoder_inputs)
     if not observer.waiting:  # a step that only goes on with answers
         return wrapped(*args, **kwargs)
     by_client = wrapped(*args, **kwargs)
-    with events.guarded("observe"):
+    with guarded("observe"):
         for outputs in by_client.values():
             for output in outputs.outputs:
                 if output.prefill_stats is not None:
@@ -159,7 +161,7 @@ class Observer:
             if request is None:  # aborted during the step, which async scheduling had under way
                 continue
             for index in indices:
-                source = events.take_feature_source(request.mm_features[index].identifier)
+                source = transport.take_feature_source(request.mm_features[index].identifier)
                 if seen is not None:
                     seen.features[index] = source or "tower"
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import xxhash
 
-from vllm_mmcache import events, rooms
+from vllm_mmcache import rooms
 from vllm_mmcache.arguments import argument, named
-from vllm_mmcache.media.picture import LazyPicture
+from vllm_mmcache.guarded import guarded
+from vllm_mmcache.lazy_media.picture import LazyPicture
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.asked import UNKNOWN, Asked, Layers
 from vllm_mmcache.observe.digests import salt_class
@@ -51,7 +52,7 @@ def note_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     _processing.is_cached = None
     outcome = wrapped(*args, **kwargs)
-    with events.guarded("observe"):
+    with guarded("observe"):
         mm_data = argument(wrapped, args, kwargs, "mm_data")
         given = argument(wrapped, args, kwargs, "mm_processor_kwargs")
         cached = (_processing.is_cached or {}).get("image")
@@ -70,7 +71,7 @@ def send_notes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of InputProcessor.process_inputs(request_id, prompt): the notes travel with the request."""
     request = wrapped(*args, **kwargs)
     if rooms.is_on("observe"):
-        with events.guarded("observe"):
+        with guarded("observe"):
             prompt = argument(wrapped, args, kwargs, "prompt")
             RECORDER.model = _model_name(instance.vllm_config)
             text = _keep(instance.renderer, request, prompt if isinstance(prompt, dict) else {})
@@ -84,7 +85,7 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     outputs = argument(wrapped, args, kwargs, "engine_core_outputs")
     ended = []
-    with events.guarded("observe"):
+    with guarded("observe"):
         for output in outputs:
             if output.trace_headers:
                 text, output.trace_headers = wire.take(output.trace_headers)
@@ -94,7 +95,7 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             if output.finish_reason is not None:
                 ended.append(instance.request_states.get(output.request_id))
     outcome = wrapped(*args, **kwargs)
-    with events.guarded("observe"):
+    with guarded("observe"):
         for state in ended:
             salt = getattr(state, _SALT, None)
             if salt is not None and state.detokenizer is not None:
@@ -112,7 +113,7 @@ def _keep_salt(state: Any, outcome: str) -> None:
 def _lay_chat(renderer: Any, given: Mapping[str, Any], outcome: Any) -> None:
     if not rooms.is_on("observe"):
         return
-    with events.guarded("observe"):
+    with guarded("observe"):
         conversations, chat_params = given["conversations"], given["chat_params"]
         template = chat_params.chat_template
         marks, template_digest = _marks_of(renderer, template)
@@ -185,7 +186,7 @@ def _marks_of(renderer: Any, template: str | None) -> tuple[Marks | None, int]:
     known: dict[str | None, tuple[Marks | None, int]] = renderer.__dict__.setdefault(_MARKS, {})
     found = known.get(template)
     if found is None:
-        from vllm_mmcache.observe.vllm_side import probe
+        from vllm_mmcache.observe.carrier import probe
 
         template_digest = xxhash.xxh3_64_intdigest(repr(template))
         known[template] = None, template_digest  # also where the probe fails: it is not tried with every request

@@ -3,8 +3,9 @@
 
 from typing import Any
 
-from vllm_mmcache import events, rooms, sizes
+from vllm_mmcache import rooms
 from vllm_mmcache.arguments import argument
+from vllm_mmcache.metrics import counters, sizes
 
 
 def add(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -18,10 +19,10 @@ def add(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
         app.user_middleware.append(Middleware(BeginAsNobody))  # the first is the outermost
     if rooms.is_on("lifted_bodies"):
-        from vllm_mmcache.body.layer import LiftImages
-        from vllm_mmcache.body.vllm_side import may_lift
+        from vllm_mmcache.lifted_bodies.layer import LiftImages
+        from vllm_mmcache.lifted_bodies.server import may_lift
 
         app.user_middleware.append(Middleware(LiftImages, may_lift=may_lift))
-    events.expose()
+    counters.expose()
     sizes.keep_shown()
     return outcome

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from vllm_mmcache import __version__, events, rooms
+from vllm_mmcache import __version__, rooms
 from vllm_mmcache.arguments import argument
+from vllm_mmcache.metrics import counters
 from vllm_mmcache.rooms import State
 from vllm_mmcache.upstream import agree, configuration, display, start, subclasses, swap
 from vllm_mmcache.upstream.ledger import ROOMS, parts
@@ -65,7 +66,7 @@ def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     global _is_shown, _everywhere
     _is_shown, _everywhere = False, frozenset()
     if rooms.is_on("image_spans"):
-        from vllm_mmcache.scheduler.admission.vllm_side import refuse_endless
+        from vllm_mmcache.image_spans.admission.requests import refuse_endless
 
         refuse_endless(argument(wrapped, args, kwargs, "vllm_config"))
     outcome = wrapped(*args, **kwargs)
@@ -125,7 +126,7 @@ def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
             _places[place] = agree.read(said, {**parts("engine"), **(parts("worker") if told is None else {})})
     found = in_force()
     _everywhere = frozenset(room for room, state in found.items() if state == rooms.ON)
-    events.ROOM_INFO.show({(room, state.state, state.reason) for room, state in found.items()})
+    counters.ROOM_INFO.show({(room, state.state, state.reason) for room, state in found.items()})
     logger.info("mmcache %s in force: %s", __version__, start.words(found.items()))
     for line in display.whereabouts(found):
         logger.info("mmcache: %s", line)
