@@ -15,7 +15,7 @@ from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from benchmarks.warm_turn.pictures import PNG, picture
 from vllm_mmcache import tenant
-from vllm_mmcache.upstream import swap, vllm_version
+from vllm_mmcache.upstream import hooks, vllm_version
 from vllm_mmcache.upstream.ledger import groups
 
 CASES: dict[str, dict[str, Any]] = {
@@ -38,14 +38,14 @@ def measure(payload_bytes: int, num_rounds: int) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     stock = {name: _seconds(content, num_rounds, **case) for name, case in CASES.items() if name == "plain"}
     for group in ("lazy_media", "identity"):
-        outcome = swap.install(group, groups()[group], vllm_version())
+        outcome = hooks.install(group, groups()[group], vllm_version())
         assert outcome.state == "on", outcome.reason
     try:
         for name, case in CASES.items():
             found[name] = {"digest_s": stock["plain"], "warm_s": _seconds(content, num_rounds, **case)}
     finally:
-        swap.undo("identity")
-        swap.undo("lazy_media")
+        hooks.undo("identity")
+        hooks.undo("lazy_media")
     return found
 
 
