@@ -48,7 +48,7 @@ def counted(rig: Rig) -> Iterator[dict[str, int]]:
         for request_id in output.num_scheduled_tokens:
             request = scheduler.requests[request_id]
             end = request.num_computed_tokens  # vLLM advances it when it schedules
-            spans = scheduler.image_spans(request) if request.mm_features else []
+            spans = image_spans(request) if request.mm_features else []
             counts["split"] += sum(first < end <= last for first, last in spans)
         return output
 
