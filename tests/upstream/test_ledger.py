@@ -27,7 +27,9 @@ ORDERINGS = {
         "IMPORT; before = raw(); INSTALL; UNDO; INSTALL; assert ours(); UNDO; assert same(before)"
     ),
     "undo without install": "IMPORT; before = raw(); UNDO; assert same(before)",
-    "register twice, undo all": "IMPORT; before = raw(); REGISTER; REGISTER; assert only_first(); UNDO; assert same(before)",
+    "register twice, undo all": (
+        "IMPORT; before = raw(); REGISTER; REGISTER; assert only_first(); UNDO; assert same(before)"
+    ),
     "all roles twice, undo all": "IMPORT; before = raw(); ROLES; ROLES; assert ours(); UNDO; assert same(before)",
 }
 
