@@ -74,7 +74,7 @@ def test_overrides_come_and_go() -> None:
             pass
 
         def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-            return SimpleNamespace(num_kv_fetch_reqs_by_stage={"own": 1})
+            return SimpleNamespace(ec_connector_stats={"own": 1})
 
     (hook,) = [member for member in LEDGER if member.name == "metrics.send"]
     before = vars(Scheduler)["make_stats"]
@@ -87,11 +87,11 @@ def test_overrides_come_and_go() -> None:
         assert "overridden already" in hooks.install("another", [hook], vllm_version()).reason
         assert vars(Scheduler)["make_stats"] is before
         assert "make_stats" in vars(SchedulerMixin)
-        assert scheduler.make_stats().num_kv_fetch_reqs_by_stage["own"] == 1
+        assert scheduler.make_stats().ec_connector_stats["own"] == 1
     finally:
         hooks.undo("a test")
     assert "make_stats" not in vars(SchedulerMixin)
-    assert kind().make_stats().num_kv_fetch_reqs_by_stage == {"own": 1}
+    assert kind().make_stats().ec_connector_stats == {"own": 1}
 
 
 def test_renderers_of_the_registry() -> None:
