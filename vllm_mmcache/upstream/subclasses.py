@@ -48,9 +48,14 @@ def use_worker(vllm_config: Any) -> None:
 
 
 def use_scheduler(vllm_config: Any) -> None:
-    """Name the scheduler's subclass. Engine process, when the workers are there and before the scheduler is."""
+    """Name the scheduler's subclass. Engine process, when the workers are there and before the scheduler is.
+
+    One that is not vLLM's Scheduler, nor derived from it, stays: what we override is that one's.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     base = vllm_config.scheduler_config.get_scheduler_cls()
-    if not issubclass(base, SchedulerMixin):
+    if issubclass(base, Scheduler) and not issubclass(base, SchedulerMixin):
         vllm_config.scheduler_config.scheduler_cls = derived(SchedulerMixin, base)
 
 
