@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacing vLLM symbols, group by group: resolve, check, install, confirm; and putting them back.
+"""Replacing vLLM symbols, or overriding them in subclasses, group by group: resolve, check, install, confirm; and undo.
 
 Nothing is set until every member of a group has resolved and passed its check; a failure midway takes back what
 was set, newest first. The mark of a replacement is the object in the slot itself (`Replacement`), so that a second
@@ -28,7 +28,7 @@ _INHERITED = object()  # the slot's owner did not define the attribute itself
 
 @dataclass(frozen=True)
 class Hook:
-    """One replaced vLLM symbol; the ledger is a tuple of these.
+    """One vLLM symbol that is replaced, or overridden (subclasses.py); the ledger is a tuple of these.
 
     target and also are "module:Owner.attr"; also lists from-import aliases that must change with the target. make is
     "module:function", a wrapt wrapper (wrapped, instance, args, kwargs). vllm is a PEP 440 range with both ends.
