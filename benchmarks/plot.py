@@ -15,7 +15,10 @@ from typing import Any
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from benchmarks.summary import ROOT, Point, Result, committed, rows_of
+from benchmarks.forms import Loaded, Point
+from benchmarks.results import ROOT
+from benchmarks.rows import ROWS
+from benchmarks.summary import all_committed
 
 PLOT = ROOT / "docs" / "benchmarks.png"
 KEY = "Points"  # of the text in the file that says what is shown
@@ -24,8 +27,8 @@ TITLES = {"time": "time and CPU, mmcache / stock", "work": "work and errors, mmc
 STOCK, BETTER, WORSE = "#7a7a7a", "#1a7f5a", "#c0562b"
 
 
-def points_of(results: Mapping[str, Result]) -> list[Point]:
-    return [point for row in rows_of(results) for point in row.points]
+def points_of(results: Mapping[str, Loaded]) -> list[Point]:
+    return [point for row in ROWS if row.benchmark in results for point in row.points(results[row.benchmark])]
 
 
 def digest(points: Iterable[Point]) -> str:
@@ -33,19 +36,15 @@ def digest(points: Iterable[Point]) -> str:
     return hashlib.sha256(json.dumps(list(points)).encode()).hexdigest()
 
 
-def draw(results: Mapping[str, Result], path: Path) -> None:
+def draw(results: Mapping[str, Loaded], path: Path) -> None:
     """Write the plot of these results as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     points = points_of(results)
     groups = {name: [point for point in points if point.group == name] for name in (*TITLES, "reuse")}
     groups = {name: members for name, members in groups.items() if members}
     if not groups:
         raise ValueError("nothing to plot: no result has a row with both sides")
     heights = [len(members) + 2.5 for members in groups.values()]
-    figure = Figure(figsize=(10, 0.2 * sum(heights)), dpi=90, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(0.2 * sum(heights))
     panels = figure.subplots(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
     for panel, (name, members) in zip(panels, groups.items(), strict=True):
         show_shares(panel, members) if name == "reuse" else show_ratios(panel, members, TITLES[name])
@@ -53,12 +52,27 @@ def draw(results: Mapping[str, Result], path: Path) -> None:
         panel.set_ylim(len(members) - 0.4, -0.6)
         panel.tick_params(axis="x", labelsize=8)
         panel.spines[["top", "right", "left"]].set_visible(False)
-    drawn = io.BytesIO()
+    save(figure, path, {KEY: digest(points)}, colours=32)
+
+
+def new_figure(height: float) -> Any:
+    """Units: inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, height), dpi=90, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Any, path: Path, said: Mapping[str, str], colours: int) -> None:
+    """Write a figure as a PNG of so many colours, which is a third of the size; `said` are texts in the file."""
+    drawn, info = io.BytesIO(), PngInfo()
     figure.savefig(drawn)
-    said = PngInfo()
-    said.add_text(KEY, digest(points))
+    for key, text in said.items():
+        info.add_text(key, text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.open(drawn).convert("RGB").quantize(32).save(path, optimize=True, pnginfo=said)  # a third of the size
+    Image.open(drawn).convert("RGB").quantize(colours).save(path, optimize=True, pnginfo=info)
 
 
 def show_ratios(panel: Any, points: list[Point], title: str) -> None:
@@ -106,7 +120,7 @@ def main() -> None:
     """Draw the committed results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     parser.add_argument("--output", type=Path, default=PLOT, metavar="PNG")
-    draw(committed(), parser.parse_args().output)
+    draw(all_committed(), parser.parse_args().output)
 
 
 if __name__ == "__main__":

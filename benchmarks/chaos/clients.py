@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import openai
 
+from benchmarks.pictures import Kind, url_of
 from benchmarks.servers import MODEL
-from benchmarks.warm_turn.pictures import Kind, data_url, picture
 
 PICTURE = Kind("image/png", (256, 256), 20, {"format": "PNG"})
 QUESTIONS = ("What is this?", "Name the colours, from left to right.")
@@ -87,7 +87,7 @@ class Asker:
 
 def make_pictures(number: int) -> list[str]:
     """So many data URLs, the same in every run."""
-    return [data_url(PICTURE, picture(PICTURE, seed)) for seed in range(number)]
+    return [url_of(PICTURE, seed) for seed in range(number)]
 
 
 def cold_answers(url: str, pictures: Sequence[str]) -> tuple[dict[Pair, Answer], int]:

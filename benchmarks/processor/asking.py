@@ -13,9 +13,7 @@ from typing import Any
 
 from benchmarks.processes import server_cpu_s
 from benchmarks.processor import probe
-from benchmarks.servers import zoo_server
-from benchmarks.warm_turn.side import counters, question
-from benchmarks.warm_turn.turns import Talk, first_token_s, image_part, talk
+from benchmarks.servers import Talk, counters, first_token_s, image_part, question, talk, zoo_server
 from vllm_mmcache.demo.server import Server
 
 Picture = tuple[str, int]  # data URL, bytes of the file

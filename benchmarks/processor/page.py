@@ -6,16 +6,15 @@ python -m benchmarks.processor.page --write  # put them into the page; a test co
 """
 
 import argparse
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.processor.measure import COMMITTED
-from benchmarks.processor.measure import SIZES as SIZES_OF_PARTS
+from benchmarks.catalogue import BENCHMARKS
 from benchmarks.processor.pictures import SIZES
 from benchmarks.processor.targets import TIERS, targets
+from benchmarks.results import ROOT, committed
 from benchmarks.sides import SIDES
-from benchmarks.summary import ROOT, between_marks, machines_of
+from benchmarks.summary import between_marks, machines_of
 
 PAGE = ROOT / "docs" / "processor.md"
 BEGIN = "<!-- made by python -m benchmarks.processor.page -->\n"
@@ -40,7 +39,8 @@ def text(found: Found) -> str:
 
 def is_whole(found: Found) -> bool:
     """Whether every part has its full size."""
-    return all(size == SIZES_OF_PARTS[name][0] for part in found.values() for name, size in part["sizes"].items())
+    whole = BENCHMARKS["processor"].options
+    return all(size == whole[name] for part in found.values() for name, size in part["sizes"].items())
 
 
 def commits(found: Found) -> str:
@@ -156,7 +156,7 @@ def ms(seconds: float) -> str:
 
 def written(page: str) -> str:
     """The page's text with today's tables between the marks."""
-    return between_marks(page, BEGIN, text(json.loads(COMMITTED.read_text())))
+    return between_marks(page, BEGIN, text(committed("processor")["details"]))
 
 
 def main() -> None:
@@ -166,7 +166,7 @@ def main() -> None:
     if parser.parse_args().write:
         PAGE.write_text(written(PAGE.read_text()))
     else:
-        print(text(json.loads(COMMITTED.read_text())))
+        print(text(committed("processor")["details"]))
 
 
 if __name__ == "__main__":

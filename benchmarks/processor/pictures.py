@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from benchmarks.warm_turn.pictures import Kind, data_url, picture
+from benchmarks.pictures import Kind, data_url, picture
 
 SCREEN = Kind("image/png", (1280, 720), 2, {"format": "PNG", "compress_level": 1})  # about 0.8 MB, as screenshots are
 PHOTO = Kind("image/png", (1920, 1080), 2, {"format": "PNG", "compress_level": 1})

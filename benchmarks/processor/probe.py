@@ -24,7 +24,7 @@ FOLDER = "PROCESSOR_PROBE"
 API, ENGINE, WORKER = PROCESSES = ("api", "engine", "worker")
 KINDS = ("decode", "processor", "hash", "encode", "receive")
 # Bytes and messages are those of requests alone. A moment is a time of the monotonic clock, one for all processes.
-NAMES = (*KINDS, "sent_bytes", "sent", "sent_moment", "received_moment")
+NAMES = (*KINDS, "sent_bytes", "sent", "decodes", "towers", "sent_moment", "received_moment")
 REQUEST = "EngineCoreRequest"
 OPTIONS = (
     "--middleware", "benchmarks.processor.probe.Middleware",
@@ -97,7 +97,7 @@ def install(process: str) -> Numbers:
     from vllm.multimodal.processing.context import InputProcessingContext
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    ImageFile.load = timed(numbers, "decode", ImageFile.load)
+    ImageFile.load = counted_load(numbers, timed(numbers, "decode", ImageFile.load))
     InputProcessingContext.call_hf_processor = timed(numbers, "processor", InputProcessingContext.call_hf_processor)
     hash_kwargs = timed(numbers, "hash", MultiModalHasher.hash_kwargs)
     MultiModalHasher.hash_kwargs = staticmethod(hash_kwargs)  # what was bound to the class is wrapped
@@ -107,6 +107,10 @@ def install(process: str) -> Numbers:
             replace_everywhere(function := getattr(sys.modules[module], name), timed(numbers, "hash", function))
     if process == API:
         MsgpackEncoder.encode = counted_encode(numbers, MsgpackEncoder.encode)
+    if process == WORKER:
+        from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+        CPUModelRunner.load_model = counted_towers(numbers, CPUModelRunner.load_model)
     if process == ENGINE:
         MsgpackDecoder.decode = counted_decode(numbers, MsgpackDecoder.decode)
     return numbers
@@ -117,6 +121,36 @@ def replace_everywhere(function: object, by: object) -> None:
     for module in [one for name, one in sys.modules.items() if name.partition(".")[0] == "vllm_mmcache"]:
         for name in [name for name, value in vars(module).items() if value is function]:
             setattr(module, name, by)
+
+
+def counted_load(numbers: Numbers, load: Callable[..., Any]) -> Callable[..., Any]:
+    """Pillow's: pictures that are decoded; a second load of one decodes nothing."""
+
+    @functools.wraps(load)
+    def wrapper(picture: Any) -> Any:
+        if picture.tile:
+            numbers.add(decodes=1)
+        return load(picture)
+
+    return wrapper
+
+
+def counted_towers(numbers: Numbers, load_model: Callable[..., Any]) -> Callable[..., Any]:
+    """A model runner's: the images that the tower of what it loads runs for, those at start among them."""
+
+    @functools.wraps(load_model)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        load_model(self, *args, **kwargs)
+        embed = self.model.embed_multimodal
+
+        def counted(**inputs: Any) -> Any:
+            outputs = embed(**inputs)
+            numbers.add(towers=len(outputs))
+            return outputs
+
+        self.model.embed_multimodal = counted
+
+    return wrapper
 
 
 def counted_encode(numbers: Numbers, encode: Callable[..., Any]) -> Callable[..., Any]:

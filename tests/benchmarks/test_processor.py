@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from benchmarks import results
+from benchmarks.catalogue import BENCHMARKS
 from benchmarks.processor import measure, page, pictures, probe, scenarios
 from benchmarks.processor.asking import together
 from benchmarks.processor.targets import targets
-from benchmarks.summary import ROOT
-from benchmarks.warm_turn.side import counters
+from benchmarks.results import ROOT, Result, committed
+from benchmarks.run import options_of
+from benchmarks.servers import counters
 from tests.sizes import larger
 
 PART = "rotation-mmcache"
@@ -165,8 +168,8 @@ def test_rounds_are_put_together() -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """Runs the command with one part that needs no server, and gives the result."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Measures with one part that needs no server."""
 
     def rotation(options: argparse.Namespace) -> dict[str, Any]:
         if options.images == 13:
@@ -175,40 +178,42 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
         return {**again, "encoded_bytes": 100, "seen": options.images}
 
     monkeypatch.setattr(measure, "PARTS", {PART: rotation, "many": scenarios.PARTS["many"]})
-    monkeypatch.setattr(measure, "COMMITTED", tmp_path / "results" / "processor.json")
+    monkeypatch.setattr(measure, "OUTPUT", tmp_path / "output")
+    monkeypatch.setattr(measure, "FOLDER", tmp_path)
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
 
-    def run(*arguments: str) -> dict[str, Any]:
-        command = ["measure", "--parts", PART, "--output", str(tmp_path / "output"), *arguments]
-        monkeypatch.setattr(sys, "argv", command)
-        measure.main()
-        result: dict[str, Any] = json.loads((tmp_path / "output" / "processor.json").read_text())
-        return result
+    def run(*arguments: str) -> Result:
+        options, _ = options_of("processor", ["--parts", PART, *arguments])
+        return measure.measure(options)
 
     return run
 
 
 def test_a_run_goes_on_where_it_was_cut_off(
-    run: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Callable[..., Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--short")[PART]["found"]["seen"] == measure.SIZES["images"][1]
+    assert run("--short").details[PART]["found"]["seen"] == BENCHMARKS["processor"].short["images"]  # type: ignore[index]
     run("--short", "--known", "7")
     assert "was measured before" in capsys.readouterr().out, "a size that this part does not use"
-    assert run("--images", "20")[PART]["sizes"] == {"images": 20, "rounds": 2, "cache_gib": 0.25}
-    with pytest.raises(SystemExit, match=f"failed: {PART}"):
-        run("--images", "13")
+    run("--short", "--again")
+    assert "was measured before" not in capsys.readouterr().out
+    assert run("--images", "20").details[PART]["sizes"] == {"images": 20, "rounds": 2, "cache_gib": 0.25}
+    failed = run("--images", "13")
+    assert failed.problems == [f"failed: {PART}"]
+    assert failed.details[PART]["found"]["seen"] == 20, "a failure leaves the result before it"
     assert "an engine died" in capsys.readouterr().out
-    assert run("--images", "20")[PART]["found"]["seen"] == 20, "a failure leaves the result before it"
-    assert not measure.COMMITTED.exists()
-    measure.COMMITTED.parent.mkdir()
-    measure.COMMITTED.write_text(json.dumps({"many": {"from": "another run"}}))
-    run("--images", "20", "--save")
-    assert list(json.loads(measure.COMMITTED.read_text())) == [PART, "many"], "one part leaves the others"
+    (tmp_path / "processor.json").write_text(json.dumps({"details": {"many": {"from": "another run"}}}))
+    found = run("--images", "20")
+    assert list(found.details) == [PART, "many"], "one part leaves the others"
+    assert found.problems == []
+    assert [counted["ratio"]["mmcache"] for counted in found.found.values()] == [1.0, 0.01]
 
 
 def test_every_part_says_what_it_uses() -> None:
     words = {name.partition("-")[0] for name in scenarios.PARTS}
     assert words == set(scenarios.USED)
-    assert {name for names in scenarios.USED.values() for name in names} == set(measure.SIZES)
+    sizes = {name for names in scenarios.USED.values() for name in names}
+    assert sizes == set(BENCHMARKS["processor"].options) - {"parts", "again"}
 
 
 def test_labels_of_a_counter_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,12 +225,12 @@ def test_labels_of_a_counter_are_added_up(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_page_shows_the_committed_result() -> None:
     text = page.PAGE.read_text()
     assert page.written(text) == text, "run: python -m benchmarks.processor.page --write"
-    found = json.loads(measure.COMMITTED.read_text())
+    found = committed("processor")["details"]
     changed = json.loads(json.dumps(found))
     changed[PART]["found"]["again"]["median_s"] += 1
     assert page.text(changed) != page.text(found)
     for one in changed.values():
-        one["sizes"] = {name: measure.SIZES[name][0] for name in one["sizes"]}
+        one["sizes"] = {name: BENCHMARKS["processor"].options[name] for name in one["sizes"]}
     assert "short run" not in page.text(changed)
     changed[PART]["sizes"]["images"] -= 1
     assert "short run" in page.text(changed)
@@ -234,14 +239,14 @@ def test_the_page_shows_the_committed_result() -> None:
 @larger
 @pytest.mark.engine
 def test_a_short_rotation(tmp_path: Path) -> None:
-    command = ["benchmarks.processor.measure", "--short", "--parts", PART, "--output", str(tmp_path)]
+    command = ["benchmarks.run", "processor", "--short", "--again", "--parts", PART, "--output", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "processor.json").read_text())[PART]["found"]
+    found = json.loads((tmp_path / "processor.json").read_text())["details"][PART]["found"]
     unknown, again, held = (found[name] for name in ("unknown", "again", "held"))
-    assert unknown["questions"] == again["questions"] == measure.SIZES["images"][1]
+    assert unknown["questions"] == again["questions"] == BENCHMARKS["processor"].short["images"]  # type: ignore[index]
     assert unknown["sent_bytes"] > 5 * found["encoded_bytes"], "pixels of an unknown picture"
     assert again["sent_bytes"] > 5 * held["sent_bytes"], "what fell out is sent again, as pixels or as its file"
     assert held["sent_bytes"] < 10_000 < found["encoded_bytes"], "a picture in the cache is sent as nothing"

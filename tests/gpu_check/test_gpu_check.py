@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.catalogue import BENCHMARKS
 from benchmarks.gpu_check import benches, found, results, run
+from benchmarks.results import committed
+from benchmarks.run import options_of
 from scripts import matrix
 from tests.sizes import larger
 from vllm_mmcache import events, settings
@@ -264,21 +267,19 @@ def test_recording_switches_rooms_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert proven.rows() == before
 
 
-def test_the_benchmarks_table_is_the_readmes() -> None:
-    """Made from the same results, its rows are those of the README; what failed has none."""
+def test_the_benchmarks_table_is_the_pages() -> None:
+    """Made from the same results, its rows are those of docs/benchmarks.md; what failed has none."""
     names = ("block_keys", "gallery", "agents")
-    measured: dict[str, Any] = {
-        name: {"result": json.loads((found.REPO / "benchmarks" / name / "results" / f"{name}.json").read_text())}
-        for name in names
-    }
+    measured: dict[str, Any] = {name: {"result": committed(name)} for name in names}
     rows = [line for line in benches.table(measured | {"image_questions": dict(FAILED)}) if line.startswith("| ")][1:]
-    readme = (found.REPO / "README.md").read_text().splitlines()
-    assert rows == [row for row in readme if row in rows]
+    page = (found.REPO / "docs" / "benchmarks.md").read_text().splitlines()
+    assert rows == [row for row in page if row in rows]
     commands = {row.rpartition("`make ")[2].removesuffix("` |") for row in rows}
     assert commands == {"bench-block-keys", "bench-features", "bench-agents"}
     assert not set(benches.SHORT) & set(benches.LEFT_OUT)
-    known = {path.parent.name for path in (found.REPO / "benchmarks").glob("*/run.py")} - {"gpu_check"}
-    assert known == set(benches.SHORT) | set(benches.LEFT_OUT), "a benchmark is run here, or says why not"
+    assert set(BENCHMARKS) == set(benches.SHORT) | set(benches.LEFT_OUT), "a benchmark is run here, or says why not"
+    for name, short in benches.SHORT.items():
+        options_of(name, list(short))
 
 
 @pytest.mark.parametrize("row", proven.rows(), ids=lambda row: f"{row.engine}")
