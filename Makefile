@@ -11,7 +11,7 @@ ARGS ?=
 VLLM_PYTHON ?= $(if $(filter file,$(origin PYTHON)),python3,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test matrix lint families-page check-upstream upstream-tests gpu-check gpu-ship docker-steps settings-page bench soak chaos bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-random-mm bench-computer-use bench-image-service bench-kv-restart bench-sealing bench-features bench-feature-costs bench-feature-steps bench-identity bench-load bench-observe bench-processor bench-start-cost bench-upstream-connectors bench-warm-turn bench-table clean
+.PHONY: help venv demo test matrix lint families-page check-upstream upstream-tests gpu-check gpu-ship docker-steps settings-page bench soak chaos bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-random-mm bench-computer-use bench-image-service bench-kv-restart bench-sealing bench-features bench-feature-costs bench-feature-steps bench-identity bench-load bench-memory bench-observe bench-processor bench-start-cost bench-upstream-connectors bench-warm-turn bench-table clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -115,9 +115,8 @@ bench-features: $(STAMP)  ## images in rotation and after a restart, stock and p
 	@$(BIN)/python -m benchmarks.run gallery $(ARGS)
 	@$(BIN)/python -m benchmarks.run restart $(ARGS)
 
-bench-feature-costs: $(STAMP)  ## which tier of features is faster than the tower: measures this machine, writes tables and plot (5 minutes)
-	@$(BIN)/python -m benchmarks.run feature_costs --save $(ARGS)
-	@$(BIN)/python -m benchmarks.feature_costs.page --write
+bench-feature-costs: $(STAMP)  ## which tier of features is faster than the tower: measures this machine (5 minutes)
+	@$(BIN)/python -m benchmarks.run feature_costs $(ARGS)
 
 bench-feature-steps: $(STAMP)  ## what the feature store takes in a step, and what its loads do to others' decoding (about 8 minutes)
 	@$(BIN)/python -m benchmarks.run feature_steps $(ARGS)
@@ -128,12 +127,14 @@ bench-identity: $(STAMP)  ## identity work per image, and conversations that nam
 bench-load: $(STAMP)  ## 16 conversations with screenshots for 5 minutes, stock and plugin; ARGS="--seconds 30" for a look
 	@$(BIN)/python -m benchmarks.run load $(ARGS)
 
+bench-memory: $(STAMP)  ## memory of each process while 2,000 distinct images are asked about, stock and plugin (about 5 minutes)
+	@$(BIN)/python -m benchmarks.run memory $(ARGS)
+
 bench-observe: $(STAMP)  ## what recording costs a warm turn
 	@$(BIN)/python -m benchmarks.run observe $(ARGS)
 
 bench-processor: $(STAMP)  ## what an image costs before the model sees it, stock and plugin; goes on where it was cut off (about 90 minutes)
-	@$(BIN)/python -m benchmarks.run processor --save $(ARGS)
-	@$(BIN)/python -m benchmarks.processor.page --write
+	@$(BIN)/python -m benchmarks.run processor $(ARGS)
 
 bench-start-cost: $(STAMP)  ## CPU time of the plugin at start in each process, stock and plugin (about 6 minutes)
 	@$(BIN)/python -m benchmarks.run start_cost $(ARGS)
@@ -146,7 +147,6 @@ bench-warm-turn: $(STAMP)  ## a warm turn about 20 images, stock and plugin (abo
 
 bench-table: $(STAMP)  ## write the tables of the README and the pages, and the plot, from the committed results
 	@$(BIN)/python -m benchmarks.summary --write
-	@$(BIN)/python -m benchmarks.plot
 
 clean:  ## remove .venv, built models, logs and tool caches
 	rm -rf $(VENV) $(VENV)-0.33 .artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -29,7 +29,7 @@ NAMES = [name for name, benchmark in BENCHMARKS.items() if benchmark.short is no
 # A process with an engine takes 17 s to start and end, and that is most of the time: these say less for it.
 LEFT_OUT = (
     *("kv_restart", "upstream_connectors", "feature_steps", "feature_costs"),
-    *("sealing", "memory", "chaos", "chaos_stock", "processor"),
+    *("sealing", "memory", "chaos", "processor"),
 )
 
 
@@ -53,8 +53,8 @@ def main() -> None:
     if table := summary.table(found):
         (options.output / "table.md").write_text(table)
         print(f"\n{table}")
-    if any(plot.points_of(found)):
-        plot.draw(found, options.output / "plot.png")
+    if points := plot.points_of(found):
+        plot.draw(points, options.output / "plot.png")
     print(f"{len(found)} of {len(options.only)} in {time.monotonic() - start:.0f} s; see {options.output}")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

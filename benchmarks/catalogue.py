@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+SIDES = ("stock", "mmcache")
 WITH_TOWERS = ("qwen3-vl", "qwen3.5", "qwen3-vl-moe", "gemma4")  # of a large picture the tower is most of the time
 
 
@@ -109,23 +110,18 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "load": Benchmark(
         "16 conversations with screenshots at once for minutes: failures, rate, times, memory",
-        {"seconds": 300.0, "conversations": 16, "family": "qwen3-vl", "sides": ("stock", "mmcache")},
+        {"seconds": 300.0, "conversations": 16, "family": "qwen3-vl", "sides": SIDES},
         {"seconds": 15.0},
     ),
     "memory": Benchmark(
         "memory of each process while a server sees thousands of distinct images",
-        {"distinct": 2000, "images": 20, "family": "qwen3-vl"},
+        {"distinct": 2000, "images": 20, "size": 320, "family": "qwen3-vl", "sides": SIDES},
         {"distinct": 200},
     ),
     "chaos": Benchmark(
         "a server under load whose directory and Valkey are damaged and taken away, and which is killed 20 times",
-        {"faults": (), "kills": 20, "seconds": 6.0, "clients": 8, "pictures": 40},
-        {"faults": ("nothing", "files truncated", "Valkey killed"), "kills": 2, "pictures": 24},
-    ),
-    "chaos_stock": Benchmark(
-        "what a stock server takes under the load of the chaos run, for as long",
-        {"seconds": 6.0, "clients": 8, "pictures": 40, "phases": 0},
-        {"phases": 2, "pictures": 8},
+        {"faults": (), "kills": 20, "seconds": 6.0, "clients": 8, "pictures": 40, "sides": SIDES},
+        {"faults": ("nothing", "files truncated", "Valkey killed"), "kills": 2, "pictures": 24, "sides": ("mmcache",)},
     ),
     "feature_costs": Benchmark(
         "bandwidths of this machine, the real tower of Qwen3-VL-8B on the CPU, compression: for the cost model",
@@ -145,11 +141,10 @@ BENCHMARKS: dict[str, Benchmark] = {
             "rounds_at_once": 4,  # of them, on each side
             "alone": 8,  # unknown pictures alone, after each of these rounds
             "videos": 4,  # asked about five times each
-            "known": 10_000,  # pictures that become known while memory is watched
             "again": False,  # measure also what has a result
         },
         {"images": 14, "cache_gib": 0.03, "restarted": 6, "samples": 1, "at_once": 4, "rounds_at_once": 2, "alone": 2,
-         "videos": 1, "known": 400},
+         "videos": 1},
     ),
     "start_cost": Benchmark(
         "CPU time of API server, engine and worker until the server is healthy, and the plugin's own part of it",

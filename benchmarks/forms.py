@@ -10,8 +10,8 @@ FAMILIES = {
     "qwen2-vl": "Qwen2-VL", "qwen2.5-vl": "Qwen2.5-VL", "qwen3-vl": "Qwen3-VL", "qwen3-vl-moe": "Qwen3-VL MoE",
     "qwen3.5": "Qwen3.5", "qwen3.5-moe": "Qwen3.5 MoE", "gemma3": "Gemma 3", "gemma4": "Gemma 4",
 }  # fmt: skip
-
-COMMANDS = {"gemma3_attention": "bench-gemma3", "gallery": "bench-features", "restart": "bench-features"}
+COMMANDS = {"gemma3_attention": "bench-gemma3", "gallery": "bench-features", "restart": "bench-features",
+            "chaos": "chaos"}  # fmt: skip
 
 Loaded = Mapping[str, Any]  # a result, as results.py writes it
 Pair = tuple[float, float]  # stock, mmcache; stock's is 0 where there is none
@@ -55,9 +55,9 @@ def ratios(groups: Groups) -> Cells:
     return "1", " / ".join(f"{one[0]:.2f}" + (f" to {one[-1]:.2f}" if len(one) > 1 else "") for one in each)
 
 
-def numbers(form: str) -> Callable[[Groups], Cells]:
+def numbers(form: str, factor: float = 1) -> Callable[[Groups], Cells]:
     def cells(groups: Groups) -> Cells:
-        stock, ours = (" / ".join(f"{pairs[0][side]:{form}}" for pairs in groups) for side in (0, 1))
+        stock, ours = (" / ".join(f"{factor * pairs[0][side]:{form}}" for pairs in groups) for side in (0, 1))
         return stock, ours
 
     return cells
@@ -71,7 +71,7 @@ def rates(groups: Groups) -> Cells:
 
 def own(unit: str, factor: float, form: str) -> Callable[[Groups], Cells]:
     """Where stock has nothing of the kind; the most of several."""
-    return lambda groups: ("-", " / ".join(f"{factor * max(pairs)[1]:{form}}" for pairs in groups) + f" {unit}")
+    return lambda groups: ("-", " / ".join(f"{factor * max(pairs)[1]:{form}}" for pairs in groups) + unit)
 
 
 TIME = Form(times, "time")
@@ -86,39 +86,41 @@ NUMBER = Form(numbers(".1f"))
 class Row:
     """A row of the table. `cases`: a number for each; where one begins with `*, `, one for each family.
 
-    `text` may name options and what was counted, in braces. `what` may be a part and its whole, `a/b`. `label`: in the
-    plot, where a row without one is not.
+    `text` may name options and what was counted, in braces. `what` may be a part and its whole, `a/b`, or several.
+    `label`: in the plot, where a row without one is not. `sides`: whose numbers stand under stock and mmcache.
     """
 
     text: str
     benchmark: str
     cases: tuple[str, ...]
-    what: str
+    what: str | tuple[str, ...]
     form: Form
     label: str = ""
     in_readme: bool = False
+    sides: tuple[str, str] = ("stock", "mmcache")
 
     def groups(self, found: Loaded) -> dict[str, list[Pair]]:
         """The numbers that a result has for this row, by what their cell is called; empty where it has none."""
+        whats = (self.what,) if isinstance(self.what, str) else self.what
         made: dict[str, list[Pair]] = {}
         for case in self.cases:
-            named = {case: ""}
+            named = {case: case if len(self.cases) > 1 else ""}
             if case.startswith("*, "):
                 named = {case.replace("*", family, 1): name for family, name in FAMILIES.items()}
             for pattern, name in named.items():
-                if pairs := list(self._pairs(found["found"], pattern)):
-                    made[name or (case if len(self.cases) > 1 else "")] = pairs
+                for what in whats:
+                    if pairs := list(self._pairs(found["found"], pattern, what)):
+                        made[f"{name} {what}" if len(whats) > 1 else name] = pairs
         return made
 
-    def _pairs(self, found: Mapping[str, Mapping[str, Mapping[str, float]]], pattern: str) -> Iterator[Pair]:
-        what, _, whole = self.what.partition("/")
+    def _pairs(self, found: Mapping[str, Mapping[str, Mapping[str, float]]], pattern: str, what: str) -> Iterator[Pair]:
+        what, _, whole = what.partition("/")
         for case, counted in found.items():
-            if fnmatchcase(case, pattern) and "mmcache" in counted.get(what, {}):
+            if fnmatchcase(case, pattern) and self.sides[1] in counted.get(what, {}):
                 of = counted[whole] if whole else dict.fromkeys(counted[what], 1)
                 if not any(of.values()):
                     continue  # a part of nothing
-                stock, ours = ((counted[what].get(side, 0) / of[side] if of.get(side) else 0.0)
-                               for side in ("stock", "mmcache"))  # fmt: skip
+                stock, ours = (counted[what].get(side, 0) / of[side] if of.get(side) else 0.0 for side in self.sides)
                 yield stock, ours
 
     def said(self, found: Loaded) -> str:

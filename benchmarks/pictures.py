@@ -7,7 +7,10 @@ A variant is the same file with a comment in it: the same pixels at the same cos
 import base64
 import io
 import struct
+import tempfile
 import zlib
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,3 +63,38 @@ def data_url(kind: Kind, content: bytes) -> str:
 def url_of(kind: Kind, number: int) -> str:
     """Picture `number` as a data URL."""
     return data_url(kind, picture(kind, number))
+
+
+@cache
+def _drawn(size: tuple[int, int], noise: int) -> np.ndarray[Any, Any]:
+    """(height, width, 3) uint8."""
+    kind = Kind("image/png", size, noise, {"format": "PNG", "compress_level": 0})
+    return np.asarray(Image.open(io.BytesIO(picture(kind, 0))))
+
+
+def unlike(kind: Kind, number: int) -> bytes:
+    """The file of a picture with pixels of its own: one drawn picture, turned by `number` rows and columns."""
+    pixels = np.roll(_drawn(kind.size, kind.noise), (number, number), axis=(0, 1))  # 11,520 pictures of 1280x720
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, **kind.options)
+    return buffer.getvalue()
+
+
+def video(number: int, frames: int = 64, size: tuple[int, int] = (1280, 720)) -> bytes:
+    """An mp4 of 2 frames a second: a square that wanders over a slope. Needs OpenCV, which vLLM brings."""
+    import cv2
+
+    width, height = size
+    slope = np.linspace(0, 200, width, dtype=np.uint8)[None, :, None].repeat(height, 0).repeat(3, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "video.mp4"
+        writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 2.0, size)
+        if not writer.isOpened():
+            raise RuntimeError("OpenCV can't write mp4 here: its wheel brings ffmpeg; is opencv-python-headless there?")
+        for frame in range(frames):
+            pixels = slope.copy()
+            x, y = (number * 37 + frame * 8) % (width - 40), (number * 11 + frame * 4) % (height - 40)
+            pixels[y : y + 40, x : x + 40] = (number % 256, frame * 3, 255 - number % 256)
+            writer.write(pixels)
+        writer.release()
+        return path.read_bytes()

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurements as a picture: mmcache by stock, row by row, and the shares of tokens that were reused.
+"""The measurements as a picture: mmcache by stock, row by row, and the shares of tokens that were reused."""
 
-python -m benchmarks.plot  # write docs/benchmarks.png from the committed results; a test compares
-"""
-
-import argparse
 import hashlib
 import io
 import json
@@ -18,7 +14,6 @@ from PIL.PngImagePlugin import PngInfo
 from benchmarks.forms import Loaded, Point
 from benchmarks.results import ROOT
 from benchmarks.rows import ROWS
-from benchmarks.summary import all_committed
 
 PLOT = ROOT / "docs" / "benchmarks.png"
 KEY = "Points"  # of the text in the file that says what is shown
@@ -36,15 +31,18 @@ def digest(points: Iterable[Point]) -> str:
     return hashlib.sha256(json.dumps(list(points)).encode()).hexdigest()
 
 
-def draw(results: Mapping[str, Loaded], path: Path) -> None:
-    """Write the plot of these results as a PNG."""
-    points = points_of(results)
+def draw(points: list[Point], path: Path) -> None:
+    """Write a plot of 32 colours, which is a third of the size, with the digest of its points as a text in the file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     groups = {name: [point for point in points if point.group == name] for name in (*TITLES, "reuse")}
     groups = {name: members for name, members in groups.items() if members}
     if not groups:
         raise ValueError("nothing to plot: no result has a row with both sides")
     heights = [len(members) + 2.5 for members in groups.values()]
-    figure = new_figure(0.2 * sum(heights))
+    figure = Figure(figsize=(10, 0.2 * sum(heights)), dpi=90, layout="constrained")
+    FigureCanvasAgg(figure)
     panels = figure.subplots(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
     for panel, (name, members) in zip(panels, groups.items(), strict=True):
         show_shares(panel, members) if name == "reuse" else show_ratios(panel, members, TITLES[name])
@@ -52,27 +50,11 @@ def draw(results: Mapping[str, Loaded], path: Path) -> None:
         panel.set_ylim(len(members) - 0.4, -0.6)
         panel.tick_params(axis="x", labelsize=8)
         panel.spines[["top", "right", "left"]].set_visible(False)
-    save(figure, path, {KEY: digest(points)}, colours=32)
-
-
-def new_figure(height: float) -> Any:
-    """Units: inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, height), dpi=90, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def save(figure: Any, path: Path, said: Mapping[str, str], colours: int) -> None:
-    """Write a figure as a PNG of so many colours, which is a third of the size; `said` are texts in the file."""
     drawn, info = io.BytesIO(), PngInfo()
     figure.savefig(drawn)
-    for key, text in said.items():
-        info.add_text(key, text)
+    info.add_text(KEY, digest(points))
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.open(drawn).convert("RGB").quantize(colours).save(path, optimize=True, pnginfo=info)
+    Image.open(drawn).convert("RGB").quantize(32).save(path, optimize=True, pnginfo=info)
 
 
 def show_ratios(panel: Any, points: list[Point], title: str) -> None:
@@ -114,14 +96,3 @@ def show_shares(panel: Any, points: list[Point]) -> None:
     panel.grid(axis="x", linewidth=0.3)
     panel.set_axisbelow(True)
     panel.set_title("tokens reused of the best possible (more is better)", fontsize=9, loc="left")
-
-
-def main() -> None:
-    """Draw the committed results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
-    parser.add_argument("--output", type=Path, default=PLOT, metavar="PNG")
-    draw(all_committed(), parser.parse_args().output)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@
 
 random-mm makes prompts of random words and pictures of random pixels from a seed, so the second run asks what the first
 one asked. The first has nothing to reuse: what its best possible would be is left out. The processes of the server
-count decodes and runs of the tower with the probe of the processor's benchmark, alike on both sides.
+count decodes and runs of the tower (probing.py), alike on both sides.
 """
 
 import json
@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processor import probe
-from benchmarks.processor.asking import Asked, measured_server
+from benchmarks import probing
 from benchmarks.results import ROOT, Result
 from benchmarks.servers import MODEL, PATH, metrics
 from benchmarks.sides import SIDES
@@ -36,27 +35,26 @@ def measure(options: Namespace) -> Result:
         model = build_cached(options.family, Path(folder))
         limits = ("--limit-mm-per-prompt", json.dumps({"image": options.images}))
         for side in SIDES:
-            with measured_server(model, side, (*ARGS, *limits)) as up:
+            with probing.probed_server(model, side, (*ARGS, *limits)) as up:
                 sides[side] = dict(both_runs(up, model, options))
     for case, what in sides["stock"]:
         result.add(case, what, {side: sides[side][case, what] for side in SIDES})
     return result
 
 
-def both_runs(up: Asked, model: Path, options: Namespace) -> Iterator[tuple[tuple[str, str], float]]:
+def both_runs(up: probing.Probed, model: Path, options: Namespace) -> Iterator[tuple[tuple[str, str], float]]:
     """By case and what is counted."""
     for case in ("first run", "same seed again"):
-        cached, before = metrics(up.server.url, HITS), probe.read(up.folder)
+        cached, before = metrics(up.server.url, HITS), probing.read(up.folder)
         said = bench(up.server.url, model, options)
-        counts = {name: sum(one[name] - before[process][name] for process, one in probe.read(up.folder).items())
-                  for name in ("decodes", "towers")}  # fmt: skip
+        after = probing.read(up.folder)
         hits = sum(metrics(up.server.url, HITS).values()) - sum(cached.values())
         yield (case, "first_token_s"), said["median_ttft_ms"] / 1000
         yield (case, "requests_per_s"), said["request_throughput"]
         yield (case, "prompt_tokens"), sum(said["input_lens"])
         yield (case, "cached_tokens"), hits
-        yield (case, "decodes"), counts["decodes"]
-        yield (case, "tower_runs"), counts["towers"]
+        yield (case, "decodes"), after["decodes"] - before["decodes"]
+        yield (case, "tower_runs"), after["tower_runs"] - before["tower_runs"]
         if case != "first run":
             yield (case, "best_tokens"), sum((tokens - 1) // BLOCK * BLOCK for tokens in said["input_lens"])
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of measurements, made from results: the committed ones for the pages, others for `make bench`.
+"""The table of measurements, made from results: the committed ones for the pages, others for `make bench`.
 
 python -m benchmarks.summary          # print the whole table
-python -m benchmarks.summary --write  # write the pages; tests compare
-
-README.md has a few rows, docs/benchmarks.md all, and docs/features.md the comparison with vLLM's own connectors.
+python -m benchmarks.summary --write  # write README.md (a few rows), docs/benchmarks.md (all) and the plot
 """
 
 import argparse
@@ -18,11 +16,6 @@ from benchmarks.rows import ROWS
 
 BEGIN, END = "<!-- made by python -m benchmarks.summary -->\n", "<!-- end -->\n"
 LINKS = "[All rows, and how to repeat and read them](docs/benchmarks.md); [as a plot](docs/benchmarks.png).\n"
-CONNECTORS = {"stock": "vLLM alone", "ECCPUConnector": "", "ECExampleConnector": "", "mmcache": "this store"}
-COLUMNS = (
-    "", "images first asked about", "asked about again, after they left vLLM's own cache", "after a restart",
-    "one image after new weights", "a known image beside a new one, memory full",
-)  # fmt: skip
 
 
 def all_committed() -> dict[str, Loaded]:
@@ -33,11 +26,11 @@ def all_committed() -> dict[str, Loaded]:
 
 def table(results: Mapping[str, Loaded], in_readme: bool = False) -> str:
     """The table in Markdown, with the machines that it was measured on; empty without a row."""
-    rows = [row for row in ROWS if row.benchmark in results and (row.in_readme or not in_readme)]
-    lines = [line for row in rows if (line := row.line(results[row.benchmark]))]
+    wanted = [row for row in ROWS if row.benchmark in results and (row.in_readme or not in_readme)]
+    lines = [line for row in wanted if (line := row.line(results[row.benchmark]))]
     if not lines:
         return ""
-    shown = {row.benchmark: results[row.benchmark] for row in rows}
+    shown = {row.benchmark: results[row.benchmark] for row in wanted}
     note = f"Measured on {machines_of(shown)}. Tiny random models: ratios and exactness matter, not milliseconds."
     return "\n".join(["| what | stock | mmcache | command |", "|---|---|---|---|", *lines, "", note, ""])
 
@@ -51,20 +44,6 @@ def machines_of(results: Mapping[str, Loaded]) -> str:
     return "; ".join(
         f"{cores} of {' or '.join(sorted(names))}, vLLM {version}" for (cores, version), names in sorted(seen.items())
     )
-
-
-def connectors(found: Loaded) -> str:
-    """Runs of the tower of each side of upstream_connectors, and the median time of a question."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    counted = found["found"]
-    for side, name in CONNECTORS.items():
-        cells = [f"{counted[case]['tower_runs'][side]} ({counted[case]['time_s'][side]:.2f} s)"
-                 for case in ("first", "rotation", "restart")]  # fmt: skip
-        ends = found["details"].get(side, {}).get("known_beside_new", "")
-        cells += [str(counted["new weights"]["tower_runs"].get(side, "")), ends.partition(" for ")[0]]
-        lines.append(f"| {name or side} | {' | '.join(cells)} |")
-    what = f"{found['options']['images']} images, commit {found['commit']}, {found['machine']}"
-    return "\n".join(["Runs of the tower, and the median time of a question:", "", *lines, "", f"{what}.", ""])
 
 
 def between_marks(text: str, begin: str, content: str) -> str:
@@ -82,19 +61,21 @@ def pages() -> dict[Path, str]:
     return {
         ROOT / "README.md": table(results, in_readme=True) + LINKS,
         ROOT / "docs" / "benchmarks.md": table(results),
-        ROOT / "docs" / "features.md": connectors(committed("upstream_connectors")),
     }
 
 
 def main() -> None:
-    """Print the table, or write the pages."""
+    """Print the table, or write the pages and the plot."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.summary", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put the tables into the pages")
+    parser.add_argument("--write", action="store_true", help="put the tables into the pages, and draw the plot")
     if not parser.parse_args().write:
         print(table(all_committed()))
         return
+    from benchmarks import plot
+
     for path, content in pages().items():
         path.write_text(between_marks(path.read_text(), BEGIN, content))
+    plot.draw(plot.points_of(all_committed()), plot.PLOT)
 
 
 if __name__ == "__main__":

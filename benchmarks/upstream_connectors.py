@@ -47,7 +47,8 @@ def measure(options: Namespace) -> Result:
         if side in WITH_LIMIT:
             with tempfile.TemporaryDirectory() as place:
                 faults = run(side, place, "faults", 2 * PACKAGE_BYTES)
-            result.details[side] = {"known_beside_new": faults.pop("known_beside_new")}
+            result.details[side] = {"known_beside_new": (said := faults.pop("known_beside_new"))}
+            found.setdefault(("memory full", "answered"), {})[side] = float(said.startswith("answered"))
             for what, number in faults.items():
                 found.setdefault(("new weights", what), {})[side] = number
     for (case, what), numbers in found.items():

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server under load whose stores are damaged and taken away, and which is killed: answers, failures, memory, files.
 
-python -m benchmarks.run chaos [--faults NAME ...] [--kills 20] [--seconds 6] [--clients 8] [--save]
-
 A stock server without any cache first gives the answer to each question about each picture. Then a server with the
 plugin, a store on disk and a real Valkey answers them to all clients at once. Each fault is in force for some seconds
 of load, then the server is killed and started again while it lasts; the next fault is for the new one. At the end one
@@ -28,38 +26,72 @@ from vllm_mmcache.demo.server import Server, is_healthy
 from vllm_mmcache.zoo import build_cached
 
 FAMILY = "qwen3-vl"
-MOST_GROWTH_MIB = 300  # of a process, between the two times without a fault; for stock's see stock.py
+MOST_GROWTH_MIB = 300  # of a process, between the two times without a fault
 FIRST_ANSWER_S = 60  # of a new server, which loads late what it needs
 MOST_BAD_LINES = 3  # kept of a phase
 MOST_GROWTH_FILES = 16  # alike: a connection a client, and as many of ours
 
 
 def measure(options: Namespace) -> Result:
-    """The faults, kills and phases; what must not be is a problem."""
+    """The faults, kills and phases; what must not be is a problem. Stock has the load alone, for as many phases."""
     start, result = time.monotonic(), Result()
     pictures = make_pictures(options.pictures)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         model = build_cached(FAMILY, Path(folder))
         with zoo_server(model, "stock", images=1, args=(*ARGS, "--no-enable-prefix-caching")) as server:
             answers, near_ties = cold_answers(server.url, pictures)
-        disk = stack.enter_context(Disk(Path(folder)))
-        peaks = stack.enter_context(watch.Peaks())
-        valkey = stack.enter_context(running_valkey())
-        clients = stack.enter_context(Clients(answers, pictures, options.clients))
-        run = Run(Scene(model, disk, valkey, clients), peaks, options)
-        stack.callback(run.scene.close)
-        run.all()
+        phases = []
+        if "stock" in options.sides:
+            with Clients(answers, pictures, options.clients) as clients:
+                phases = stock_phases(model, clients, options)
+        with ExitStack() as stack:
+            disk = stack.enter_context(Disk(Path(folder)))
+            peaks = stack.enter_context(watch.Peaks())
+            valkey = stack.enter_context(running_valkey())
+            clients = stack.enter_context(Clients(answers, pictures, options.clients))
+            run = Run(Scene(model, disk, valkey, clients), peaks, options)
+            stack.callback(run.scene.close)
+            run.all()
     result.details = {
         "answers": len(answers),
         "left_out_as_near_ties": near_ties,
         "confusable_answers": len(confusable(answers)),
         **run.result(),
+        "stock": {"phases": phases},
         "seconds": round(time.monotonic() - start),
     }
     for what in ("requests", "wrong", "failed", "excused", "kills", "deaths", "slowest_s"):
-        result.add("chaos", what, {"mmcache": result.details[what]})
+        stock = (
+            {"stock": sum(one[what] for one in phases)} if phases and what in ("requests", "wrong", "failed") else {}
+        )
+        result.add("chaos", what, {**stock, "mmcache": result.details[what]})
+    for what, number in growth(result.details["one_server"]).items():
+        stock = {"stock": growth(phases[1:])[what]} if phases else {}  # in the first one the caches fill
+        result.add("growth", what, {**stock, "mmcache": number})
     result.problems = problems(result.details)
     return result
+
+
+def stock_phases(model: Path, clients: Clients, options: Namespace) -> list[dict[str, Any]]:
+    """A stock server under the same load: its answers have to be right, and its growth is the measure for ours."""
+    phases = []
+    args = (*ARGS, "--enable-prefix-caching")
+    with zoo_server(model, "stock", images=1, args=args) as server, watch.Peaks() as peaks:
+        peaks.look_at(server)
+        clients.serve(server.url)
+        clients.wait_for_an_answer(FIRST_ANSWER_S)
+        for _ in range(len(options.faults or FAULTS) + 3):
+            time.sleep(options.seconds)
+            phases.append({**clients.take().as_dict(), **peaks.take()})
+        peaks.look_at(None)
+        clients.down()
+    return phases
+
+
+def growth(phases: list[dict[str, Any]]) -> dict[str, int]:
+    """Of memory and open files, from the first of some phases to the last."""
+    first, last = phases[0], phases[-1]
+    return {name: last[name] - first[name] for name in first if name.endswith(("_mib", "_files"))}
 
 
 class Run:
@@ -159,8 +191,7 @@ def problems(result: dict[str, Any]) -> list[str]:
     phases = [*result["killed"], *result["one_server"]]
     found += [f"{one['fault']}: {line}" for one in phases for line in one["bad_lines"]]
     first, last = result["one_server"][0], result["one_server"][-1]
-    for name in (name for name in first if name.endswith(("_mib", "_files"))):
-        most = MOST_GROWTH_MIB if name.endswith("_mib") else MOST_GROWTH_FILES
-        if last[name] - first[name] > most:
+    for name, number in growth(result["one_server"]).items():
+        if number > (MOST_GROWTH_MIB if name.endswith("_mib") else MOST_GROWTH_FILES):
             found.append(f"{name} has grown from {first[name]} to {last[name]}")
     return found

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine can measure of the cost model of features: bandwidths, the real tower on the CPU, compression.
-
-The model itself, its table and its plot: python -m benchmarks.feature_costs.page
-"""
+"""What this machine can measure of the cost model of features: bandwidths, the real tower on the CPU, compression."""
 
 import os
 import socket
@@ -17,7 +14,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from benchmarks.feature_costs.model import inputs_with
+from benchmarks.feature_costs import model
 from benchmarks.results import Result
 from benchmarks.servers import running_valkey
 
@@ -25,20 +22,33 @@ CHUNK = 4 * 1024**2
 
 
 def measure(options: Namespace) -> Result:
-    """Bandwidths, then the tower and what its features are compressed to; these are no comparison of sides."""
+    """Bandwidths, the tower and what its features are compressed to; then what the model of costs makes of them."""
     result = Result()
-    for name, rate in bandwidths(options.mebibytes * 1024**2, options.rounds).items():
+    measured = bandwidths(options.mebibytes * 1024**2, options.rounds)
+    for name, rate in measured.items():
         result.add(name, "gb_s", {"here": rate})
 
     from benchmarks.feature_costs import tower  # torch, with its threads, after the bandwidths
 
-    sizes = {"512": (512, 512), **inputs_with({}).said["pictures"]}
-    model = tower.load(options.layers)
-    pictures = {name: sizes[name] for name in options.pictures}
-    result.details["tower"] = tower.measure(model, pictures, rounds=1)
-    made = tower.features(model, *sizes[options.pictures[0]])
-    result.details["compression"] = tower.compression(made, options.rounds)
+    sizes = {"512": (512, 512), **model.INPUTS["pictures"]}
+    here = tower.load(options.layers)
+    for name in options.pictures:
+        for what, number in tower.measure(here, sizes[name]).items():
+            result.add(f"tower, {name}", what, {"here": number})
+    made = tower.features(here, *sizes[options.pictures[0]])
+    for codec, numbers in tower.compression(made, options.rounds).items():
+        for what, number in numbers.items():
+            result.add(codec, what, {"here": number})
+    add_model(result, measured)
     return result
+
+
+def add_model(result: Result, measured: dict[str, float]) -> None:
+    """Derived, not measured: seconds of the tower, and to load what it makes, of each model and picture on each GPU."""
+    for package in model.packages():
+        for gpu in model.INPUTS["gpus"]:
+            case = f"{package.model}, {package.picture}, {gpu}"
+            result.add(case, "time_s", model.seconds(package, gpu, measured))
 
 
 def bandwidths(num_bytes: int, rounds: int) -> dict[str, float]:

@@ -39,7 +39,6 @@ LEFT_OUT: dict[str, str] = {
     "random_mm": _CPU,
     "kv_restart": _CPU,
     "chaos": _CPU,
-    "chaos_stock": _CPU,
     "upstream_connectors": "supplies what vLLM's CPU build lacks",
     "feature_steps": _STORE,
     "feature_costs": _STORE,
