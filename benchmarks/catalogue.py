@@ -12,13 +12,20 @@ SIDES = ("stock", "mmcache")
 WITH_TOWERS = ("qwen3-vl", "qwen3.5", "qwen3-vl-moe", "gemma4")  # of a large picture the tower is most of the time
 
 
+API = "measures the API server, which has no CUDA part"
+CPU = "its server is one of the CPU"
+STORE = "measures disk, Valkey and threads; what depends on the platform is in gallery"
+
+
 @dataclass(frozen=True)
 class Benchmark:
-    """`short` are the options that differ in the short form; None where there is none."""
+    """`short` are the options that differ in the short form. `not_on_gpu`: why `make gpu-check` leaves it out."""
 
     what: str
     options: Mapping[str, Any]
-    short: Mapping[str, Any] | None
+    short: Mapping[str, Any]
+    not_on_gpu: str = ""
+    in_bench: bool = True  # `make bench` runs it unless others are named
 
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -31,6 +38,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "Gemma 3 on the CPU: exactness, images split under load, the endless request, CPU time of a prefill",
         {"windows": (128, 512, 1024), "steps": 2000, "rounds": 15, "repeats": 8},
         {"windows": (128,), "steps": 100, "rounds": 5, "repeats": 1},
+        not_on_gpu="measures the plugin's attention for vLLM's CPU backend; other platforms keep vLLM's own",
     ),
     "image_questions": Benchmark(
         "the second question about an image: cached tokens by the best possible",
@@ -40,7 +48,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     "cold_requests": Benchmark(
         "what the first request about images costs, nothing of it cached; then a room on and off in one process",
         {"families": ("gemma3", "qwen3.5", "qwen3-vl"), "rounds": 5, "repeats": 4, "pairs": 5},
-        None,
+        {"families": ("gemma3", "qwen3.5"), "rounds": 3, "repeats": 1, "pairs": 4},
+        in_bench=False,
     ),
     "agents": Benchmark(
         "agents and pipelines: tokens reused of the best possible, runs of the vision tower, time of a request",
@@ -61,11 +70,13 @@ BENCHMARKS: dict[str, Benchmark] = {
         "vLLM's own `bench serve` with random-mm as the client, the same seed twice",
         {"family": "qwen3-vl", "requests": 50, "images": 2, "side": 672, "words": 128, "at_once": 4},
         {"requests": 10},
+        CPU,
     ),
     "warm_turn": Benchmark(
         "a warm turn about 20 images: time to first token, CPU of the API server, turns per second, memory",
         {"images": 20, "turns": 20, "conversations": 8, "turns_at_once": 5, "cold": 5, "distinct": 2000},
         {"images": 10, "turns": 5, "turns_at_once": 2, "cold": 2, "distinct": 80},
+        API,
     ),
     "gallery": Benchmark(
         "images in rotation: time of a question and runs of the tower from the second round on; what saving costs",
@@ -76,57 +87,69 @@ BENCHMARKS: dict[str, Benchmark] = {
         "the first question about each known image after a restart, features on disk or in Valkey",
         {"families": WITH_TOWERS, "tiers": ("disk", "valkey"), "images": 20, "size": 1024, "repeats": 2},
         {"families": ("qwen3-vl",), "tiers": ("disk",), "images": 10, "repeats": 1},
+        STORE,
     ),
     "kv_restart": Benchmark(
         "conversations of 20 screenshots go on after a restart, their KV in vLLM's ExampleConnector and without",
         {"images": 20, "width": 1024, "height": 640, "talks": 3, "sides": ("mmcache", "stock", "none")},
         {"images": 6, "talks": 2},
+        CPU, in_bench=False,
     ),
     "upstream_connectors": Benchmark(
         "the feature store beside vLLM's own encoder-cache connectors: rotation, restart, two faults; runner V2",
         {"sides": ("stock", "ECCPUConnector", "ECExampleConnector", "mmcache"), "images": 5, "size": 512},
         {"sides": ("stock", "mmcache")},
+        not_on_gpu="supplies what vLLM's CPU build lacks",
+        in_bench=False,
     ),
     "feature_steps": Benchmark(
         "what the feature store takes in an engine's step, and what its loads do to others' decoding",
         {"engines": ("v1", "v2-async"), "family": "qwen3-vl", "images": 20, "rounds": 5, "size": 448, "packages": 20,
          "repeats": 3, "bandwidth": 100e6},
         {"engines": ("v1",), "images": 6, "rounds": 2, "packages": 4, "repeats": 1},
+        STORE, in_bench=False,
     ),
     "identity": Benchmark(
         "identity work per image in this process, and turns of conversations that name images by uuid alone",
         {"rounds": 2000, "images": 20, "turns": 40, "swaps": 2},
         {"rounds": 500, "turns": 20, "swaps": 1},
+        API,
     ),
     "observe": Benchmark(
         "what recording costs a warm turn about 20 images, and the time of its wrappers",
         {"images": 20, "turns": 30, "pairs": 600},
         {"turns": 10, "pairs": 60},
+        API,
     ),
     "sealing": Benchmark(
         "what encryption at rest costs a load and a save of features, and a record: processor time",
         {"mebibytes": 64, "rounds": 15},
         {"rounds": 3},
+        STORE, in_bench=False,
     ),
     "load": Benchmark(
         "16 conversations with screenshots at once for minutes: failures, rate, times, memory",
         {"seconds": 300.0, "conversations": 16, "family": "qwen3-vl", "sides": SIDES},
         {"seconds": 15.0},
+        CPU,
     ),
     "memory": Benchmark(
         "memory of each process while a server sees thousands of distinct images",
         {"distinct": 2000, "images": 20, "size": 320, "family": "qwen3-vl", "sides": SIDES},
         {"distinct": 200},
+        CPU, in_bench=False,
     ),
     "chaos": Benchmark(
         "a server under load whose directory and Valkey are damaged and taken away, and which is killed 20 times",
         {"faults": (), "kills": 20, "seconds": 6.0, "clients": 8, "pictures": 40, "sides": SIDES},
         {"faults": ("nothing", "files truncated", "Valkey killed"), "kills": 2, "pictures": 24, "sides": ("mmcache",)},
+        CPU, in_bench=False,
     ),
     "feature_costs": Benchmark(
         "bandwidths of this machine, the real tower of Qwen3-VL-8B on the CPU, compression: for the cost model",
         {"mebibytes": 64, "rounds": 5, "pictures": ("512", "720p", "1080p"), "layers": 27},
         {"mebibytes": 16, "rounds": 1, "pictures": ("512",), "layers": 1},
+        STORE, in_bench=False,
     ),
     "processor": Benchmark(
         "what an image costs before the model sees it: in rotation, after a restart, by size, many at once; videos",
@@ -145,10 +168,12 @@ BENCHMARKS: dict[str, Benchmark] = {
         },
         {"images": 14, "cache_gib": 0.03, "restarted": 6, "samples": 1, "at_once": 4, "rounds_at_once": 2, "alone": 2,
          "videos": 1},
+        API, in_bench=False,
     ),
     "start_cost": Benchmark(
         "CPU time of API server, engine and worker until the server is healthy, and the plugin's own part of it",
         {"pairs": 5, "plugin": ""},
         {"pairs": 1},
+        not_on_gpu="measures what the plugin does before the model runs",
     ),
 }  # fmt: skip

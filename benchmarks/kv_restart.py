@@ -83,4 +83,4 @@ def cost_of(server: Server, body: bytes) -> dict[str, Any]:
     reply = ask(server.url, [body])
     cpu_s = sum(server_cpu_s(server).values()) - before
     numbers = {"prompt_tokens": reply.prompt_tokens, "cached_tokens": reply.cached_tokens, "cpu_s": cpu_s}
-    return {"first_token_s": reply.first_token_s, **numbers, "answer": reply.tokens}
+    return {"first_token_s": reply.first_token_s, **numbers, "answer": [token for token, _ in reply.answer]}

@@ -11,21 +11,20 @@ that at any time the conversations are of all ages, and the load is the same fro
 
 import itertools
 import json
-import tempfile
 import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
 from benchmarks.pictures import SCREEN, data_url, picture, variant
 from benchmarks.processes import MemoryWatch
 from benchmarks.results import Result
-from benchmarks.servers import SMALL_ARGS, SMALL_CACHES, Reply, ask, request, zoo_server
-from vllm_mmcache.zoo import ZooOptions, build_cached
+from benchmarks.servers import SMALL_ARGS, SMALL_CACHES, Reply, ask, on_each_side, request
+from vllm_mmcache.demo.server import Server
+from vllm_mmcache.zoo import ZooOptions
 
 MAX_PIXELS = 512 * 512  # 256 tokens a screenshot, so that 16 conversations are more than two cores can't serve
 WARM_UP = 0.2  # of the time
@@ -43,22 +42,21 @@ PAUSE_S = 1.0  # after a failure
 
 def measure(options: Namespace) -> Result:
     """Both sides; a request that failed is a problem."""
-    result, found = Result(), dict[str, dict[tuple[str, str], float]]()
-    with tempfile.TemporaryDirectory() as folder:
-        model = build_cached(options.family, Path(folder), options=ZooOptions(max_pixels=MAX_PIXELS))
-        for side in options.sides:
-            args = (*SMALL_ARGS, "--dtype", "bfloat16" if options.family == "qwen3.5" else "float32")
-            with zoo_server(model, side, images=IMAGES, args=args, env=SMALL_CACHES) as server:
-                load = Load(server.url, options.conversations)
-                with MemoryWatch(server) as watch:
-                    load.run(options.seconds)
-            growth = watch.growth(WARM_UP * options.seconds)
-            found[side] = numbers(load, growth, WARM_UP * options.seconds)
-            result.details[side] = {"errors": sorted(set(load.failures))[:NUM_ERRORS], "memory": growth}
-            if load.failures:
-                result.problems.append(f"{len(load.failures)} requests failed on {side}: {load.failures[0]}")
-    for case, what in next(iter(found.values())):
-        result.add(case, what, {side: of[case, what] for side, of in found.items()})
+    result = Result()
+
+    def one_side(server: Server, side: str) -> dict[tuple[str, str], float]:
+        load, warm_up_s = Load(server.url, options.conversations), WARM_UP * options.seconds
+        with MemoryWatch(server) as watch:
+            load.run(options.seconds)
+        growth = watch.growth(warm_up_s)
+        result.details[side] = {"errors": sorted(set(load.failures))[:NUM_ERRORS], "memory": growth}
+        if load.failures:
+            result.problems.append(f"{len(load.failures)} requests failed on {side}: {load.failures[0]}")
+        return numbers(load, growth, warm_up_s)
+
+    args = (*SMALL_ARGS, "--dtype", "bfloat16" if options.family == "qwen3.5" else "float32")
+    zoo = ZooOptions(max_pixels=MAX_PIXELS)
+    on_each_side(result, one_side, options.sides, options.family, zoo, images=IMAGES, args=args, env=SMALL_CACHES)
     return result
 
 

@@ -37,8 +37,7 @@ def measure(options: Namespace) -> Result:
         for side in SIDES:
             with probing.probed_server(model, side, (*ARGS, *limits)) as up:
                 sides[side] = dict(both_runs(up, model, options))
-    for case, what in sides["stock"]:
-        result.add(case, what, {side: sides[side][case, what] for side in SIDES})
+    result.add_sides(sides)
     return result
 
 

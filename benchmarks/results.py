@@ -37,6 +37,11 @@ class Result:
                  for side, number in numbers.items())  # fmt: skip
         print(f"{case}: {what} {', '.join(shown)}", flush=True)
 
+    def add_sides(self, sides: Mapping[str, Mapping[tuple[str, str], float]]) -> None:
+        """Keep what each side has found, by case and what is counted."""
+        for key in dict.fromkeys(key for found in sides.values() for key in found):
+            self.add(*key, {side: found[key] for side, found in sides.items() if key in found})
+
 
 def save(path: Path, result: Result, options: Mapping[str, Any]) -> None:
     """Write a result with where it comes from. Raises: ValueError for a number that JSON has not."""

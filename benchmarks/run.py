@@ -38,7 +38,7 @@ def parser_of(name: str, benchmark: Benchmark) -> argparse.ArgumentParser:
     for option, value in benchmark.options.items():
         several = isinstance(value, tuple)
         kind = type(value) if not several else type(value[0]) if value else str
-        short = (benchmark.short or {}).get(option, value)
+        short = benchmark.short.get(option, value)
         said = f"default {value}" + (f", short {short}" if short != value else "")
         more: dict[str, Any] = {"nargs": "+", "type": kind} if several else {"type": kind}
         if kind is bool:
@@ -58,10 +58,8 @@ def options_of(name: str, arguments: list[str]) -> tuple[Namespace, list[Path]]:
     parser = parser_of(name, benchmark)
     given = vars(parser.parse_args(arguments))
     output, is_saved, is_short = given.pop("output"), given.pop("save"), given.pop("short")
-    if is_short and benchmark.short is None:
-        parser.error(f"{name} has no short form")
     folders = ([results.FOLDER] if is_saved else []) + ([output] if output else [])
-    form = benchmark.short or {} if is_short else {}
+    form = benchmark.short if is_short else {}
     said = {option: value for option, value in given.items() if value is not None}
     return Namespace(**{**benchmark.options, **form, **said}), [folder / f"{name}.json" for folder in folders]
 

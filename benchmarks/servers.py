@@ -13,14 +13,17 @@ import re
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pictures import Kind, data_url, picture, variant
 from benchmarks.processes import server_memory
+from benchmarks.results import Result
+from benchmarks.sides import SIDES
 from vllm_mmcache.demo.server import CPU_ARGS, Server, serve
+from vllm_mmcache.zoo import ZooOptions, build_cached
 
 MODEL = "zoo"  # the name that it is served under
 PATH = "/v1/chat/completions"
@@ -48,6 +51,24 @@ def zoo_server(
         args=(*CPU_ARGS, "--served-model-name", MODEL, "--limit-mm-per-prompt", limits, *args),
     ) as server:
         yield server
+
+
+def on_each_side(
+    result: Result,
+    one_side: Callable[[Server, str], Iterable[tuple[tuple[str, str], float]]],
+    sides: Iterable[str] = SIDES,
+    family: str = "qwen3-vl",
+    zoo: ZooOptions | None = None,
+    **server: Any,
+) -> None:
+    """Serve one model on each side, one after the other, and add what is found: numbers by case and what is counted."""
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_cached(family, Path(folder), options=zoo)
+        for side in sides:
+            with zoo_server(model, side, **server) as up:
+                found[side] = dict(one_side(up, side))
+    result.add_sides(found)
 
 
 @contextlib.contextmanager
@@ -115,7 +136,10 @@ def question() -> str:
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer. Units: seconds from the first byte sent. Counts and `tokens` are there if they were asked for."""
+    """One answer. Units: seconds from the first byte sent. Counts and the answer's tokens if they were asked for.
+
+    `answer`: each token with its log-probability. `margin`: the least by which one was ahead of the next best.
+    """
 
     first_token_s: float
     whole_s: float
@@ -123,12 +147,14 @@ class Reply:
     cached_tokens: int
     answer_tokens: int
     text: str
-    tokens: tuple[str, ...]
+    answer: tuple[tuple[str, float], ...] = ()
+    margin: float = 0.0
+    is_finished: bool = True
 
 
-def ask(url: str, body: Sequence[bytes]) -> Reply:
+def ask(url: str, body: Sequence[bytes], timeout_s: float = TIMEOUT_S) -> Reply:
     """Send one streamed request. Raises: RuntimeError with a refusal's text; OSError where nobody listens."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=TIMEOUT_S)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=timeout_s)
     headers = {"content-type": "application/json", "content-length": str(sum(map(len, body)))}
     with contextlib.closing(connection):
         connection.connect()
@@ -145,19 +171,25 @@ def ask(url: str, body: Sequence[bytes]) -> Reply:
 
 
 def read_reply(first_s: float, whole_s: float, lines: Sequence[str]) -> Reply:
-    """What the events of a stream say; nothing of those that are no JSON."""
-    text, tokens, usage = [], [], dict[str, Any]()
+    """What the events of a stream say; nothing of those that are no JSON. Raises: RuntimeError for an error's."""
+    text, tokens, usage, is_finished = [], list[dict[str, Any]](), dict[str, Any](), False
     for line in lines:
         if not line.startswith("data: {"):
             continue
         event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            raise RuntimeError(f"an answer ended with {line[:500]}")
         usage = event.get("usage") or usage
         for choice in event.get("choices", ()):
             text.append((choice.get("delta") or {}).get("content") or "")
-            tokens += [one["token"] for one in ((choice.get("logprobs") or {}).get("content") or ())]
+            is_finished |= choice.get("finish_reason") is not None
+            tokens += (choice.get("logprobs") or {}).get("content") or ()
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     asked, answered = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
-    return Reply(first_s, whole_s, asked, cached, answered, "".join(text), tuple(tokens))
+    answer = tuple((one["token"], one["logprob"]) for one in tokens)
+    best = [[other["logprob"] for other in one.get("top_logprobs") or ()] for one in tokens]
+    margin = min((two[0] - two[1] for two in best if len(two) == 2), default=0.0)
+    return Reply(first_s, whole_s, asked, cached, answered, "".join(text), answer, margin, is_finished)
 
 
 def first_token_s(url: str, body: Sequence[bytes]) -> float:

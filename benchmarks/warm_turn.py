@@ -9,12 +9,10 @@ the server's caches need not be larger than for one.
 import contextlib
 import subprocess
 import sys
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -31,14 +29,13 @@ from benchmarks.servers import (
     first_token_s,
     image_part,
     memory,
+    on_each_side,
     question,
     talk,
-    zoo_server,
 )
-from benchmarks.sides import SIDES
 from vllm_mmcache.client import OnceTransport
 from vllm_mmcache.demo.server import Server, free_port
-from vllm_mmcache.zoo import ZooOptions, build_cached
+from vllm_mmcache.zoo import ZooOptions
 
 CASES = {"PNG": PNG, "JPEG": JPEG}
 NUM_WARM_UPS = 2
@@ -47,22 +44,19 @@ START_TIMEOUT_S = 30
 MAX_PIXELS = 768 * 768  # 576 tokens an image, so that 20 of them fit into the 16,384 positions of the model
 ARGS, ENV = ("--max-model-len", "16384"), {"VLLM_CPU_KVCACHE_SPACE": "2"}
 
-Side = dict[tuple[str, str], float]  # by case and what is counted
-
 
 def measure(options: Namespace) -> Result:
     """Both sides; times are medians."""
-    result, sides = Result(), dict[str, Side]()
+    result = Result()
     files = {case: [picture(kind, number) for number in range(options.images)] for case, kind in CASES.items()}
     with bare_server() as url:
         bare = {case: median(turns(url, about(CASES[case], files[case]), options.turns)) for case in CASES}
-    with tempfile.TemporaryDirectory() as folder:
-        model = build_cached("qwen3-vl", Path(folder), options=ZooOptions(max_pixels=MAX_PIXELS))
-        for side in SIDES:
-            with zoo_server(model, side, images=options.images, args=ARGS, env=ENV) as server:
-                sides[side] = dict(measured(server, files, options, bare, result.details.setdefault(side, {})))
-    for case, what in sides["mmcache"]:
-        result.add(case, what, {side: found[case, what] for side, found in sides.items() if (case, what) in found})
+
+    def one_side(server: Server, side: str) -> Iterator[tuple[tuple[str, str], float]]:
+        return measured(server, files, options, bare, result.details.setdefault(side, {}))
+
+    zoo = ZooOptions(max_pixels=MAX_PIXELS)
+    on_each_side(result, one_side, zoo=zoo, images=options.images, args=ARGS, env=ENV)
     return result
 
 

@@ -23,7 +23,6 @@ def test_every_benchmark_can_be_run_and_shown() -> None:
     modules = {name for name in BENCHMARKS if importlib.util.find_spec(f"benchmarks.{name}") is not None}
     assert set(BENCHMARKS) - modules == REPLAYS
     assert {row.benchmark for row in ROWS} == set(BENCHMARKS)
-    assert set(bench.LEFT_OUT) < set(bench.NAMES) == set(BENCHMARKS) - {"cold_requests"}
     targets = (results.ROOT / "Makefile").read_text()
     assert all(f"benchmarks.run {name} " in targets for name in BENCHMARKS)
 
@@ -46,10 +45,6 @@ def test_options(name: str) -> None:
     assert vars(whole) == dict(benchmark.options)
     assert paths == [Path("somewhere") / f"{name}.json"], "not saved unless it is asked for"
     assert run.options_of(name, ["--save"])[1] == [results.FOLDER / f"{name}.json"]
-    if benchmark.short is None:
-        with pytest.raises(SystemExit):
-            run.options_of(name, ["--short"])
-        return
     short = vars(run.options_of(name, ["--short"])[0])
     assert short == {**benchmark.options, **benchmark.short} != benchmark.options
     assert set(benchmark.short) <= set(benchmark.options)
@@ -61,7 +56,6 @@ def test_options(name: str) -> None:
 def test_one_fails_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "NAMES", ["lost", "block_keys"])
     monkeypatch.setattr(sys, "argv", ["bench", "--output", str(tmp_path), "--only", "lost", "block_keys"])
     (tmp_path / "lost.json").write_text('{"from": "an earlier run"}')
     with pytest.raises(SystemExit, match="failed: lost"):

@@ -37,7 +37,9 @@ def test_an_answer_is_compared_in_tokens_and_log_probabilities() -> None:
 
 
 @contextmanager
-def answering(tokens: clients.Answer, status: int = 200, before: Callable[[], object] = lambda: None) -> Iterator[str]:
+def answering(
+    tokens: clients.Answer, status: int = 200, before: Callable[[], object] = lambda: None, end: str | None = "length"
+) -> Iterator[str]:
     """The URL of a server that gives everybody this answer."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -45,8 +47,8 @@ def answering(tokens: clients.Answer, status: int = 200, before: Callable[[], ob
             self.rfile.read(int(self.headers["Content-Length"]))
             before()
             found = [{"token": token, "logprob": value, "top_logprobs": []} for token, value in tokens]
-            choice = {"index": 0, "finish_reason": "length", "logprobs": {"content": found}}
-            body = json.dumps({"id": "1", "choices": [choice | {"message": {"role": "assistant"}}]}).encode()
+            event = {"choices": [{"finish_reason": end, "logprobs": {"content": found}}]}
+            body = f"data: {json.dumps(event)}\n\n".encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -82,7 +84,12 @@ def test_right_wrong_and_failed_requests_are_told_apart() -> None:
     assert wrong.wrong == wrong.requests > 0 == wrong.failed
     assert "picture 0, question 0: inf apart" in wrong.errors
     assert failed.failed > 0 == failed.requests + failed.excused
-    assert "InternalServerError" in failed.errors[0]
+    assert "answered 500" in failed.errors[0]
+
+
+def test_an_answer_that_breaks_off_is_a_failed_request() -> None:
+    with answering(RIGHT, end=None) as url, pytest.raises(RuntimeError, match="an answer that ends after 2 tokens"):
+        clients.asked(url, clients.make_pictures(1), (0, 0))
 
 
 def test_only_what_was_under_way_at_a_kill_is_excused() -> None:

@@ -59,7 +59,7 @@ def test_without_a_server_every_request_fails(monkeypatch: pytest.MonkeyPatch) -
 
 def test_growth_is_of_a_load_that_lasts() -> None:
     clients = load.Load("http://nowhere", 1)
-    clients.asked = [(at, Reply(0.1, 0.2, 10, 5, 16, "", ())) for at in (1.0, 2.0, 3.0)]
+    clients.asked = [(at, Reply(0.1, 0.2, 10, 5, 16, "")) for at in (1.0, 2.0, 3.0)]
     growth = {"engine": {"end_mib": 2.0, "slope_mib_per_minute": 9.0, "samples_s_mib": []}}
     for seconds, names in ((15.0, {"end_mib"}), (300.0, {"end_mib", "slope_mib_per_minute"})):
         clients.seconds = seconds
@@ -71,18 +71,27 @@ def test_growth_is_of_a_load_that_lasts() -> None:
         load.numbers(clients, growth, warm_up_s=2.5)
 
 
+TOKENS = [
+    {"token": "a", "logprob": -0.5, "top_logprobs": [{"logprob": -0.5}, {"logprob": -1.5}]},
+    {"token": " ", "logprob": -1.0, "top_logprobs": [{"logprob": -1.0}, {"logprob": -1.25}]},
+]
+
+
 def test_what_a_stream_says() -> None:
     usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}
     events: list[dict[str, Any]] = [
         {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
-        {"choices": [{"delta": {"content": "a "}, "logprobs": {"content": [{"token": "a"}, {"token": " "}]}}]},
+        {"choices": [{"delta": {"content": "a "}, "logprobs": {"content": TOKENS}}]},
         {"choices": [], "usage": usage},
     ]
     lines = [line for event in events for line in (f"data: {json.dumps(event)}", "")]
     reply = read_reply(0.1, 0.2, [*lines, "data: [DONE]"])
     assert (reply.prompt_tokens, reply.cached_tokens, reply.answer_tokens) == (9, 8, 2)
-    assert (reply.text, reply.tokens) == ("a ", ("a", " "))
+    assert (reply.text, reply.answer) == ("a ", (("a", -0.5), (" ", -1.0)))
+    assert reply.margin == 0.25, "the second token's"
     assert read_reply(0.1, 0.2, ["data:"]).text == ""
+    with pytest.raises(RuntimeError, match="an answer ended with"):
+        read_reply(0.1, 0.2, ['data: {"error": {}}'])
 
 
 def test_growth_is_that_of_the_line_after_the_warm_up() -> None:
