@@ -4,19 +4,19 @@
 Target: ours takes at most 0.7 of stock's time under sha256.
 """
 
-import time
 from argparse import Namespace
-from statistics import median
+from functools import partial
 
 from vllm.utils import hashing
 from vllm.v1.core import kv_cache_utils
 
 from benchmarks.results import Result
+from benchmarks.timing import medians
 from tests.block_keys.requests import Prompt, make_request, our_hasher, stock_hasher
 
 
 def measure(options: Namespace) -> Result:
-    """Both algorithms; times are medians."""
+    """Both algorithms."""
     result = Result()
     gap = options.tokens // options.images
     images = tuple((f"{k:064x}", k * gap + 7, gap * 3 // 4) for k in range(options.images))
@@ -26,13 +26,10 @@ def measure(options: Namespace) -> Result:
         kv_cache_utils.init_none_hash(function)
         size = options.block_size
         hashers = {"stock": stock_hasher(size, function), "mmcache": our_hasher(size, function)}
-        times: dict[str, list[float]] = {side: [] for side in hashers}
-        for _ in range(options.rounds):
-            for side, hasher in hashers.items():
-                request = make_request(prompt, lambda _: [])
-                start = time.perf_counter()
-                keys = hasher(request)
-                times[side].append(time.perf_counter() - start)
-                assert len(keys) == options.tokens // size
-        result.add(algorithm, "time_s", {side: median(found) for side, found in times.items()})
+        assert all(
+            len(hasher(make_request(prompt, lambda _: []))) == options.tokens // size for hasher in hashers.values()
+        )
+        work = {side: lambda hasher=hasher: partial(hasher, make_request(prompt, lambda _: []))
+                for side, hasher in hashers.items()}  # fmt: skip
+        result.add(algorithm, "time_s", medians(work, options.rounds))
     return result

@@ -7,7 +7,6 @@ What is left is what this room adds: alias, tenant and arguments. The turns are 
 """
 
 import tempfile
-import time
 from argparse import Namespace
 from pathlib import Path
 from statistics import median
@@ -21,6 +20,7 @@ from benchmarks.pictures import PNG, SMALL, picture, url_of
 from benchmarks.results import Result
 from benchmarks.servers import first_token_s, image_part, talk, zoo_server
 from benchmarks.sides import SIDES, in_turn
+from benchmarks.timing import medians
 from vllm_mmcache import tenant
 from vllm_mmcache.upstream import swap, vllm_version
 from vllm_mmcache.upstream.ledger import groups
@@ -70,13 +70,13 @@ def per_image_s(content: bytes, num_rounds: int, uuid: str = "", salt: str = "",
         loader = ImageMediaIO()
         loader.load_bytes(content)
         items = MultiModalDataParser().parse_mm_data({"image": [loader.load_bytes(content)]})
-        seconds = []
-        for _ in range(num_rounds):
-            start = time.perf_counter()
-            names = {"image": [uuid]} if uuid else None
-            ProcessorInputs([], items, names, arguments or {}).get_mm_hashes("zoo", "blake3")
-            seconds.append(time.perf_counter() - start)
-        return median(seconds[num_rounds // 10 :])
+        names = {"image": [uuid]} if uuid else None
+
+        def digest() -> object:
+            return ProcessorInputs([], items, names, arguments or {}).get_mm_hashes("zoo", "blake3")
+
+        warm_up = num_rounds // 10
+        return medians({"": lambda: digest}, num_rounds - warm_up, warm_up)[""]
     finally:
         tenant.SALT.reset(before)
 

@@ -64,12 +64,12 @@ _numbers = itertools.count(1)
 def measure(options: Namespace) -> Result:
     """What is missing; a part that failed is a problem, and the others go on.
 
-    The result also has what the committed one has of parts that were not measured here.
+    The result also has what the committed one has of parts that were not measured here, if it is of the same size.
     """
     result = Result()
     found: Found = {}
-    if (FOLDER / "processor.json").exists():
-        before = committed("processor")
+    before = committed("processor") if (FOLDER / "processor.json").exists() else {"options": {}}
+    if all(before["options"].get(one) == getattr(options, one) for _, uses in PARTS.values() for one in uses):
         found = {case: what for case, what in before["found"].items() if "ratio" not in what}
         result.details = dict(before["details"])
     for name in options.parts or PARTS:

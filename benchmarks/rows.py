@@ -222,8 +222,8 @@ ROWS: tuple[Row, ...] = (
         ("video, first", "video, again", "video, restarted"), "time_s", TIME),
     *(Row(f"{target.text} (at most {target.limit:g})", "processor", (target.text,), "ratio", Form(own("", 1, ".3f")))
       for target in TARGETS),
-    Row("memory when {distinct:,} images are known, API server / engine, MiB", "memory", ("api_server", "engine"),
-        "end_mib", Form(own("", 1, ",.0f"))),
+    Row("memory when {distinct:,} images of {size}x{size} are known, API server / engine, MiB", "memory",
+        ("api_server", "engine"), "end_mib", Form(own("", 1, ",.0f"))),
     Row("the same: bytes an image in the second half", "memory", ("api_server", "engine"), "second_half_bytes_an_image",
         Form(own("", 1, ",.0f"))),
     Row("chaos: requests answered / wrong / failed / under way at a kill", "chaos", ("chaos",),

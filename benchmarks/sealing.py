@@ -8,11 +8,11 @@ take turns, and each number is a median.
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from statistics import median
 
 from benchmarks.results import Result
+from benchmarks.timing import Action, medians
 from tests.features.packages import identity
 from vllm_mmcache.features.disk import DiskTier
 from vllm_mmcache.features.lasting import name_of
@@ -30,24 +30,26 @@ def measure(options: Namespace) -> Result:
     result = Result()
     shape = Shape(options.mebibytes * 1024**2 // (2 * WIDTH), WIDTH, "bfloat16")
     features, room = (memoryview(bytearray(shape.num_bytes)) for _ in range(2))
-    seconds: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:  # /tmp may be RAM
         tiers = {side: DiskTier(Path(folder) / side, 4 << 30, key=key) for side, key in KEYS.items()}
-        for _ in range(options.rounds):
-            for side, tier in tiers.items():
-                work: dict[str, Callable[[], object]] = {
-                    "save": lambda tier=tier: tier.save(identity(), shape, features),  # type: ignore[misc]
-                    "load": lambda tier=tier: tier.load(identity(), shape, lambda: room, time.monotonic() + 60),  # type: ignore[misc]
-                    "1000 records": lambda side=side: records(KEYS[side]),  # type: ignore[misc]
-                }
-                tier.directory.path_of(name_of(identity(), KEYS[side])).unlink(missing_ok=True)
-                for what, action in work.items():
-                    start = time.thread_time()
-                    assert action() is not False
-                    seconds.setdefault(what, {}).setdefault(side, []).append(time.thread_time() - start)
-    for what, sides in seconds.items():
-        result.add(what, "cpu_s", {side: median(taken) for side, taken in sides.items()})
+
+        def save(side: str) -> Action:
+            tiers[side].directory.path_of(name_of(identity(), KEYS[side])).unlink(missing_ok=True)
+            return lambda: done(tiers[side].save(identity(), shape, features))
+
+        def load(side: str) -> Action:
+            return lambda: done(tiers[side].load(identity(), shape, lambda: room, time.monotonic() + 60))
+
+        kinds = {"save": save, "load": load, "1000 records": lambda side: partial(records, KEYS[side])}
+        work = {(what, side): partial(kind, side) for side in KEYS for what, kind in kinds.items()}
+        found = medians(work, options.rounds, clock=time.thread_time)
+    for what in kinds:
+        result.add(what, "cpu_s", {side: found[what, side] for side in KEYS})
     return result
+
+
+def done(outcome: object) -> None:
+    assert outcome is not False
 
 
 def records(key: Clear) -> None:

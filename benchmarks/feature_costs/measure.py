@@ -3,11 +3,8 @@
 
 import os
 import socket
-import statistics
 import tempfile
-import time
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from blake3 import blake3
 from benchmarks.feature_costs import model
 from benchmarks.results import Result
 from benchmarks.servers import running_valkey
+from benchmarks.timing import Action, medians
 
 CHUNK = 4 * 1024**2
 
@@ -61,18 +59,14 @@ def bandwidths(num_bytes: int, rounds: int) -> dict[str, float]:
         return {**kept, **valkey(server, num_bytes, rounds)}
 
 
-def gb_s(
-    num_bytes: int, action: Callable[[], object], rounds: int, before: Callable[[], object] | None = None
-) -> float:
+def gb_s(num_bytes: int, action: Action, rounds: int, before: Action = lambda: None) -> float:
     """Bytes by the median seconds of an action; `before` is done ahead of each round and not timed."""
-    seconds = []
-    for _ in range(rounds + 1):
-        if before is not None:
-            before()
-        start = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - start)
-    return num_bytes / statistics.median(seconds[1:]) / 1e9
+
+    def prepare() -> Action:
+        before()
+        return action
+
+    return num_bytes / medians({"": prepare}, rounds, warm_up=1)[""] / 1e9
 
 
 def memory(num_bytes: int, rounds: int) -> dict[str, float]:
