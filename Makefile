@@ -56,7 +56,7 @@ upstream-tests: $(STAMP)  ## vLLM's own tests with and without the plugin; VLLM_
 gpu-check:  ## each room on an NVIDIA GPU: exactness, then benchmarks; VLLM_PYTHON=/path/to/python, with vLLM in it
 	@"$(VLLM_PYTHON)" -m benchmarks.gpu_check.run $(ARGS)
 
-gpu-ship: $(STAMP)  ## the same on a machine without a network, in pieces: ARGS='pack --facts facts.json'; docs/gpu_check.md
+gpu-ship: $(STAMP)  ## the same on a machine without a network, in pieces: ARGS='pack --facts facts.json'; ARGS=--help
 	@$(BIN)/python -m benchmarks.gpu_check.ship $(ARGS)
 
 .PHONY: first-minutes

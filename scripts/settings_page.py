@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/settings.md from the settings model: `python scripts/settings_page.py`. A test compares the two."""
 
-import textwrap
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import ByteSize, SecretStr
+from annotated_types import Le
+from pydantic import ByteSize
+from pydantic.fields import FieldInfo
 
 from vllm_mmcache.durations import Duration
-from vllm_mmcache.settings import CONFIG_KEY, ONLY_VARIABLES, PREFIX, Settings
+from vllm_mmcache.settings import CONFIG_KEY, PREFIX, Settings
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
@@ -17,45 +17,31 @@ HEAD = f"""# Settings
 
 <!-- written by scripts/settings_page.py from vllm_mmcache/settings.py; change it there -->
 
-Each setting is a variable `{PREFIX}<NAME>`, and a key of `--additional-config '{{"{CONFIG_KEY}": {{"name": value}}}}'`,
-which wins. What was set travels with vLLM's configuration to every engine and worker, also on other machines. An
-unknown name, a value that is not allowed, or two settings that contradict each other stop the start; the message says
-what is allowed. `mmcache doctor --settings` shows them.
+Every setting, its default, and what it does. Set the variable `{PREFIX}<NAME>`, or
+`--additional-config '{{"{CONFIG_KEY}": {{"name": value}}}}'`, which wins; engines and workers get it, also on other
+machines. Unknown names, wrong values and contradictions stop the start. `mmcache doctor --settings` shows all.
 
-A room whose default is *unset* is on where this project's tests have run it, or `mmcache prove` has; elsewhere it is
-off until its setting says true. Sizes may be written as `512MiB` or `10GiB`.
+A room that is unset is on where it is [proven](limits.md#where-a-room-is-on). Write sizes as `512MiB`.
+
+setting | default | what it does
+---|---|---
 """
 
 
 def page() -> str:
     """The whole page."""
-    parts = [HEAD]
-    for name, field in Settings.model_fields.items():
-        where = "variable only" if name in ONLY_VARIABLES else "variable or command line"
-        parts.append(
-            f"## `{name}`\n\n`{PREFIX}{name.upper()}` · {kind(field.annotation)} · default {default(field.default)} · "
-            f"{where}\n\n{textwrap.fill(field.description or '', 120, break_on_hyphens=False)}\n"
-        )
-    return "\n".join(parts)
+    rows = (f"`{name}` | {default(field)} | {field.description}\n" for name, field in Settings.model_fields.items())
+    return HEAD + "".join(rows)
 
 
-def kind(annotation: Any) -> str:
-    """The type in words."""
-    names = {
-        bool: "true or false",
-        int: "number",
-        float: "number",
-        str: "text",
-        SecretStr: "text",
-        ByteSize: "size in bytes",
-        Duration: "length of time",
-    }
-    kinds = [names[part] for part in get_args(annotation) or (annotation,) if part is not NoneType]
-    return " or ".join(kinds)
+def default(field: FieldInfo) -> str:
+    """The default as one would write it, and the largest number that is allowed."""
+    most = [f" (≤{bound.le})" for bound in field.metadata if isinstance(bound, Le)]
+    return "".join([words(field.default), *most])
 
 
-def default(value: Any) -> str:
-    """The default as one would write it."""
+def words(value: Any) -> str:
+    """A value as one would write it."""
     if value is None:
         return "unset"
     if isinstance(value, ByteSize):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs vLLM's own tests with and without the plugin and compares the sets of passes.
 
-    python scripts/upstream_tests.py VLLM_SRC [--save docs/upstream_tests.md] [--only PART] [--timeout SECONDS]
+    python scripts/upstream_tests.py VLLM_SRC [--save docs/upgrade.md] [--only PART] [--timeout SECONDS]
 
 VLLM_SRC is a source tree of the installed version (a checkout of its tag, or the unpacked sdist); only its tests are
 used. Each test file runs twice in a process of its own: with MMCACHE_DISABLE=1, and with the plugin loaded before the
@@ -10,6 +10,8 @@ why. Tests that need a GPU, the network or a real model fail or skip on both sid
 
 Where the tests ask for a model or a picture by name, something stands in (upstream_stand_ins.py), so that no network is
 needed.
+Nothing is said of test_priority_scheduler_random.py and media/test_connector.py: on vLLM 0.32 both were stopped after
+120 s, with and without the plugin.
 """
 
 import argparse
@@ -167,19 +169,18 @@ def compare(stock: Outcomes, plugin: Outcomes) -> tuple[list[str], list[str], li
 def table(results: dict[str, list[tuple[Outcomes, Outcomes]]]) -> list[str]:
     """The results of each part as lines of Markdown."""
     lines = [
-        "| tests | pass without | pass with | fail or skip on both | lost | expected to differ |",
-        "|---|---|---|---|---|---|",
+        "| tests | pass without | neither | lost | may differ |",
+        "|---|---|---|---|---|",
     ]
     for part, files in results.items():
         sums: Counter[str] = Counter()
         for stock, plugin in files:
             _, lost, expected = compare(stock, plugin)
             sums["stock"] += Counter(stock.values())["passed"]
-            sums["plugin"] += Counter(plugin.values())["passed"]
             sums["other"] += sum(state != "passed" and plugin.get(name) != "passed" for name, state in stock.items())
             sums["lost"] += len(lost)
             sums["expected"] += len(expected)
-        numbers = (str(sums[one]) for one in ("stock", "plugin", "other", "lost", "expected"))
+        numbers = (str(sums[one]) for one in ("stock", "other", "lost", "expected"))
         lines.append(f"| {part} | {' | '.join(numbers)} |")
     return lines
 

@@ -66,6 +66,39 @@ def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert extras.how("cuda") == f"pip install -e '{clone}[cuda]'"
 
 
+@pytest.mark.parametrize(
+    ("said", "command"),
+    [
+        (None, "pip install vllm-mmcache-tools"),  # an index had both
+        (
+            {"url": "https://host.invalid/it.git", "vcs_info": {"vcs": "git", "commit_id": "5eed"}},
+            "pip install 'vllm-mmcache-tools @ git+https://host.invalid/it.git@5eed#subdirectory=tools'",
+        ),
+        (
+            {"url": "https://host.invalid/it.tar.gz", "archive_info": {}},
+            "pip install 'vllm-mmcache-tools @ https://host.invalid/it.tar.gz#subdirectory=tools'",
+        ),
+        ({"url": "file:///tmp/it.whl", "archive_info": {}}, "pip install ./tools in a clone of vllm-mmcache"),
+        ({"url": "file:///no/such/clone", "dir_info": {}}, "pip install ./tools in a clone of vllm-mmcache"),
+        (["nonsense"], "pip install ./tools in a clone of vllm-mmcache"),
+    ],
+)
+def test_how_tools(said: Any, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    origin(monkeypatch, None if said is None else json.dumps(said))
+    assert extras.how_tools() == command
+
+
+def test_the_tools_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clone = tmp_path / "my clone"
+    (clone / extras.FOLDER).mkdir(parents=True)
+    origin(monkeypatch, json.dumps({"url": clone.as_uri(), "dir_info": {}}))
+    assert extras.how_tools() == "pip install ./tools in a clone of vllm-mmcache", "a clone from before the tools"
+    (clone / extras.FOLDER / "pyproject.toml").write_text("")
+    for how in ({}, {"editable": True}):
+        origin(monkeypatch, json.dumps({"url": clone.as_uri(), "dir_info": how}))
+        assert extras.how_tools() == f"pip install '{clone}/tools'"
+
+
 def test_not_installed_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in ([], [SOURCES]):
         monkeypatch.setattr(metadata, "distributions", lambda name, found=found: iter(found))

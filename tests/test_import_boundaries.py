@@ -2,31 +2,51 @@
 """Who may import what: importing the package stays cheap, and only named files touch vLLM."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+
+import pytest
 
 import vllm_mmcache
 
 PACKAGE = Path(vllm_mmcache.__file__).parent
+TOOLS = tomllib.loads((PACKAGE.parent / "tools" / "pyproject.toml").read_text())
 
-# Files outside a room's vllm_side.py that import vLLM, each inside a function and for a reason of its own.
+# The files that tie a component to vLLM.
+TIES = {
+    "block_keys/request_hasher.py",
+    "features/runner.py",
+    "features/scheduler.py",
+    "identity/renderer.py",
+    "image_checkpoints/scheduler.py",
+    "image_spans/admission/requests.py",
+    "image_spans/attention/backend.py",
+    "image_spans/scheduler.py",
+    "lazy_media/loader.py",
+    "lazy_media/video/loader.py",
+    "lifted_bodies/server.py",
+    "observe/carrier.py",
+    "pixels/renderer.py",
+    "resumed_images/requests.py",
+}
+# Others that import vLLM, each inside a function and for a reason of its own.
 MAY_IMPORT_VLLM = {
+    "upstream/subclasses.py",  # the registry of renderers
     "upstream/__init__.py",  # asks for the version
     "upstream/start.py",  # asks for the platform
-    "upstream/settings_side.py",  # asks who names the images
     "upstream/proofs.py",  # asks for the device
     "upstream/report.py",  # asks for the renderer
     "cli/doctor.py",  # reports on it
     "cli/foreseen.py",  # lets it make its configuration
     "cli/warm.py",  # starts an engine
     "cli/vllm_main.py",  # is its command line
-    "attention/seam.py",  # the public registries
-    "media/origin.py",  # opens media in any process
-    "media/video/recorded.py",  # vLLM's pair of media and bytes
+    "image_spans/attention/registration.py",  # the public registries
+    "lazy_media/origin.py",  # opens media in any process
+    "lazy_media/video/recorded.py",  # vLLM's pair of media and bytes
     "features/probe.py",
-    "features/scheduler.py",  # the room's vllm_side.py in the engine
-    "features/runner.py",  # and in a worker
     "features/vllm_facts.py",  # asks for platform, version and ranks
     # What is made of vLLM's items, by vLLM's processor:
     "pixels/item.py",
@@ -55,13 +75,61 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def test_only_the_vllm_side_of_a_room_imports_vllm() -> None:
+def test_only_named_files_import_vllm() -> None:
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "vllm" in imported(path)}
+    assert found <= TIES | MAY_IMPORT_VLLM
+
+
+def named(text: str) -> set[str]:
+    """The modules of this package that a source names anywhere: in imports, and in strings that are nothing else."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute here"
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"vllm_mmcache[.\w]*(:[.\w]+)?", str(node.value)):
+            names.add(str(node.value).partition(":")[0])
+    return {name for name in names if name.partition(".")[0] == "vllm_mmcache"}
+
+
+def of_tools(names: set[str]) -> set[str]:
+    """Those that vllm-mmcache-tools brings."""
+    parts = TOOLS["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].values()
+    modules = {part.removesuffix(".py").replace("/", ".") for part in parts}
+    return {name for name in names if any(f"{name}.".startswith(f"{module}.") for module in modules)}
+
+
+def test_the_seam_to_the_tools_is_one_file() -> None:
+    """What a server runs does not need vllm-mmcache-tools: nothing of it names a module of the tools but tools.py."""
+    modules = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
     found = {
-        str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        if "vllm" in imported(path) and path.name != "vllm_side.py"
+        str(path.relative_to(PACKAGE)): of_tools(named(path.read_text()))
+        for path, module in modules.items()
+        if not of_tools({module})
     }
-    assert found <= MAY_IMPORT_VLLM
+    assert len(found) > 150
+    assert {path: names for path, names in found.items() if names} == {"tools.py": {"vllm_mmcache.zoo"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("from vllm_mmcache.zoo import FAMILIES", True),
+        ("def f():\n    from vllm_mmcache import zoo", True),
+        ("import vllm_mmcache.lint.check", True),
+        ("from vllm_mmcache.upstream import check", True),
+        ("from vllm_mmcache.cli import demo, serve", True),
+        ("WORKER = 'vllm_mmcache.demo.run:run'", True),
+        ("from vllm_mmcache.upstream import bodies", False),
+        ("from vllm_mmcache.environment import check", False),
+        ("from vllm_mmcache import zoology", False),
+        ("MESSAGE = 'what vllm_mmcache.zoo has'", False),
+    ],
+)
+def test_the_seam_is_seen_to_be_passed_by(text: str, seen: bool) -> None:
+    assert bool(of_tools(named(text))) == seen
 
 
 def loaded_by(modules: str) -> set[str]:
@@ -93,7 +161,7 @@ def test_the_feature_store_loads_what_it_needs() -> None:
     assert not found & {"torch", "numpy", "vllm", "redis", "pydantic", "safetensors"}
     found = loaded_by("vllm_mmcache.features.disk, vllm_mmcache.features.remote")
     assert not found & {"torch", "numpy", "vllm", "safetensors"}
-    found = loaded_by("vllm_mmcache.records.disk, vllm_mmcache.media.records")
+    found = loaded_by("vllm_mmcache.records.disk, vllm_mmcache.lazy_media.records")
     assert not found & {"torch", "numpy", "vllm", "redis", "safetensors", "PIL"}
     found = loaded_by("vllm_mmcache.features.store, vllm_mmcache.features.disk")
     assert not found & {"torch", "vllm", "redis"}

@@ -30,230 +30,169 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
 
-    disable: bool = Field(
-        default=False,
-        description="Leave vLLM as it is: nothing is replaced in any process. Only as the variable MMCACHE_DISABLE.",
-    )
+    disable: bool = Field(default=False, description="Leave vLLM as it is: nothing is replaced. Variable only.")
     block_keys: bool | None = Field(
-        default=None,
-        description=(
-            "Compute KV block keys with the cumulative image state. Fixed at start: switching it midway would mix "
-            "two key spaces. Unset: on where it is proven. False leaves vLLM's own keys."
-        ),
+        default=None, description="KV block keys with the cumulative image state. False: vLLM's own."
     )
     image_spans: bool | None = Field(
         default=None,
-        description=(
-            "For models whose images attend both ways (Gemma 3, Gemma 4): attention that does so on the CPU, and a "
-            "scheduler that never splits an image. Fixed at start. Unset: on where it is proven."
-        ),
+        description="Gemma 3, Gemma 4: images attend both ways on the CPU, and the scheduler never splits one.",
     )
     resumed_images: bool | None = Field(
         default=None,
-        description=(
-            "Send the worker the image inputs again with a preempted request, so that one whose prefix hit is shorter "
-            "when it comes back does not kill the engine. Unset: on where it is proven."
-        ),
+        description="Send a preempted request's image inputs again: a shorter prefix hit does not kill the engine.",
     )
     image_checkpoints: bool | None = Field(
         default=None,
         description=(
-            "For models that keep KV states sparsely (sliding windows, Mamba/GDN): keep the states at image "
-            "boundaries, so that the second question about an image is a hit. Unset: on where it is proven."
+            "Sliding windows, Mamba, GDN: keep states at image boundaries, so the second question about an image hits."
         ),
     )
-    checkpoints_per_request: int = Field(
-        default=4, ge=0, le=64, description="The most image boundaries of one request that are kept."
-    )
+    checkpoints_per_request: int = Field(default=4, ge=0, le=64, description="Most image boundaries kept per request.")
     checkpoint_min_tokens: int = Field(
-        default=64, ge=1, description="Least distance in tokens of a checkpoint from the prompt's start and the others."
+        default=64, ge=1, description="Least tokens between a checkpoint and the prompt's start, or another."
     )
     lazy_media: bool | None = Field(
         default=None,
-        description=(
-            "Leave an image or a video undecoded whose bytes this process has decoded before, until its pixels are "
-            "needed. Unset: on, unless vLLM has lazy media of its own."
-        ),
+        description="Decode known images and videos only when pixels are needed. Unset: on, unless vLLM does so.",
     )
     pixels: bool | None = Field(
         default=None,
         description=(
-            "Process images side by side, and send an image whose record is known to the engine without its pixels, "
-            "which are made there if the vision tower needs them. Unset: on where lazy_media is on, which it needs; "
-            "pixels stay behind where features are kept, and identity is on."
+            "Process images side by side. Known images travel without pixels where features are kept and identity is "
+            "on. Unset: as lazy_media, which it needs."
         ),
     )
     lifted_bodies: bool | None = Field(
         default=None,
-        description=(
-            "Take base64 images out of request bodies before they are parsed. Unset: on where lazy_media is on, "
-            "which it needs."
-        ),
+        description="Take base64 images out of request bodies before parsing. Unset: as lazy_media, which it needs.",
     )
     media_records: int = Field(
         default=65536,
         ge=1,
         description=(
-            "How many images, how many videos, and how many base64 texts, a process may know at a time, if "
-            "media_records_bytes has room for them: the default has it for 10,922 images and 2,978 videos."
+            "Most images, videos and base64 texts, each, that a process knows; 64MiB hold 10,922 images, 2,978 videos."
         ),
     )
     media_records_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),
         ge=1 << 16,
-        description="How many bytes what is known about images may take, and the same for videos and for base64 texts.",
+        description="Budget of what is known about images; the same for videos and base64 texts.",
     )
     records_ram_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),
         ge=0,
-        description="Budget of an API server's records in RAM: what saves a decode, or a run of the processor.",
+        description="Budget of an API server's records in RAM; they save decoding and processing.",
     )
     records_disk_bytes: ByteSize = Field(
         default=ByteSize(1 << 30),
         ge=0,
-        description=(
-            "Budget of the records in the store's directory; those used longest ago go first. They are an SQLite file, "
-            "which needs a local disk; 0 keeps none there."
-        ),
+        description="Budget of records in the store's directory (SQLite: local disk), LRU. 0: none.",
     )
     identity: bool = Field(
         default=True,
         description=(
-            "An image's identity is its content, within its tenant (cache_salt); a uuid is an alias of the tenant. "
-            "Fixed at start. False leaves vLLM's own: a uuid is trusted, and only KV blocks are apart by salt."
+            "An image is its content within its tenant (cache_salt); uuids are aliases. False: uuids are trusted, only "
+            "KV is apart by salt."
         ),
     )
     require_salt: bool = Field(
         default=False,
-        description=(
-            "Refuse requests with images, videos or audio that have no cache_salt (400), and refuse to start where "
-            "identity is not on."
-        ),
+        description="Refuse images, videos and audio without cache_salt (400), and a start without identity.",
     )
     image_aliases: int = Field(
-        default=65536, ge=1, description="How many uuids an API server may know at a time, of all tenants together."
+        default=65536, ge=1, description="Most uuids that an API server knows, all tenants together."
     )
-    metrics: bool | None = Field(
-        default=None,
-        description="Show what the engine counts on /metrics, as mmcache:*. Unset: on where it is proven.",
-    )
-    observe: bool = Field(
-        default=False,
-        description="Record for each request what of its prompt was reused, and why the rest was not.",
-    )
+    metrics: bool | None = Field(default=None, description="Show the engine's counters on /metrics, as mmcache:*.")
+    observe: bool = Field(default=False, description="Record what each request reused, and why not the rest.")
     admin_key: SecretStr | None = Field(
         default=None,
         description=(
-            "The key that /mmcache asks for: 16 printable ASCII characters or more, none of them a space. Without one "
-            "nothing is told there; `mmcache serve --observe` makes one. It is another key than the clients' API key. "
-            "Only as the variable MMCACHE_ADMIN_KEY, which is shown nowhere."
+            "Key of /mmcache (not the API key): at least 16 printable ASCII characters, no spaces. Without one nothing "
+            "is told; `mmcache serve --observe` makes one. Variable only, shown nowhere."
         ),
     )
     admin_key_file: str | None = Field(
-        default=None,
-        description="A file whose first line is the admin key; MMCACHE_ADMIN_KEY wins. Read once, by an API server.",
+        default=None, description="File whose first line is the admin key; the variable wins."
     )
     observe_listen: str | None = Field(
-        default=None,
-        description="HOST:PORT on which /mmcache is served, without TLS, instead of on vLLM's own port.",
+        default=None, description="HOST:PORT that serves /mmcache, without TLS, instead of vLLM's port."
     )
     observe_across_salts: bool = Field(
         default=False,
         description=(
-            "Compare requests of different cache_salts, too, so that a record says what is known under another one "
-            "(`other_salt`). Who reads records can then find out what another tenant has sent."
+            "Compare requests across cache_salts (`other_salt`): readers of records can learn what other tenants sent."
         ),
     )
-    observe_records: int = Field(default=2000, ge=1, description="How many records an API server keeps.")
+    observe_records: int = Field(default=2000, ge=1, description="Most records that an API server keeps.")
     observe_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),
         ge=1 << 16,
-        description=(
-            "How many bytes an API server's records may take, and what an engine remembers of earlier requests to "
-            "compare new ones with."
-        ),
+        description="Budget of an API server's records, and of an engine's memory of earlier requests.",
     )
-    observe_file: str | None = Field(default=None, description="A file to which records go, too, one JSON a line.")
+    observe_file: str | None = Field(default=None, description="File for records, one JSON a line.")
     observe_file_bytes: ByteSize = Field(
-        default=ByteSize(64 << 20), ge=1 << 16, description="How large the record file and the one before it may be."
+        default=ByteSize(64 << 20), ge=1 << 16, description="Budget of the record file and the one before it together."
     )
     allow_causal_images: bool = Field(
-        default=False,
-        description="Run a model whose images attend both ways on a backend that can't, with wrong answers.",
+        default=False, description="Run images that attend both ways on backends that can't: wrong answers."
     )
     attention_reference: bool = Field(
-        default=False,
-        description=(
-            "Compute attention over images in the naive form: gather all K and V from the pages, then attend with a "
-            "mask. Slow; for tests and for reproducing a doubt. CPU only."
-        ),
+        default=False, description="Naive attention over images: gather K and V, then mask. Slow, for tests, CPU only."
     )
-    features: bool | None = Field(
-        default=None,
-        description=(
-            "Keep the outputs of the vision tower, so that it runs once per image. Unset: on where it is proven."
-        ),
-    )
+    features: bool | None = Field(default=None, description="Keep the vision tower's outputs: it runs once per image.")
     feature_ram_bytes: ByteSize = Field(
         default=ByteSize(2 * 1024**3),
         ge=0,
         description=(
-            "Budget of the features kept in RAM, such as 512MiB: by each engine for all of its workers on this host. 0 "
-            "keeps none there, and takes 256 MiB for what is on its way."
+            "Budget of features in RAM, per engine, for all its workers on this host. 0: none kept, 256 MiB in transit."
         ),
     )
     store: str | None = Field(
         default=None,
         description=(
-            "Where features are kept beyond RAM: a directory (absolute or ~), a Redis or Valkey URL (redis://, "
-            "rediss://, valkey://, valkeys://, unix://), or one of each with a space or a comma between them."
+            "Where features go beyond RAM: a directory (absolute or ~), a URL (redis://, rediss://, valkey://, "
+            "valkeys://, unix://), or both, with space or comma between."
         ),
     )
     store_disk_bytes: ByteSize = Field(
         default=ByteSize(10 * 1024**3),
         ge=0,
-        description=(
-            "Budget of the store's directory; the packages used longest ago go first. One package may have a quarter "
-            "of it."
-        ),
+        description="Budget of the store's directory, LRU. One package: at most a quarter.",
     )
     store_ttl: Duration = Field(
         default=Duration(7 * 86400),
         description=(
-            "What was not used for so long is removed from the directory, and expires in Redis or Valkey, features and "
-            "records: seconds, or a number with s, m, h, d or w after it. 0 keeps it until there is no room."
+            "Features and records unused for so long are removed: seconds, or a number with s, m, h, d, w. 0: only for "
+            "lack of room."
         ),
     )
     store_key_file: str | None = Field(
         default=None,
         description=(
-            "A file with a key of 32 bytes (as they are, 64 hex digits, or base64): features and records are encrypted "
-            "with it in the directory and in Redis or Valkey. Needs the extra `encryption`; what was stored before is "
-            "not used."
+            "File with a 32-byte key (raw, 64 hex digits, base64) that encrypts features and records. Needs the extra "
+            "`encryption`; older entries are not used."
         ),
     )
     store_remote_max_bytes: ByteSize = Field(
         default=ByteSize(512 * 1024**2),
         ge=0,
-        description=(
-            "Packages larger than this do not go to Redis or Valkey; these take no more than 512 MiB themselves, "
-            "unless they are told to. Packages travel in pieces of 4 MiB."
-        ),
+        description="Largest package for Redis or Valkey, sent in 4 MiB pieces. Their own default limit: 512 MiB.",
     )
     store_remote_timeout_s: float = Field(
         default=0.02,
         gt=0,
         le=10,
         description=(
-            "Seconds that a load waits for Redis or Valkey to accept a connection, and for the next bytes to come. "
-            "After a failure it is left alone for 5 s, doubling up to 60 s."
+            "Seconds to wait for Redis or Valkey to connect, and for the next bytes. After a failure: left alone for 5 "
+            "s, doubling up to 60 s."
         ),
     )
     tower_one_by_one: bool = Field(
         default=False,
         description=(
-            "Run the vision tower image by image, so that features don't depend on what else was in the batch to the "
-            "last bit, and peak memory is that of one image."
+            "Run the vision tower image by image: features independent of the batch to the last bit, peak memory of "
+            "one image."
         ),
     )
     store_wait_s: float | None = Field(
@@ -261,31 +200,24 @@ class Settings(BaseSettings):
         ge=0,
         le=60,
         description=(
-            "Longest time that a request is held back, while others go on, for features that are read from the store. "
-            "Unset: as long as the vision tower would take, and a tier that would take longer is not asked."
+            "Longest wait in seconds of a request for stored features, while others go on. Unset: the tower's time; "
+            "slower tiers are not asked."
         ),
     )
     store_step_wait_s: float = Field(
         default=0.002,
         ge=0,
         le=1,
-        description=(
-            "Longest time in one step that the scheduler itself waits for features, where no other request is running."
-        ),
+        description="Longest wait in seconds for features in a step where no other request runs.",
     )
     unproven: bool = Field(
         default=False,
         description=(
-            "Switch on what fits, also where nobody has shown that it is exact (see `mmcache prove`). A room that a "
-            "setting of its own switches off stays off."
+            "Switch on what fits, unproven too (see `mmcache prove`). A room's own setting still switches it off."
         ),
     )
     allow_untested_vllm: bool = Field(
-        default=False,
-        description=(
-            "Try the swaps on a vLLM outside the tested range too; each is still checked and left out if it "
-            "does not fit. Only as the variable MMCACHE_ALLOW_UNTESTED_VLLM."
-        ),
+        default=False, description="Try a vLLM outside the tested range; what does not fit is left out. Variable only."
     )
 
     @field_validator("store")

@@ -8,8 +8,11 @@ Here, a command that sends and runs:             python -m benchmarks.gpu_check.
 There, as often as it needs:   python -m benchmarks.gpu_check.ship run --commit abc1234 --out results -- --seconds 500
 Here, what came back:                            python -m benchmarks.gpu_check.ship record results/nvidia-h100.json
 
-There needs this checkout's files, Python 3.11 or later, and a driver; look, receive and run are of the standard
-library. Exit codes: 0 done, 1 a piece is damaged or can't be had, 2 pieces are missing; of run, that of gpu-check.
+There needs this checkout's files, Python 3.11 or later with Python.h, glibc 2.28, a C compiler and a driver; look,
+receive and run are of the standard library. my-send is called with a folder and a command, with ssh for example: `scp
+-r "$1" gpu:vllm-mmcache/.artifacts/ship/ && ssh gpu "cd vllm-mmcache && $2"`. With a torch that fits there it is 7
+pieces, else over 30. Exit codes: 0 done, 1 a piece is damaged or can't be had, 2 pieces are missing; of run, that of
+gpu-check.
 """
 
 import argparse

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.body.test_lift import text_of
+from tests.lifted_bodies.test_lift import text_of
 from vllm_mmcache.client.images import PREFIX, content_id, find_images
 
 

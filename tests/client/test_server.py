@@ -12,8 +12,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from tests.body.test_server import differences, encoded, image_url, picture, settle
-from tests.media import files
+from tests.lazy_media import files
+from tests.lifted_bodies.test_server import differences, encoded, image_url, picture, settle
 from tests.sizes import larger
 from vllm_mmcache.client import AsyncOnceTransport, OnceTransport, async_http_client, http_client
 from vllm_mmcache.demo.server import CPU_ARGS, serve

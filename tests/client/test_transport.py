@@ -11,8 +11,8 @@ import httpx
 import httpx2
 import pytest
 
-from tests.body.test_lift import text_of
 from tests.client.test_images import chat, encode, names, part
+from tests.lifted_bodies.test_lift import text_of
 from vllm_mmcache.client import AsyncOnceTransport, OnceTransport, Sent
 
 URL = "http://host/v1/chat/completions"

@@ -72,12 +72,10 @@ def always(stage: str, words: str) -> dict[str, Fails]:
     return dict.fromkeys(EVERYWHERE, Fails(stage, words))
 
 
-def deployment(name: str, title: str, tested_on: str = "", note: str = "") -> Feature:
+def deployment(name: str, title: str, tested_on: str = "") -> Feature:
     """A case of tests/deployments/test_composes.py."""
     shown_by = f"tests/deployments/test_composes.py::test_flags[{name}]"
-    return Feature(
-        name, title, family="qwen3-vl", shown_by=shown_by, says=QWEN, uses=ROOMS, tested_on=tested_on, note=note
-    )
+    return Feature(name, title, family="qwen3-vl", shown_by=shown_by, says=QWEN, uses=ROOMS, tested_on=tested_on)
 
 
 QWEN = {
@@ -105,18 +103,18 @@ FEATURES = (
     ),
     Feature(
         "draft_model", "speculative decoding: draft model", family="qwen3-vl",
-        note="On Gemma 3 stock vLLM answers wrongly from the second token on, also about text alone: not run there.",
+        note="on Gemma 3 stock vLLM is wrong, also about text.",
         engine={"speculative_config": {"drafter": "draft_model"}}, way="letters",
         says={"image_checkpoints": NO_DRAFT_MODEL},
         says_on_v2={"image_checkpoints": f"{NO_DRAFT_MODEL} on model runner V2"},
     ),
     Feature(
-        "kv_connector", "KV connector (ExampleConnector)", family="qwen3-vl",
+        "kv_connector", "KV connector: ExampleConnector", family="qwen3-vl",
         engine={"kv_transfer_config": prefixed("kv", connector("ExampleConnector"))},
         says_on_v2={"image_checkpoints": NO_CONNECTOR_ON_V2},
     ),
     Feature(
-        "ec_connector", "encoder connector (ECExampleConnector)",
+        "ec_connector", "encoder connector: ECExampleConnector",
         engine={"ec_transfer_config": prefixed("ec", connector("ECExampleConnector"))},
         says={"features": "off: ec_transfer_config is set, and wins"},
     ),
@@ -128,21 +126,19 @@ FEATURES = (
         engine={"enable_lora": True, "max_lora_rank": 8, "enable_tower_connector_lora": True},
         says={"features": "off: LoRA adapters can change the vision tower"},
     ),
-    Feature("structured", "structured output (xgrammar)", way="structured", fails=NOT_INTERPRETED),
+    Feature("structured", "structured output: xgrammar", way="structured", fails=NOT_INTERPRETED),
     Feature(
         "n", "n > 1, drawn with a seed", way="several",
-        note="by reading, with a seed vLLM's V1 moves the generator's offset after each step of a prefill but the last "
-        "(`gpu_model_runner.py`), which the CPU's has not: no seeds there for prompts of several steps.",
+        note="on CUDA's V1 seeds draw otherwise after prompts of several steps (read, not run).",
     ),
     Feature("beam", "beam search", way="beam"),
     Feature(
         "prompt_embeds", "prompt embeddings", engine={"enable_prompt_embeds": True}, way="embeddings",
-        note="as whole prompts. Those inside a chat message V1 lets attend both ways, as images, where the model's "
-        "images do (by reading: `gpu_model_runner.py` leaves out audio alone); not run.",
+        note="whole prompts; in chat messages V1 lets them attend as images do (read, not run).",
     ),
     Feature(
         "pooling", "pooling models", family="qwen3-vl", engine={"runner": "pooling", "convert": "embed"}, way="pooled",
-        note="with V2 vLLM schedules them synchronously, where no room is proven: off there until `mmcache prove` ran.",
+        note="V2 schedules them synchronously, where no room is proven.",
     ),
     Feature("priority", "priority scheduling", engine={"scheduling_policy": "priority"}, way="with_priority"),
     Feature(
@@ -150,26 +146,23 @@ FEATURES = (
     ),
     Feature(
         "reload", "weights loaded again", way="reloaded",
-        note="`reset_encoder_cache` must follow `reload_weights`, which empties the worker's cache alone: without it "
-        "vLLM's engine ends with `Encoder cache miss` at the next known picture (`GPUModelRunner.reload_weights`).",
+        note="then call `reset_encoder_cache`, else vLLM ends: `Encoder cache miss`.",
     ),
     Feature(
-        "transfer", "weight transfer, written in place", engine={"weight_transfer_config": {"backend": "factors"}},
-        way="transferred", note="with a backend of the tests: vLLM's own need CUDA. Weights that do change: "
-        "[test_changes.py](../tests/features/test_changes.py).",
+        "transfer", "weight transfer in place", engine={"weight_transfer_config": {"backend": "factors"}},
+        way="transferred", note="with a backend of the tests.",
     ),
-    Feature("fp8_kv", "quantised KV cache (fp8)", family="qwen3-vl", engine={"kv_cache_dtype": "fp8"}),
+    Feature("fp8_kv", "KV cache in fp8", family="qwen3-vl", engine={"kv_cache_dtype": "fp8"}),
     Feature(
-        "async", "`--async-scheduling`", family="gemma3, qwen3-vl, qwen3.5", shown_by="tests/scheduler/test_async.py",
+        "async", "`--async-scheduling`", family="gemma3, qwen3-vl, qwen3.5", shown_by="tests/image_spans/test_async.py",
         uses=("block_keys", "image_checkpoints", "image_spans"), tested_on="v2-async",
-        note="vLLM switches it off on the CPU with model runner V1 (`platforms/cpu.py`).",
     ),
     deployment("shm", "`--mm-processor-cache-type shm`"),
     deployment("tp2", "tensor parallel 2"),
     deployment("encoder-data-shm", "`--mm-encoder-tp-mode data`, two ranks, with `shm`"),
     deployment("dp2", "data parallel 2, one port"),
     deployment("api2", "two API servers"),
-    deployment("pp2", "pipeline parallel 2", "v2-async", "Model runner V1 does not run stages on the CPU."),
+    deployment("pp2", "pipeline parallel 2", "v2-async"),
     deployment("dp2-api2", "data parallel 2, two API servers"),
     deployment("all", "all flags of these five together"),
 )  # fmt: skip

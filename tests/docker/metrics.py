@@ -5,7 +5,7 @@ import re
 import subprocess
 
 from tests.programs import program
-from vllm_mmcache import events, sizes
+from vllm_mmcache.metrics import counters, sizes
 
 
 def promtool(*arguments: object) -> "subprocess.CompletedProcess[str]":
@@ -15,9 +15,9 @@ def promtool(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 def exposed() -> set[str]:
     """The names of all samples of ours on /metrics, as the code makes them."""
-    counters = (*events.COUNTERS, *events.TIER_COUNTERS.values(), *events.RECORD_COUNTERS.values())
-    names = {f"{counter.name}_total" for counter in (*counters, events.PROMPT_TOKENS, events.PROMPT_IMAGES)}
-    names |= {gauge.name for gauge in vars(events).values() if isinstance(gauge, events.Gauge | events.Info)}
+    every = (*counters.COUNTERS, *counters.TIER_COUNTERS.values(), *counters.RECORD_COUNTERS.values())
+    names = {f"{counter.name}_total" for counter in (*every, counters.PROMPT_TOKENS, counters.PROMPT_IMAGES)}
+    names |= {gauge.name for gauge in vars(counters).values() if isinstance(gauge, counters.Gauge | counters.Info)}
     return names | {f"{prefix}_{what}" for prefix in ("table", "engine_table") for what in sizes._MEANINGS}
 
 

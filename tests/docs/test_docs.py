@@ -39,6 +39,7 @@ def test_the_families_page_has_the_whole_registry() -> None:
     known = {name: found for name, found in seen.items() if found != "not looked at"}  # packages may be missing here
     assert {name: written[name] for name in known} == known, "run `make families-page`"
     assert all(written.values())
+    assert f"Of the {len(rows)} architectures" in families_page.PAGE.read_text()
     for architecture, family in families_page.tested().items():
         assert f"| `{architecture}` | {family} |" in families_page.PAGE.read_text()
 
@@ -94,7 +95,7 @@ def test_the_three_hops_lead_to_a_line_and_a_test() -> None:
     checkpoints = REPO / "vllm_mmcache" / "scheduler" / "checkpoints"
     (line,) = re.findall(r"^ {7}(\S.*)$", walk, re.MULTILINE)
     assert f"    {line}\n" in (checkpoints / "positions.py").read_text()
-    assert "def keep_checkpoints(" in (checkpoints / "vllm_side.py").read_text()
+    assert "def keep_checkpoints(" in (checkpoints / "scheduler.py").read_text()
     tests = REPO / "tests" / "scheduler" / "checkpoints"
     assert "def test_order(" in (tests / "test_positions.py").read_text()
     assert (tests / "test_checkpoints.py").exists()
@@ -103,9 +104,11 @@ def test_the_three_hops_lead_to_a_line_and_a_test() -> None:
 
 def test_no_name_is_promised_that_no_index_has() -> None:
     """Until vllm-mmcache is on an index, it is installed from a clone or from git; extras.py knows which."""
-    promise = re.compile(r"pip install (?:[^\n`]*['\" ])?vllm-mmcache(?!\[\w+\] @ )")
+    promise = re.compile(r"pip install (?:[^\n`]*['\" ])?vllm-mmcache(?!(?:\[\w+\]|-tools) @ )")
     assert promise.search("    pip install 'vllm-mmcache[cuda]'")
     assert promise.search("pip install vllm-mmcache")
+    assert promise.search("pip install vllm-mmcache-tools")
+    assert not promise.search("pip install ./tools   # or 'vllm-mmcache-tools @ git+URL#subdirectory=tools'")
     listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
     texts = [file for file in listed if not file.startswith("tests/") and file.endswith((".md", ".py", "Dockerfile"))]
     assert len(texts) > 100
@@ -122,7 +125,7 @@ def test_the_walk_and_its_page_are_in_step() -> None:
 
 
 def test_upstream_comparison_sees_a_lost_test(tmp_path: Path) -> None:
-    """The tool behind upstream_tests.md: reads reports, and tells lost, gained and expected apart."""
+    """The tool behind a table of upgrade.md: reads reports, and tells lost, gained and expected apart."""
     upstream = load("upstream_tests")
     report = tmp_path / "report.xml"
     report.write_text(

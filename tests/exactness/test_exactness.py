@@ -111,9 +111,9 @@ def test_spoiled_kv_is_detected(pool: EnginePool, config: EngineConfig) -> None:
 @pytest.mark.parametrize("config", [EngineConfig("gemma3")], ids=["gemma3"])
 def test_causal_images_are_detected(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with the step not cut at image spans, as on stock vLLM, Gemma 3 is wrong."""
-    from vllm_mmcache.attention import vllm_side
+    from vllm_mmcache.image_spans.attention import backend
 
-    monkeypatch.setattr(vllm_side, "cut_step", lambda starts, ends, spans: None)
+    monkeypatch.setattr(backend, "cut_step", lambda starts, ends, spans: None)
     rig = pool.get(config)
     with pytest.raises(Inexact):
         assert_exact(rig, [one(rig, user(filler(60), picture(33), "What is in this picture?"))])

@@ -22,7 +22,7 @@ from openai import OpenAI
 
 from tests.features.conftest import TIMEOUT_S, Server
 from tests.features.tiers import LONG_S
-from tests.media import files
+from tests.lazy_media import files
 from vllm_mmcache.demo.server import CPU_ARGS, serve
 from vllm_mmcache.features.identity import Identity
 from vllm_mmcache.features.package import FEATURES, LENGTH, Shape, pack, unpack

@@ -7,9 +7,9 @@ import torch
 from PIL import Image
 from vllm import SamplingParams
 
-from vllm_mmcache import events
 from vllm_mmcache.features.message import SEAL_BYTES
 from vllm_mmcache.features.ram import Slot
+from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, Rig
 from vllm_mmcache.prove.scenarios import filler, one, picture, user
 
@@ -26,7 +26,7 @@ class Runs:
 
     @staticmethod
     def _total() -> int:
-        return int(events.TOWER_IMAGES.value)
+        return int(counters.TOWER_IMAGES.value)
 
 
 def ask_about(rig: Rig, *numbers: int) -> list[Answer]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from vllm_mmcache.body import references
+from vllm_mmcache.lifted_bodies import references
 
 NUM = {
     "bodies": 5000,

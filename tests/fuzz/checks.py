@@ -14,16 +14,16 @@ import pydantic_core
 import pytest
 
 from tests.features.packages import features, identity
-from vllm_mmcache.body import layer, references
-from vllm_mmcache.body import lift as lifting
-from vllm_mmcache.body.layer import LiftImages, Message
-from vllm_mmcache.body.lift import lift
-from vllm_mmcache.body.payload import Payload
-from vllm_mmcache.body.shapes import WALKERS, Lists
 from vllm_mmcache.client import images as client_images
 from vllm_mmcache.client.images import PREFIX, find_images
 from vllm_mmcache.errors import StoreCorrupt
 from vllm_mmcache.features.package import Check, Shape, pack, unpack
+from vllm_mmcache.lifted_bodies import layer, references
+from vllm_mmcache.lifted_bodies import lift as lifting
+from vllm_mmcache.lifted_bodies.layer import LiftImages, Message
+from vllm_mmcache.lifted_bodies.lift import lift
+from vllm_mmcache.lifted_bodies.payload import Payload
+from vllm_mmcache.lifted_bodies.shapes import WALKERS, Lists
 from vllm_mmcache.records.framing import frame, unframe
 
 PATHS = sorted(WALKERS)

@@ -25,10 +25,10 @@ from tests.fuzz.checks import (
     short_texts,
 )
 from tests.sizes import scaled
-from vllm_mmcache.body import lift as lifting
-from vllm_mmcache.body import shapes
 from vllm_mmcache.features import package
 from vllm_mmcache.features.package import Record
+from vllm_mmcache.lifted_bodies import lift as lifting
+from vllm_mmcache.lifted_bodies import shapes
 from vllm_mmcache.records import framing
 
 CHAT = "/v1/chat/completions"

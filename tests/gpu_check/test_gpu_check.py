@@ -21,7 +21,8 @@ from benchmarks.gpu_check import found, results, run
 from benchmarks.results import committed
 from scripts import matrix
 from tests.sizes import larger
-from vllm_mmcache import events, settings
+from vllm_mmcache import settings
+from vllm_mmcache.metrics import transport
 from vllm_mmcache.prove import items
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.rooms import ON, State
@@ -158,7 +159,7 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
         row = checks.row_of("on", lambda: checks.assert_on(rig, "metrics"))
     assert (row.state, "on in api, engine 0; off: a test" in row.reason) == ("failed", True), row
     with monkeypatch.context() as patch:
-        patch.setattr(events, "_travel", lambda name, amount: None)
+        patch.setattr(transport, "count", lambda name, amount: None)
         row = checks.row_of("use", lambda: checks.use_metrics(rig))
     assert (row.state, "grew by 0" in row.reason) == ("failed", True), row
     row = checks.row_of("off", lambda: checks.assert_off({"features"}))

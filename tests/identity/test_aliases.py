@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_mmcache import events, settings
+from vllm_mmcache import settings
 from vllm_mmcache.identity import audit
 from vllm_mmcache.identity.aliases import Aliases
+from vllm_mmcache.metrics import counters
 
 
 @pytest.fixture(autouse=True)
@@ -23,22 +24,22 @@ def quiet_before() -> Iterator[None]:
 def test_an_alias_belongs_to_tenant_and_modality() -> None:
     aliases = Aliases()
     aliases.bind("image", "x", "a", "one")
-    before = events.ALIASES_OF_OTHERS.value
+    before = counters.ALIASES_OF_OTHERS.value
     assert aliases.find("image", "x", "a") == "one"
     assert [aliases.find("image", "x", salt) for salt in ("b", None, "A")] == [None] * 3
     assert aliases.find("video", "x", "a") is None
-    assert events.ALIASES_OF_OTHERS.value == before + 3
+    assert counters.ALIASES_OF_OTHERS.value == before + 3
     assert aliases.find("image", "y", "b") is None  # nobody's
-    assert events.ALIASES_OF_OTHERS.value == before + 3
+    assert counters.ALIASES_OF_OTHERS.value == before + 3
 
 
 def test_rebinding_is_counted_once() -> None:
-    aliases, before = Aliases(), events.ALIASES_REBOUND.value
+    aliases, before = Aliases(), counters.ALIASES_REBOUND.value
     for content_id in ("one", "one", "two", "two"):
         aliases.bind("image", "x", None, content_id)
     aliases.bind("image", "x", "other tenant", "three")
     assert aliases.find("image", "x", None) == "two"
-    assert events.ALIASES_REBOUND.value == before + 1
+    assert counters.ALIASES_REBOUND.value == before + 1
 
 
 def test_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,11 +77,11 @@ def test_one_line_per_kind_and_minute(monkeypatch: pytest.MonkeyPatch, log: pyte
     monkeypatch.setattr(audit, "time", SimpleNamespace(monotonic=lambda: now[0]))  # for no other thread
     with log.at_level(logging.WARNING, "vllm.mmcache"):
         for _ in range(5):
-            audit.note(events.ALIASES_REBOUND, "one kind")
-            audit.note(events.ALIASES_TOO_LONG, "other kind")
+            audit.note(counters.ALIASES_REBOUND, "one kind")
+            audit.note(counters.ALIASES_TOO_LONG, "other kind")
         now[0] += audit.INTERVAL_S - 1
-        audit.note(events.ALIASES_REBOUND, "one kind")
+        audit.note(counters.ALIASES_REBOUND, "one kind")
         assert len(log.records) == 2
         now[0] += 1
-        audit.note(events.ALIASES_REBOUND, "one kind")
+        audit.note(counters.ALIASES_REBOUND, "one kind")
     assert [record.args[0] for record in log.records if record.args] == ["one kind", "other kind", "one kind"]

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.identity.attacks.target import MODEL, Target, fresh, picture, url_of
-from tests.media import files
+from tests.lazy_media import files
 from vllm_mmcache.demo.server import CPU_ARGS, serve
 from vllm_mmcache.zoo import build_cached
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from tests.media import files
+from tests.lazy_media import files
 from vllm_mmcache import rooms, settings
 from vllm_mmcache.observe.recorder import RECORDER
 from vllm_mmcache.observe.schema import Reason, Record, Segment

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.media import files
+from tests.lazy_media import files
 from tests.observe.observing import assert_whole
 from vllm_mmcache.demo.server import CPU_ARGS, serve
 from vllm_mmcache.observe.file import read_records

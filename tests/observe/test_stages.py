@@ -14,7 +14,8 @@ STAGE = """
 import json, os, sys, torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm_mmcache import events
+from vllm_mmcache.metrics import transport
+from vllm_mmcache.metrics import counters
 from vllm_mmcache.upstream import swap, vllm_version
 from vllm_mmcache.upstream.ledger import groups
 
@@ -28,8 +29,8 @@ group, peers = parallel_state.get_pp_group(), parallel_state.get_tp_group()
 def step(number):
     if rank == 0:
         if number != 1:  # a step in which nothing happened
-            events.TOWER_IMAGES.add(number + 1)
-            events.note_feature_source(f"image {number}", "disk")
+            counters.TOWER_IMAGES.add(number + 1)
+            transport.note_feature_source(f"image {number}", "disk")
         sent = {"hidden": torch.full((2, 3), float(number)), "residual": torch.zeros(0)}
         for handle in group.isend_tensor_dict(sent, all_gather_group=peers):
             handle.wait()
@@ -40,7 +41,7 @@ def step(number):
             handle.wait()
         for one in more:
             one()
-        return [sorted(tensors), tensors["hidden"].tolist(), events.take_worker_news()]
+        return [sorted(tensors), tensors["hidden"].tolist(), transport.take_worker_news()]
 
 received = {"custom": [step(number) for number in range(3)]}
 group.use_cpu_custom_send_recv = False  # as on a GPU

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.cli.test_commands import assert_one_line, mmcache
-from tests.media import files
+from tests.lazy_media import files
 from tests.page.conftest import ARTEFACTS
 from vllm_mmcache.demo.server import CPU_ARGS, Server, serve, stop
 from vllm_mmcache.observe.schema import from_json

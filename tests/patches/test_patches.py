@@ -21,10 +21,10 @@ NAMES = sorted(path.stem[5:] for path in (REPO / "patches" / "0.32.0").glob("*.p
 TESTS = (
     "tests/patches/patched_media.py",
     "tests/exactness/test_exactness.py",
-    "tests/scheduler/test_atomic.py",
-    "tests/scheduler/test_resumed_images.py",
-    "tests/scheduler/checkpoints/test_checkpoints.py",
-    "tests/attention/test_gemma4.py",
+    "tests/image_spans/test_atomic.py",
+    "tests/resumed_images/test_resumed_images.py",
+    "tests/image_checkpoints/test_checkpoints.py",
+    "tests/image_spans/attention/test_gemma4.py",
 )
 EXACT = (
     "patched_media or (equals_cold_run and (gemma3-main or gemma3-budget96)) or no_span_is_split or adjacent_images "
@@ -102,8 +102,8 @@ def test_the_plugin_works_on_a_part_of_the_patches(tree: Path) -> None:
     try:
         outcomes = outcomes_on(tree)
         assert outcomes["image_spans"] == outcomes["identity"] == ("on", "")
-        files = ("tests/exactness/test_exactness.py", "tests/identity/test_vllm_side.py")
-        chosen = "gemma3-main-eight_at or (test_vllm_side and not different_content)"
+        files = ("tests/exactness/test_exactness.py", "tests/identity/test_renderer.py")
+        chosen = "gemma3-main-eight_at or (test_renderer and not different_content)"
         done = run_on(tree, "-m", "pytest", "-q", *files, "-k", chosen)
         failed = re.findall(r"^FAILED \S+::(\S+)", done.stdout, re.MULTILINE)
         assert failed == ["test_stock_ids_without_salt_and_arguments", "test_switched_off_by_setting"], done.stdout

@@ -10,7 +10,7 @@ from PIL import Image
 from vllm import SamplingParams
 from vllm.multimodal.media.image import ImageMediaIO
 
-from vllm_mmcache import events
+from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, Message, Rig
 
 
@@ -26,14 +26,14 @@ class Work:
 
     @classmethod
     def so_far(cls) -> "Work":
-        counters = (
-            events.ITEMS_PROCESSED,
-            events.ITEMS_DEFERRED,
-            events.PIXELS_MADE,
-            events.PIXELS_MADE_LATE,
-            events.TOWER_IMAGES,
+        found = (
+            counters.ITEMS_PROCESSED,
+            counters.ITEMS_DEFERRED,
+            counters.PIXELS_MADE,
+            counters.PIXELS_MADE_LATE,
+            counters.TOWER_IMAGES,
         )
-        return cls(*(int(counter.value) for counter in counters))
+        return cls(*(int(counter.value) for counter in found))
 
     def __sub__(self, other: "Work") -> "Work":
         return Work(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))

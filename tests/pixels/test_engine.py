@@ -10,12 +10,12 @@ from collections.abc import Callable
 import pytest
 
 from tests.features.films import Part, chat, file_of, frames_of, takes_videos
-from tests.media.video.test_engine import Decoded
+from tests.lazy_media.video.test_engine import Decoded
 from tests.pixels.asking import Asking, Work, finish_reasons, forget_processed
 from vllm_mmcache import records
 from vllm_mmcache.features.scheduler import Connector
-from vllm_mmcache.media.records import RECORDS
-from vllm_mmcache.media.video.record import VIDEOS
+from vllm_mmcache.lazy_media.records import RECORDS
+from vllm_mmcache.lazy_media.video.record import VIDEOS
 from vllm_mmcache.pixels.making import Maker
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_equals_answer, assert_exact, tolerance_of

@@ -18,7 +18,7 @@ from PIL import Image
 
 from tests.pixels.asking import png
 from tests.sizes import scaled
-from vllm_mmcache.media.origin import load, origin_of
+from vllm_mmcache.lazy_media.origin import load, origin_of
 from vllm_mmcache.pixels.item import FIELD, defer, is_deferred, small_fields, undo
 from vllm_mmcache.pixels.processing import Processed, process
 from vllm_mmcache.pixels.record import MAX_BYTES, describe, restore

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from vllm_mmcache import __version__
+from vllm_mmcache import __version__, tools
 from vllm_mmcache.cli import prove as verb
 from vllm_mmcache.errors import EnvironmentProblem
 from vllm_mmcache.prove import arguments, items, look, proving
@@ -20,7 +20,7 @@ from vllm_mmcache.prove.runs import Runs
 from vllm_mmcache.upstream import proofs
 from vllm_mmcache.upstream.proofs import Place
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS
-from vllm_mmcache.zoo import architecture_of
+from vllm_mmcache.zoo import FIRST_FAMILIES, architecture_of
 
 PLACE = Place("0.33.0", "cuda", 2, "async", "2.14.0", __version__, "Some GPU", architecture_of("qwen3-vl"), 1, 1)
 OF_USE = ["block_keys", "metrics", "features"]
@@ -245,6 +245,25 @@ def test_a_vllm_that_can_be_proven(version: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("vllm_mmcache.upstream.vllm_version", lambda: version)
     monkeypatch.delenv(items.UNTESTED, raising=False)
     assert look.see("", False, []).vllm == version
+
+
+def test_the_zoos_names_are_known_without_it() -> None:
+    assert items.FIRST_FAMILIES == FIRST_FAMILIES
+
+
+def test_without_the_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its models can't be checked, and the error names both ways on; a model of one's own can."""
+    monkeypatch.setattr(tools, "are_here", lambda module=tools.ZOO: False)
+    monkeypatch.setattr(verb.needs, "check_vllm", lambda: None)
+    needed = "needs vllm-mmcache-tools, which is not installed: pip install "
+    for model in (None, "/m"):
+        with pytest.raises(EnvironmentProblem, match=rf"{needed}.*; .* mmcache prove {model or 'MODEL'} --own$"):
+            verb.check_choice(model, False, None, None)
+    assert verb.check_choice("/m", True, ["metrics"], None) == (("metrics",), ())
+    with pytest.raises(EnvironmentProblem, match="can't be read"):
+        look.architecture_in("/no/such/model", {})
+    with pytest.raises(EnvironmentProblem, match=needed):
+        look.families_of("Gemma3ForConditionalGeneration")
 
 
 def test_the_zoos_family_of_a_model(tmp_path: Path) -> None:

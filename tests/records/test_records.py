@@ -12,7 +12,8 @@ import pytest
 from tests.features.conftest import TIMEOUT_S, Server
 from tests.features.tiers import LONG_S
 from tests.memory import traced
-from vllm_mmcache import records, settings, sizes
+from vllm_mmcache import records, settings
+from vllm_mmcache.metrics import sizes
 from vllm_mmcache.records import MAX_VALUE_BYTES, Records
 from vllm_mmcache.records.disk import DiskPlace
 from vllm_mmcache.records.place import Place

@@ -19,9 +19,9 @@ from vllm_mmcache import rooms, settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.rooms import ON, State
 from vllm_mmcache.upstream import configuration, proofs, proven, start, swap
+from vllm_mmcache.upstream.extension_points import SEAMS
 from vllm_mmcache.upstream.ledger import NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, ROOMS, parts
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS, Engine, Row
-from vllm_mmcache.upstream.seams import SEAMS
 from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.usefixtures("no_role")

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from vllm_mmcache.cli import demo, doctor, explain, lint, needs, prove, serve, store, uninstall, zoo
+from vllm_mmcache.cli import doctor, explain, needs, of_tools, prove, serve, store, uninstall
 from vllm_mmcache.errors import MMCacheError
 
 app = typer.Typer(
@@ -22,14 +22,12 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command(context_settings=serve.PASS_ON)(serve.serve)
-app.command()(demo.demo)
 app.command(context_settings=serve.PASS_ON)(doctor.doctor)
 app.command()(explain.explain)
-app.command()(lint.lint)
 app.command()(prove.prove)
 app.command()(uninstall.uninstall)
 app.add_typer(store.store_app, name="store")
-app.add_typer(zoo.zoo_app, name="zoo")
+of_tools.add_to(app)
 
 
 def main() -> None:

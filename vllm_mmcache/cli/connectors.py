@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a KV connector of a configuration can't do here, for `mmcache doctor`: docs/composes_kv.md.
+"""What a KV connector of a configuration can't do here, for `mmcache doctor`: docs/composes.md.
 
 Asks vLLM's configuration, and imports none of vLLM.
 """

@@ -11,6 +11,11 @@ from typing import Annotated
 import typer
 
 
+def add_to(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command()(demo)
+
+
 def demo(
     directory: Annotated[Path, typer.Option("--dir", help="where the tiny model and the server logs are kept")] = Path(
         ".artifacts"

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 FORMS = ("vllm", "as-sent", "switch")
 
 
+def add_to(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command()(lint)
+
+
 def lint(
     template: Annotated[Path, typer.Argument(help="a chat template's file, or a model directory")],
     conversations: Annotated[

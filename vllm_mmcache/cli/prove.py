@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_mmcache import tools
 from vllm_mmcache.cli import needs
 from vllm_mmcache.errors import EnvironmentProblem
 
@@ -62,15 +63,19 @@ def check_choice(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The rooms and families that are asked for; no family where the model says which. Raises: EnvironmentProblem."""
     from vllm_mmcache.upstream.proven import ENGINE_ROOMS
-    from vllm_mmcache.zoo import FAMILIES, FIRST_FAMILIES
 
     if own and model is None:
         raise EnvironmentProblem("--own checks a model of yours, and none is named: mmcache prove MODEL --own")
     if families and model is not None:
         raise EnvironmentProblem(f"--families and the model {model} are both given: give one of the two")
+    if not own:
+        instead = f"; or check a model itself: mmcache prove {model or 'MODEL'} --own"
+        zoo = tools.load(tools.ZOO, "a check on the zoo's models", instead)
     needs.check_vllm()
     found = tuple(listed("--rooms", rooms, ENGINE_ROOMS)) or ENGINE_ROOMS
-    return found, tuple(listed("--families", families, FAMILIES)) or (() if model else FIRST_FAMILIES)
+    if own:
+        return found, ()
+    return found, tuple(listed("--families", families, zoo.FAMILIES)) or (() if model else zoo.FIRST_FAMILIES)
 
 
 def listed(option: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:

@@ -98,8 +98,8 @@ def fill(paths: Sequence[Path], model: str, arguments: Sequence[str], batch: int
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_mmcache import events
     from vllm_mmcache.features.scheduler import connector_of
+    from vllm_mmcache.metrics import counters
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="mmcache store warm PICTURES --"))
     parsed = parser.parse_args(["--model", model, "--enable-prefix-caching", *arguments])
@@ -110,7 +110,7 @@ def fill(paths: Sequence[Path], model: str, arguments: Sequence[str], batch: int
     params = SamplingParams(max_tokens=1, temperature=0)
     failed: list[dict[str, str]] = []
     waiting: list[Any] = []
-    before = events.totals()
+    before = counters.totals()
     for number, path in enumerate(track(paths, "encoding", console=Console(stderr=True)), 1):
         try:
             waiting.append(question(path))
@@ -120,7 +120,7 @@ def fill(paths: Sequence[Path], model: str, arguments: Sequence[str], batch: int
             llm.chat(waiting, params, use_tqdm=False)
             waiting.clear()
             store.flush(WRITING_S)  # or what a slow disk is behind with would be let go from RAM before its turn
-    seen = {name: int(count - before.get(name, 0)) for name, count in events.totals().items()}
+    seen = {name: int(count - before.get(name, 0)) for name, count in counters.totals().items()}
     llm.llm_engine.engine_core.shutdown()
     return {
         "encoded": seen.get("tower_images", 0),

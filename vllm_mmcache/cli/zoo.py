@@ -12,6 +12,11 @@ import typer
 zoo_app = typer.Typer(help="Tiny seeded models of the real architectures.", no_args_is_help=True)
 
 
+def add_to(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.add_typer(zoo_app, name="zoo")
+
+
 @zoo_app.command("ls")
 def ls() -> None:
     """List the families that can be built."""

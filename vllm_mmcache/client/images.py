@@ -12,7 +12,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from vllm_mmcache.body.scan import find_texts, is_string, replace_spans
+from vllm_mmcache.lifted_bodies.scan import find_texts, is_string, replace_spans
 
 PREFIX = "mmc1-"  # of a content id; the number goes up when it covers something else
 

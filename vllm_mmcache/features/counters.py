@@ -4,7 +4,7 @@
 import threading
 from dataclasses import asdict, dataclass, field
 
-from vllm_mmcache import events
+from vllm_mmcache.metrics import counters
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Counters:
             for name, amount in amounts.items():
                 setattr(self._counts, name, getattr(self._counts, name) + amount)
         for name, amount in amounts.items():
-            events.TIER_COUNTERS[name].add(amount, self.tier)
+            counters.TIER_COUNTERS[name].add(amount, self.tier)
 
     def hold(self, num_bytes: int) -> None:
         """Say what the tier holds now."""

@@ -31,7 +31,7 @@ class Identity:
     dtype: str
     """The features' dtype, such as bfloat16."""
     layout: str
-    """Place in the tensor-parallel group, "rank/size"."""
+    """How ranks share the tower and how many there are, "mm_encoder_tp_mode/size", such as weights/2."""
 
     @cached_property
     def key(self) -> str:

@@ -3,10 +3,11 @@
 
     u64 length || JSON header, padded with spaces to a multiple of 8 bytes || the features
 
-The header's metadata holds the record (identity, dtype, shape) and a BLAKE3 checksum over the record and the features;
-docs/features.md describes it. A head is the one that this module writes for its record and checksum, or it is none: so
-every byte is checked. What does not fit raises StoreCorrupt, whatever the bytes are. Features are bytes here, and are
-never copied. Any process; imports neither torch nor numpy.
+The header's metadata has three texts: `format`, `record` (JSON: the identity of docs/features.md, dtype, shape) and
+`blake3`, over the bytes of the record, then those of the features. The tensor is `features`, (num_tokens, hidden * (1
++ num_deepstack)). A head is the one that this module writes for its record and checksum, or it is none: so every byte
+is checked. What does not fit raises StoreCorrupt, whatever the bytes are. Features are bytes here, and are never
+copied. Any process; imports neither torch nor numpy.
 """
 
 import json

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.ec_connector import ECConnector
 
-from vllm_mmcache import events, rooms, settings
+from vllm_mmcache import rooms, settings
+from vllm_mmcache.arguments import argument
 from vllm_mmcache.errors import ArenaUnusable
 from vllm_mmcache.features.arena import Arena
 from vllm_mmcache.features.copies import Copies, Unpinnable
@@ -27,6 +28,8 @@ from vllm_mmcache.features.probe import Kind, Unfit, probe, probe_videos, takes
 from vllm_mmcache.features.tower import Tower, watched
 from vllm_mmcache.features.vllm_facts import facts_of, place_of, video_facts, why_not
 from vllm_mmcache.features.weights import Fingerprints
+from vllm_mmcache.guarded import guarded
+from vllm_mmcache.metrics import counters
 from vllm_mmcache.pixels.item import is_deferred
 from vllm_mmcache.pixels.making import Maker
 from vllm_mmcache.rooms import State
@@ -77,7 +80,7 @@ class Side:
         taken: set[str] = set()
         kept: list[Place] = []
         # Where ranks wait for each other, one that went its own way would stop them all: there it raises.
-        with events.guarded("features") if self._is_alone else contextlib.nullcontext():
+        with guarded("features") if self._is_alone else contextlib.nullcontext():
             kept, taken = self._begin(message, outputs)
         before = set(outputs)
         self._runs = []
@@ -86,7 +89,7 @@ class Side:
             yield taken
         finally:
             _encoding = None
-        with events.guarded("features"):
+        with guarded("features"):
             if self._runs:
                 self._measure([len(features) for name, features in outputs.items() if name not in before])
             for place in kept:
@@ -115,13 +118,13 @@ class Side:
     def _take(self, places: list[Place], outputs: Outputs) -> set[str]:
         for place, features in zip(places, self.copies.load(places), strict=True):
             outputs[place.mm_hash] = features
-        events.TOWER_IMAGES_AVOIDED.add(len(places))
+        counters.TOWER_IMAGES_AVOIDED.add(len(places))
         return {place.mm_hash for place in places}
 
     def _save(self, place: Place, features: torch.Tensor | None) -> None:
         shape = place.shape
         if features is not None:
-            events.TOWER_TOKENS.add(len(features))
+            counters.TOWER_TOKENS.add(len(features))
             if (
                 tuple(features.shape) != (shape.num_tokens, shape.width)
                 or str(features.dtype) != f"torch.{shape.dtype}"
@@ -142,7 +145,7 @@ class Side:
 
         def measure() -> None:
             seconds = sum(run() for run in runs)
-            events.TOWER_SECONDS.add(seconds)
+            counters.TOWER_SECONDS.add(seconds)
             if rows:
                 self._estimate.add(sum(rows) // len(rows), seconds / len(rows))
 
@@ -178,7 +181,7 @@ def encode_v1(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     side: Side | None = getattr(instance, _SIDE, None)
     if side is None:
         return wrapped(*args, **kwargs)
-    scheduler_output = kwargs["scheduler_output"] if "scheduler_output" in kwargs else args[0]
+    scheduler_output = argument(wrapped, args, kwargs, "scheduler_output")
     with side.encoding(_message_of(scheduler_output), instance.encoder_cache) as taken:
         if taken:
             left = {
@@ -196,7 +199,7 @@ def count_runs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[
     With the setting tower_one_by_one each item is a batch, so that features don't depend on what else was there. A
     batch ends when the runner asks for the next one.
     """
-    items = args[0] if args else kwargs["mm_kwargs"]
+    items = argument(wrapped, args, kwargs, "mm_kwargs")
     if _maker is not None and any(is_deferred(item) for _, item in items):
         # Features went away between, as seldom happens: what they would have saved is done now.
         items = [(modality, _maker.complete(item)) for modality, item in items]
@@ -210,11 +213,11 @@ def count_runs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[
                 continue
             timed = _timed(_encoding is not None and _encoding.copies.is_asynchronous)
             yield batch
-            events.TOWER_IMAGES.add(num_items)
+            counters.TOWER_IMAGES.add(num_items)
             if _encoding is not None:
                 _encoding.ran(timed())
             else:
-                events.TOWER_SECONDS.add(timed()())
+                counters.TOWER_SECONDS.add(timed()())
 
 
 def doubt_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -244,7 +247,7 @@ def pause_while_asleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
 def go_on_awake(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Worker.wake_up: weights are there again, perhaps others."""
     outcome = wrapped(*args, **kwargs)
-    tags = kwargs["tags"] if "tags" in kwargs else (args or (None,))[0]
+    tags = argument(wrapped, args, kwargs, "tags")
     if (side := _side_of(instance)) is not None and (tags is None or "weights" in tags):
         side.weights.resume()
         side.weights.look()

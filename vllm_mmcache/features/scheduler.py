@@ -20,7 +20,8 @@ from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 
-from vllm_mmcache import events, rooms, settings
+from vllm_mmcache import rooms, settings
+from vllm_mmcache.arguments import argument
 from vllm_mmcache.errors import StoreUnusable
 from vllm_mmcache.features.arena import Arena
 from vllm_mmcache.features.costs import Costs, Estimate
@@ -32,6 +33,8 @@ from vllm_mmcache.features.package import Shape
 from vllm_mmcache.features.ram import RamTier
 from vllm_mmcache.features.store import Fetch, Store, open_tiers
 from vllm_mmcache.features.threads import Threads
+from vllm_mmcache.guarded import guarded
+from vllm_mmcache.metrics import transport
 from vllm_mmcache.pixels.item import is_deferred
 from vllm_mmcache.pixels.waiting import Making, Pixels
 from vllm_mmcache.upstream import configuration
@@ -92,8 +95,8 @@ def arrive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if connector is not None and instance.ec_connector is None:
         connector.serve(instance)
     if isinstance(instance.ec_connector, Connector):
-        with events.guarded("features"):
-            instance.ec_connector.arrive(kwargs["request"] if "request" in kwargs else args[0])
+        with guarded("features"):
+            instance.ec_connector.arrive(argument(wrapped, args, kwargs, "request"))
     return wrapped(*args, **kwargs)
 
 
@@ -251,7 +254,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the request may go on; False while features of an image that comes next are worth waiting for."""
-        with events.guarded("features"):
+        with guarded("features"):
             return self._may_go_on(request, num_computed_tokens)
         return True
 
@@ -307,7 +310,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         """An image will be encoded in this step: tell the ranks where its features lie, or where they shall go."""
-        with events.guarded("features"):
+        with guarded("features"):
             self._mention(request, index)
 
     def _mention(self, request: Any, index: int) -> None:
@@ -345,7 +348,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
 
     def _note(self, wanted: _Wanted, source: str) -> None:
         if rooms.is_on("observe"):
-            events.note_feature_source(wanted.name, source)
+            transport.note_feature_source(wanted.name, source)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """What the ranks are told with this step; None where there is nothing."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 
-from vllm_mmcache import background, sealing, sizes
+from vllm_mmcache import background, sealing
 from vllm_mmcache.features.arena import Arena
 from vllm_mmcache.features.costs import Ask, Costs
 from vllm_mmcache.features.identity import Identity
@@ -22,6 +22,7 @@ from vllm_mmcache.features.package import Shape
 from vllm_mmcache.features.ram import RamTier, Slot
 from vllm_mmcache.features.threads import Threads
 from vllm_mmcache.features.writer import EXIT_S, Writer
+from vllm_mmcache.metrics import sizes
 from vllm_mmcache.settings import Settings, store_places
 
 logger = logging.getLogger("vllm.mmcache")

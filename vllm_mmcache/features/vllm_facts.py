@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vllm_mmcache.features.digests import inputs_digest
-from vllm_mmcache.media.video import DECODERS
+from vllm_mmcache.lazy_media.video import DECODERS
 from vllm_mmcache.upstream import installed
 
 _NOT_THE_TOWERS = frozenset({"text_config", "llm_config", "_name_or_path", "transformers_version"})

@@ -2,5 +2,5 @@
 """An image's identity is its content, within its tenant; the uuid of a client is an alias, recorded and never trusted.
 
 `layout` makes identifiers, `aliases` is what a tenant's uuids stand for, `audit` counts what should not happen,
-`vllm_side` puts all of it between vLLM's request and its processor. API server process; docs/identity.md.
+`renderer` puts all of it between vLLM's request and its processor. API server process; docs/identity.md.
 """

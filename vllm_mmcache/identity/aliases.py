@@ -5,9 +5,10 @@ An alias is bound by a request that carries the item, and used by later ones of 
 alone. It only leads to a content id; what is kept under that is another matter. Neither uuids nor salts are kept.
 """
 
-from vllm_mmcache import events, settings, sizes
+from vllm_mmcache import settings
 from vllm_mmcache.bounded import Bounded, Budget, Size
 from vllm_mmcache.identity import audit, layout
+from vllm_mmcache.metrics import counters, sizes
 
 ALIAS_COST_BYTES = 512  # a key of 32 bytes, a content id of 64 characters and the table's slot; twice, see _holders
 
@@ -30,7 +31,7 @@ class Aliases:
         former = self._content_ids.replace(key, content_id)
         self._holders.replace(layout.alias_key(modality, name), key)
         if former is not None and former != content_id:
-            audit.note(events.ALIASES_REBOUND, "a client gave the uuid of one image to another")
+            audit.note(counters.ALIASES_REBOUND, "a client gave the uuid of one image to another")
 
     def find(self, modality: str, name: str, salt: str | None) -> str | None:
         """The content id that `name` stands for to this tenant; None where it stands for nothing."""
@@ -38,7 +39,7 @@ class Aliases:
         found = self._content_ids.get(key)
         holder = self._holders.get(layout.alias_key(modality, name))
         if found is None and holder is not None and holder != key:
-            audit.note(events.ALIASES_OF_OTHERS, "a client asked about an image by a uuid of another tenant")
+            audit.note(counters.ALIASES_OF_OTHERS, "a client asked about an image by a uuid of another tenant")
         return found
 
     def clear(self) -> None:

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 
-from vllm_mmcache.events import Counter
+from vllm_mmcache.metrics.counters import Counter
 
 INTERVAL_S = 60.0
 

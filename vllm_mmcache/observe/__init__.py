@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows what the rooms count, and says of each request what was reused. Reads events; no room imports it."""
+"""Shows what the rooms count, and says of each request what was reused. Reads counters; no room imports it."""

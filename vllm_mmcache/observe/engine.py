@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_mmcache import events, rooms, settings, sizes
+from vllm_mmcache import rooms, settings
+from vllm_mmcache.arguments import argument
+from vllm_mmcache.guarded import guarded
+from vllm_mmcache.metrics import sizes, transport
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.causes import GroupHit, Lookup, Lost, Prompt, explain
 from vllm_mmcache.observe.digests import salt_class
@@ -43,8 +46,8 @@ def note_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of KVCacheManager.get_computed_blocks(request): looks at each hit but those after a preemption."""
     outcome = wrapped(*args, **kwargs)
     if rooms.is_on("observe"):
-        with events.guarded("observe"):
-            request = args[0] if args else kwargs["request"]
+        with guarded("observe"):
+            request = argument(wrapped, args, kwargs, "request")
             if request.num_preemptions == 0:
                 _observer_of(instance).look(request, outcome[1])
     return outcome
@@ -52,7 +55,7 @@ def note_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def note_evicted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BlockPool._maybe_evict_cached_block(block): remembers when a block had to go."""
-    block = args[0] if args else kwargs["block"]
+    block = argument(wrapped, args, kwargs, "block")
     observer = instance.__dict__.get(_OBSERVER)
     if observer is not None and block.block_hash is not None:
         observer.evicted(block.block_hash)
@@ -70,10 +73,10 @@ def note_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def note_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._free_request(request): the history keeps what of its answer has KV."""
-    request = args[0] if args else kwargs["request"]
+    request = argument(wrapped, args, kwargs, "request")
     seen = getattr(request, _SEEN, None)
     if seen is not None:
-        with events.guarded("observe"):
+        with guarded("observe"):
             _observer_of(instance.kv_cache_manager).finish(request, seen)
     return wrapped(*args, **kwargs)
 
@@ -83,14 +86,14 @@ def send_outcome(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if not rooms.is_on("observe"):
         return wrapped(*args, **kwargs)
     observer = _observer_of(instance.kv_cache_manager)
-    scheduled = args[0] if args else kwargs["scheduler_output"]
+    scheduled = argument(wrapped, args, kwargs, "scheduler_output")
     if scheduled.scheduled_encoder_inputs:
-        with events.guarded("observe"):
+        with guarded("observe"):
             observer.note_images(instance, scheduled.scheduled_encoder_inputs)
     if not observer.waiting:  # a step that only goes on with answers
         return wrapped(*args, **kwargs)
     by_client = wrapped(*args, **kwargs)
-    with events.guarded("observe"):
+    with guarded("observe"):
         for outputs in by_client.values():
             for output in outputs.outputs:
                 if output.prefill_stats is not None:
@@ -158,7 +161,7 @@ class Observer:
             if request is None:  # aborted during the step, which async scheduling had under way
                 continue
             for index in indices:
-                source = events.take_feature_source(request.mm_features[index].identifier)
+                source = transport.take_feature_source(request.mm_features[index].identifier)
                 if seen is not None:
                     seen.features[index] = source or "tower"
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vllm_mmcache import events
+from vllm_mmcache.metrics import counters
 from vllm_mmcache.observe.schema import Record, from_json, to_json
 
 logger = logging.getLogger("vllm.mmcache")
@@ -66,7 +66,7 @@ class RecordFile:
 
     def _drop(self) -> None:
         self.dropped += 1
-        events.OBSERVED_DROPPED.add()
+        counters.OBSERVED_DROPPED.add()
 
     def _write_all(self) -> None:
         failed = False

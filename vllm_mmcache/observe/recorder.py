@@ -17,8 +17,10 @@ from pathlib import Path
 
 import xxhash
 
-from vllm_mmcache import events, settings, sizes
+from vllm_mmcache import settings
 from vllm_mmcache.bounded import Bounded, Budget
+from vllm_mmcache.guarded import guarded
+from vllm_mmcache.metrics import counters, sizes
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.asked import Waiting
 from vllm_mmcache.observe.describe import Told, describe
@@ -70,7 +72,7 @@ class Recorder:
         with self._reading:
             while self._arrived:
                 read, note = self._arrived.popleft()
-                with events.guarded("observe"):
+                with guarded("observe"):
                     read(note)
 
     def flush(self) -> None:
@@ -102,11 +104,11 @@ class Recorder:
         told = Told(asked, outcome, self._answers) if asked else None
         missed = _sums((cause.reason.value, cause.tokens) for cause in (told or outcome).causes)
         images = told.images_by_source() if told else {}
-        events.PROMPT_TOKENS.add(outcome.reused_tokens, "reused", "")
+        counters.PROMPT_TOKENS.add(outcome.reused_tokens, "reused", "")
         for reason, tokens in missed.items():
-            events.PROMPT_TOKENS.add(tokens, "computed", reason)
+            counters.PROMPT_TOKENS.add(tokens, "computed", reason)
         for source, count in images.items():
-            events.PROMPT_IMAGES.add(count, source)
+            counters.PROMPT_IMAGES.add(count, source)
         self.store.count(outcome.reused_tokens + sum(missed.values()), outcome.reused_tokens, missed, images)
         if told is not None:
             recipe = partial(describe, told, self.server, self.model)
@@ -139,7 +141,7 @@ class Recorder:
         self.read_notes()
         if self._follower is None:
             return
-        with events.guarded("observe"):
+        with guarded("observe"):
             for record in self._follower.read_new():
                 if record.server == self.server:
                     continue

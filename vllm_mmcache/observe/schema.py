@@ -143,7 +143,7 @@ class Miss(_Part):
     token: int | None = None
     """The position of the cause in that segment, in tokens from its start."""
     details: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """What the reason needs: see docs/observe.md."""
+    """What the reason needs: see docs/explain.md."""
 
 
 class Record(_Part):

@@ -9,13 +9,15 @@ Of text only digests are kept. It must never fail a request.
 import itertools
 import marshal
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import xxhash
 
-from vllm_mmcache import events, rooms
-from vllm_mmcache.media.picture import LazyPicture
+from vllm_mmcache import rooms
+from vllm_mmcache.arguments import argument, named
+from vllm_mmcache.guarded import guarded
+from vllm_mmcache.lazy_media.picture import LazyPicture
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.asked import UNKNOWN, Asked, Layers
 from vllm_mmcache.observe.digests import salt_class
@@ -33,14 +35,14 @@ _processing = threading.local()
 def note_chat(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer.render_chat(conversations, chat_params): lays digests beside each rendered prompt."""
     outcome = wrapped(*args, **kwargs)
-    _lay_chat(instance, args, kwargs, outcome)
+    _lay_chat(instance, named(wrapped, args, kwargs), outcome)
     return outcome
 
 
 async def note_chat_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer.render_chat_async; as note_chat."""
     outcome = await wrapped(*args, **kwargs)
-    _lay_chat(instance, args, kwargs, outcome)
+    _lay_chat(instance, named(wrapped, args, kwargs), outcome)
     return outcome
 
 
@@ -50,9 +52,9 @@ def note_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     _processing.is_cached = None
     outcome = wrapped(*args, **kwargs)
-    with events.guarded("observe"):
-        mm_data = kwargs["mm_data"] if "mm_data" in kwargs else args[1]
-        given = kwargs["mm_processor_kwargs"] if "mm_processor_kwargs" in kwargs else args[3]
+    with guarded("observe"):
+        mm_data = argument(wrapped, args, kwargs, "mm_data")
+        given = argument(wrapped, args, kwargs, "mm_processor_kwargs")
         cached = (_processing.is_cached or {}).get("image")
         outcome[_IMAGES] = _notes(mm_data.get("image"), given, cached)
     return outcome
@@ -69,8 +71,8 @@ def send_notes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of InputProcessor.process_inputs(request_id, prompt): the notes travel with the request."""
     request = wrapped(*args, **kwargs)
     if rooms.is_on("observe"):
-        with events.guarded("observe"):
-            prompt = args[1] if len(args) > 1 else kwargs["prompt"]
+        with guarded("observe"):
+            prompt = argument(wrapped, args, kwargs, "prompt")
             RECORDER.model = _model_name(instance.vllm_config)
             text = _keep(instance.renderer, request, prompt if isinstance(prompt, dict) else {})
             request.trace_headers = wire.add(request.trace_headers, text)
@@ -81,9 +83,9 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of OutputProcessor.process_outputs(outputs): takes what the engine found, and digests of answers."""
     if not rooms.is_on("observe"):
         return wrapped(*args, **kwargs)
-    outputs = args[0] if args else kwargs["engine_core_outputs"]
+    outputs = argument(wrapped, args, kwargs, "engine_core_outputs")
     ended = []
-    with events.guarded("observe"):
+    with guarded("observe"):
         for output in outputs:
             if output.trace_headers:
                 text, output.trace_headers = wire.take(output.trace_headers)
@@ -93,7 +95,7 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             if output.finish_reason is not None:
                 ended.append(instance.request_states.get(output.request_id))
     outcome = wrapped(*args, **kwargs)
-    with events.guarded("observe"):
+    with guarded("observe"):
         for state in ended:
             salt = getattr(state, _SALT, None)
             if salt is not None and state.detokenizer is not None:
@@ -108,12 +110,11 @@ def _keep_salt(state: Any, outcome: str) -> None:
         setattr(state, _SALT, salt)
 
 
-def _lay_chat(renderer: Any, args: Any, kwargs: Any, outcome: Any) -> None:
+def _lay_chat(renderer: Any, given: Mapping[str, Any], outcome: Any) -> None:
     if not rooms.is_on("observe"):
         return
-    with events.guarded("observe"):
-        conversations = args[0] if args else kwargs["conversations"]
-        chat_params = args[1] if len(args) > 1 else kwargs["chat_params"]
+    with guarded("observe"):
+        conversations, chat_params = given["conversations"], given["chat_params"]
         template = chat_params.chat_template
         marks, template_digest = _marks_of(renderer, template)
         arguments = xxhash.xxh3_64_intdigest(_dumped(chat_params.chat_template_kwargs), template_digest)
@@ -185,7 +186,7 @@ def _marks_of(renderer: Any, template: str | None) -> tuple[Marks | None, int]:
     known: dict[str | None, tuple[Marks | None, int]] = renderer.__dict__.setdefault(_MARKS, {})
     found = known.get(template)
     if found is None:
-        from vllm_mmcache.observe.vllm_side import probe
+        from vllm_mmcache.observe.carrier import probe
 
         template_digest = xxhash.xxh3_64_intdigest(repr(template))
         known[template] = None, template_digest  # also where the probe fails: it is not tried with every request

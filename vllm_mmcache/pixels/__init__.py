@@ -2,6 +2,6 @@
 """Pixels are made where the tower needs them: a known image goes to the engine as its record and its encoded bytes.
 
 `record` is what vLLM's processor made of an item, less its pixels; `item` is such an item on its way to the engine;
-`ready` and `cache` give vLLM's own processor what is known, and `vllm_side` puts them before its one thread. `making`
+`ready` and `cache` give vLLM's own processor what is known, and `renderer` puts them before its one thread. `making`
 makes the pixels after all, in the engine (`waiting`) or in a worker.
 """

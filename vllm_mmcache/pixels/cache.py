@@ -14,8 +14,8 @@ from vllm.multimodal.cache import BaseMultiModalProcessorCache
 from vllm.multimodal.cache.shm import ShmObjectStoreSenderCache
 from vllm.utils.cache import CacheInfo
 
-from vllm_mmcache import events, sizes
 from vllm_mmcache.bounded import Size
+from vllm_mmcache.metrics import counters, sizes
 from vllm_mmcache.pixels.item import is_deferred
 from vllm_mmcache.pixels.processing import Processed
 
@@ -71,7 +71,7 @@ class ReadyCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         """As vLLM's; where the caller has nothing (None), with what is ready, which goes into vLLM's cache now."""
         if mm_item is not None:
             if mm_item[1]:  # what comes ready-made from clients changes no prompt
-                events.ITEMS_PROCESSED.add()
+                counters.ITEMS_PROCESSED.add()
         elif not self.is_kept(mm_hash):
             mm_item = self.lent(mm_hash)
         if self._cache is None or (mm_item is not None and is_deferred(mm_item[0]) and self._hides_items):

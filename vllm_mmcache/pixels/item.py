@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
-from vllm_mmcache.media.origin import Origin
+from vllm_mmcache.lazy_media.origin import Origin
 
 FIELD = "mmcache_deferred"
 """Name of the field that is there instead: two tensors of uint8, a header as JSON and the encoded bytes."""

@@ -10,8 +10,8 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.tokenizers import cached_tokenizer_from_config, maybe_make_thread_pool
 
-from vllm_mmcache import events
-from vllm_mmcache.media import origin
+from vllm_mmcache.lazy_media import origin
+from vllm_mmcache.metrics import counters
 from vllm_mmcache.pixels.item import is_deferred, undo
 from vllm_mmcache.pixels.processing import process
 
@@ -28,7 +28,7 @@ class Maker:
         """The item that the API server's processor would have made. Raises: what vLLM raises for broken bytes."""
         modality, opened, arguments = undo(item)
         made, _ = process(self._processor_here(), modality, origin.load(opened), arguments)
-        events.PIXELS_MADE.add()
+        counters.PIXELS_MADE.add()
         return made
 
     def complete(self, item: MultiModalKwargsItem) -> MultiModalKwargsItem:
@@ -37,8 +37,8 @@ class Maker:
             return item
         start = time.perf_counter()
         made = self.make(item)
-        events.PIXELS_MADE_LATE.add()
-        events.PIXELS_LATE_SECONDS.add(time.perf_counter() - start)
+        counters.PIXELS_MADE_LATE.add()
+        counters.PIXELS_LATE_SECONDS.add(time.perf_counter() - start)
         return made
 
     def _processor_here(self) -> Any:

@@ -14,7 +14,7 @@ from vllm.multimodal.processing import BaseMultiModalProcessor, ProcessorInputs
 from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.processor import ResolvedPromptUpdate
 
-from vllm_mmcache.identity.vllm_side import OneRequest
+from vllm_mmcache.identity.renderer import OneRequest
 from vllm_mmcache.pixels.item import Arguments
 
 Processed = tuple[MultiModalKwargsItem, Sequence[ResolvedPromptUpdate]]

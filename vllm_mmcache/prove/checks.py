@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from vllm_mmcache import events
+from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove import load, scenarios, workers, workloads
 from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import Inexact, assert_detects, assert_exact
@@ -223,10 +223,10 @@ def use_image_checkpoints(rig: Rig) -> None:
     if rig.keeps_all_kv:
         raise NotChecked("the model keeps every block; there is nothing to checkpoint")
     rig.make_cold()
-    before = events.CHECKPOINTS_USED.value
+    before = counters.CHECKPOINTS_USED.value
     shape = SHAPES.get(rig.config.family) or workloads.Shape((448, 448), words_before(rig))
     answers = workloads.run(rig, workloads.questions(shape, 3, 2))
-    assert events.CHECKPOINTS_USED.value > before, "no hit ended on a checkpoint"
+    assert counters.CHECKPOINTS_USED.value > before, "no hit ended on a checkpoint"
     found = workloads.reuse(rig, answers)
     assert found["cached_tokens"] >= 0.98 * found["best_tokens"] > 0, f"reused: {found}"
     assert_exact(rig, [answer for _, answer in answers])
@@ -234,7 +234,7 @@ def use_image_checkpoints(rig: Rig) -> None:
 
 def use_metrics(rig: Rig) -> None:
     """What is counted in the engine is on /metrics after the next step."""
-    counter, name = events.TOWER_TOKENS, "mmcache:tower_tokens_total"
+    counter, name = counters.TOWER_TOKENS, "mmcache:tower_tokens_total"
     before = REGISTRY.get_sample_value(name) or 0
     counter.add(1000)
     one(rig, user(filler(20)))

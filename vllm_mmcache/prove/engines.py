@@ -24,12 +24,17 @@ from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
+from vllm_mmcache import tools
 from vllm_mmcache.prove.oracle import Oracle
-from vllm_mmcache.zoo import BY_NAME, build_cached
 
 NUM_LOGPROBS = 10  # of each step that are compared; the vocabulary has about 1000
 
 Message = dict[str, Any]  # content: str, or parts {"type": "text"|"image", "text"|"image": ...}
+
+
+def zoo() -> Any:
+    """The zoo; a model of the user's own does without. Raises: EnvironmentProblem where it is not installed."""
+    return tools.load(tools.ZOO, "an engine on a model of the zoo")
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class EngineConfig:
         """float32 on the CPU, but for GDN, whose kernel wants bfloat16 there; elsewhere what servers run in."""
         if self.precision is not None:
             return getattr(torch, self.precision)
-        exact = current_platform.is_cpu() and BY_NAME[self.family].dtype == "float32"
+        exact = current_platform.is_cpu() and zoo().BY_NAME[self.family].dtype == "float32"
         return torch.float32 if exact else torch.bfloat16
 
 
@@ -88,7 +93,7 @@ class Rig:
         self.config = config
         self.directory = directory
         self.oracle: Any = Oracle(directory)  # None where a rig has nothing but its own cold runs
-        self.family = BY_NAME[config.family]
+        self.family = zoo().BY_NAME[config.family]
         limits = {"image": config.num_images} | ({"video": 0} if self.family.takes_video else {})
         arguments: dict[str, Any] = {
             "dtype": config.dtype,
@@ -141,7 +146,7 @@ class Rig:
     @property
     def keeps_all_kv(self) -> bool:
         """Full attention in every layer: each complete block stays a hit. Others keep states at few places."""
-        return self.family.keeps_all_kv
+        return bool(self.family.keeps_all_kv)
 
     @property
     def images_attend_both_ways(self) -> bool:
@@ -279,7 +284,7 @@ class EnginePool:
         """The engine of this configuration, cold."""
         if self.rig is None or self.rig.config != config:
             self.close()
-            self.rig = Rig(config, build_cached(config.family, self.zoo_root))
+            self.rig = Rig(config, zoo().build_cached(config.family, self.zoo_root))
             if self.check is not None:
                 self.check(self.rig)
         self.rig.make_cold()

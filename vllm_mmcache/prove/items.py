@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS
-from vllm_mmcache.zoo import FIRST_FAMILIES
 
+FIRST_FAMILIES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "gemma3")  # the zoo's, which need not be installed
 # The families on which a room does something; together with the others it is on for every family.
 WHERE: dict[str, tuple[str, ...]] = {
-    "block_keys": tuple(FIRST_FAMILIES),
+    "block_keys": FIRST_FAMILIES,
     "image_spans": ("gemma3",),
     "resumed_images": ("qwen3-vl", "gemma3"),
     "image_checkpoints": ("qwen3.5", "gemma3"),
     "metrics": ("qwen3-vl",),
-    "features": tuple(FIRST_FAMILIES),
+    "features": FIRST_FAMILIES,
 }
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 WORKER = "vllm_mmcache.prove.worker"

@@ -11,7 +11,6 @@ from typing import Any
 
 from vllm_mmcache.prove.engines import Answer, EngineConfig, Rig
 from vllm_mmcache.prove.scenarios import filler, picture, user
-from vllm_mmcache.scheduler import vllm_side
 
 LOAD = EngineConfig("gemma3", batched_tokens=96, num_blocks=64, num_seqs=8, max_tokens=512)
 
@@ -49,7 +48,7 @@ def counted(rig: Rig) -> Iterator[dict[str, int]]:
         for request_id in output.num_scheduled_tokens:
             request = scheduler.requests[request_id]
             end = request.num_computed_tokens  # vLLM advances it when it schedules
-            spans = vllm_side.image_spans(request) if request.mm_features else []
+            spans = scheduler.image_spans(request) if request.mm_features else []
             counts["split"] += sum(first < end <= last for first, last in spans)
         return output
 

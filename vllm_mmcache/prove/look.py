@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_mmcache import tools
 from vllm_mmcache.errors import EnvironmentProblem
-from vllm_mmcache.zoo import BY_NAME, FAMILIES, architecture_of
 
 ERROR = "mmcache prove: "  # what a line begins with that is for the user
 
@@ -53,8 +53,9 @@ def look(model: str, own: bool, arguments: Sequence[str]) -> Seen:
 
 
 def families_of(architecture: str) -> list[str]:
-    """The zoo's families of an architecture."""
-    return [family for family in FAMILIES if architecture_of(family) == architecture]
+    """The zoo's families of an architecture. Raises: EnvironmentProblem where the zoo is not installed."""
+    zoo = tools.load(tools.ZOO, "a check on the zoo's models")
+    return [family for family in zoo.FAMILIES if zoo.architecture_of(family) == architecture]
 
 
 def see(model: str, own: bool, arguments: Sequence[str]) -> Seen:
@@ -100,7 +101,8 @@ def architecture_in(model: str, found: dict[str, Any]) -> str:
             config, _ = PretrainedConfig.get_config_dict(model, revision=found.get("revision"))
         return str(config["architectures"][0])
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        also = f"; {model} is a family of the zoo: mmcache prove --families {model}" if model in BY_NAME else ""
+        families = tools.load(tools.ZOO, "").BY_NAME if tools.are_here() else ()
+        also = f"; {model} is a family of the zoo: mmcache prove --families {model}" if model in families else ""
         why = " ".join(str(error).split())[:200]
         raise EnvironmentProblem(
             f"the config of {model} can't be read ({type(error).__name__}: {why}): give a model's directory with a "

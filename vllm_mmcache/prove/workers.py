@@ -10,9 +10,9 @@ from typing import Any
 
 def tower_images(worker: Any) -> int:
     """Images that this worker's vision tower has run for since it started."""
-    from vllm_mmcache import events
+    from vllm_mmcache.metrics import counters
 
-    return int(events.totals()["tower_images"])
+    return int(counters.totals()["tower_images"])
 
 
 def spoil_kv(worker: Any) -> int:

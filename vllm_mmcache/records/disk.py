@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from vllm_mmcache import events
 from vllm_mmcache.errors import StoreUnusable
+from vllm_mmcache.metrics import counters
 from vllm_mmcache.records import database
 from vllm_mmcache.records.database import Busy, Database
 from vllm_mmcache.records.place import Place, unsealed
@@ -178,8 +178,8 @@ class DiskPlace(Place):
             return held_bytes(connection)
 
         try:
-            events.RECORD_DISK_BYTES.show(self._writing_to.run(work) or 0)
-            events.RECORD_DISK_BUDGET_BYTES.show(self._budget_bytes)
+            counters.RECORD_DISK_BYTES.show(self._writing_to.run(work) or 0)
+            counters.RECORD_DISK_BUDGET_BYTES.show(self._budget_bytes)
         except Busy as error:
             raise StoreUnusable(str(error)) from None
 

@@ -10,9 +10,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-from vllm_mmcache import events
 from vllm_mmcache.errors import StoreCorrupt
 from vllm_mmcache.features.breaker import Breaker
+from vllm_mmcache.metrics import counters
 from vllm_mmcache.records.framing import frame, unframe
 from vllm_mmcache.records.ram import Entry
 from vllm_mmcache.sealing import CLEAR, Clear
@@ -25,16 +25,16 @@ class Counts:
 
     def __init__(self, place: str) -> None:
         self._place = place
-        self._totals = dict.fromkeys(events.RECORD_COUNTERS, 0)
+        self._totals = dict.fromkeys(counters.RECORD_COUNTERS, 0)
         self._lock = threading.Lock()
 
     def add(self, **amounts: int) -> None:
-        """Count by name; the names are those of events.RECORD_COUNTERS."""
+        """Count by name; the names are those of counters.RECORD_COUNTERS."""
         for name, amount in amounts.items():
             if amount:
                 with self._lock:
                     self._totals[name] += amount
-                events.RECORD_COUNTERS[name].add(amount, self._place)
+                counters.RECORD_COUNTERS[name].add(amount, self._place)
 
     def snapshot(self) -> dict[str, int]:
         """All sums by name."""

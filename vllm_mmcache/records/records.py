@@ -5,8 +5,10 @@ import logging
 import time
 from collections.abc import Sequence
 
-from vllm_mmcache import events, sealing, sizes
+from vllm_mmcache import sealing
 from vllm_mmcache.errors import SettingsError
+from vllm_mmcache.guarded import guarded
+from vllm_mmcache.metrics import sizes
 from vllm_mmcache.places import store_places
 from vllm_mmcache.records.framing import MAX_VALUE_BYTES
 from vllm_mmcache.records.place import Counts, Place
@@ -60,13 +62,13 @@ class Records:
 
     def get(self, key: bytes) -> bytes | None:
         """The value that was put under `key`, whole; None for a miss, whatever the reason is."""
-        with events.guarded("records"):
+        with guarded("records"):
             return self._get(key)
         return None
 
     def put(self, key: bytes, value: bytes) -> None:
         """Keep `value`, at most MAX_VALUE_BYTES of it; found at once by this process, soon by others."""
-        with events.guarded("records"):
+        with guarded("records"):
             if len(value) > MAX_VALUE_BYTES:
                 for counts in (self._in_ram, *(place.counts for place in self._below)):
                     counts.add(dropped=1)

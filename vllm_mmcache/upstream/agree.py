@@ -97,7 +97,7 @@ def send_report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def of_engine(engine_core: Any) -> dict[str, Told]:
     """What is told of each process of an engine, by name. Engine process, when it has its scheduler."""
     if rooms.is_on("image_checkpoints"):
-        from vllm_mmcache.scheduler.checkpoints.vllm_side import say_what_is_in_force
+        from vllm_mmcache.image_checkpoints.scheduler import say_what_is_in_force
 
         say_what_is_in_force(engine_core.scheduler)
     workers: dict[int, Mapping[str, State]] = getattr(engine_core.model_executor, _WORKERS, {})

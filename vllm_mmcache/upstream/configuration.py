@@ -81,6 +81,13 @@ def is_of_an_engine(vllm_config: Any) -> bool:
     return model_config is not None and not getattr(model_config, "is_submodel_config", False)
 
 
+def has(vllm_config: Any, only: str) -> bool:
+    """Whether a configuration has what a hook is only for (`Swap.only`); always for one that is for all."""
+    if only == "runner V1":
+        return not vllm_config.use_v2_model_runner
+    return not only or vllm_config.parallel_config.pipeline_parallel_size > 1
+
+
 def wrong_in_vllm(vllm_config: Any) -> str:
     """What vLLM's own code answers wrongly in a configuration; empty where nothing is known.
 

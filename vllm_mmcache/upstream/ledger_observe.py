@@ -14,7 +14,7 @@ _metric = partial(
 )
 _tell = partial(
     _metric,
-    make="vllm_mmcache.observe.vllm_side:tell",
+    make="vllm_mmcache.observe.carrier:tell",
     process="worker",
     args_used=(),
     why="what is counted in the worker is to reach the engine; ModelRunnerOutput has no field for plugins",
@@ -22,6 +22,7 @@ _tell = partial(
 _stage = partial(
     _metric,
     process="worker",
+    only="pipeline stages",
     why="of pipeline stages the first runs the vision tower, and the last one's output alone reaches the engine",
 )
 
@@ -29,7 +30,7 @@ METRICS: tuple[Swap, ...] = (
     _metric(
         name="metrics.send",
         target="vllm.v1.core.sched.scheduler:Scheduler.make_stats",
-        make="vllm_mmcache.observe.vllm_side:send",
+        make="vllm_mmcache.observe.carrier:send",
         process="engine",
         args_used=(),
         why="what is counted in the engine is to be seen on /metrics; SchedulerStats has no field for plugins",
@@ -37,7 +38,7 @@ METRICS: tuple[Swap, ...] = (
     _metric(
         name="metrics.receive",
         target="vllm.v1.metrics.loggers:StatLoggerManager.record",
-        make="vllm_mmcache.observe.vllm_side:receive",
+        make="vllm_mmcache.observe.carrier:receive",
         process="api",
         args_used=("scheduler_stats",),
         why="stat logger plugins are loaded by the server alone, not by LLM()",
@@ -45,7 +46,7 @@ METRICS: tuple[Swap, ...] = (
     _metric(
         name="metrics.hear",
         target="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-        make="vllm_mmcache.observe.vllm_side:hear",
+        make="vllm_mmcache.observe.carrier:hear",
         process="engine",
         args_used=("scheduler_output", "model_runner_output"),
         why="a worker with a process of its own can't be asked; the group observe needs the same place",
@@ -55,13 +56,13 @@ METRICS: tuple[Swap, ...] = (
     _stage(
         name="metrics.hand_on",
         target="vllm.distributed.parallel_state:GroupCoordinator.isend_tensor_dict",
-        make="vllm_mmcache.observe.vllm_side:hand_on",
+        make="vllm_mmcache.observe.carrier:hand_on",
         args_used=("tensor_dict",),
     ),
     _stage(
         name="metrics.take_over",
         target="vllm.distributed.parallel_state:GroupCoordinator.irecv_tensor_dict",
-        make="vllm_mmcache.observe.vllm_side:take_over",
+        make="vllm_mmcache.observe.carrier:take_over",
         args_used=(),
     ),
 )

@@ -40,6 +40,16 @@ REPORT: tuple[Swap, ...] = (
     _shown(name="report.show", target="vllm.v1.engine.async_llm:AsyncLLM.__init__"),
     _shown(name="report.show_offline", target="vllm.v1.engine.llm_engine:LLMEngine.__init__"),
     _swap(
+        name="report.layers",
+        target="vllm.entrypoints.launchers.app:init_entrypoints_middleware",
+        make="vllm_mmcache.upstream.middleware:add",
+        process="api",
+        args_used=("app",),
+        why="lifted_bodies takes images out of bodies, and identity unsets the salt of a pipelined request before",
+        upstream="none: --middleware needs a flag",
+        remove_when="vLLM has an extension point for middleware that needs no flag",
+    ),
+    _swap(
         name="report.no_python",
         target="vllm.v1.utils:RustFrontendProcessManager.__init__",
         make="vllm_mmcache.upstream.report:no_python",

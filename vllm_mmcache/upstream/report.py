@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 
-from vllm_mmcache import __version__, events, rooms
+from vllm_mmcache import __version__, rooms
+from vllm_mmcache.arguments import argument
+from vllm_mmcache.metrics import counters
 from vllm_mmcache.rooms import State
-from vllm_mmcache.upstream import agree, configuration, display, start, swap
+from vllm_mmcache.upstream import agree, configuration, display, start, subclasses, swap
 from vllm_mmcache.upstream.ledger import ROOMS, parts
 
 logger = logging.getLogger("vllm.mmcache")
@@ -46,7 +48,7 @@ def places() -> dict[str, dict[str, State]]:
 
 def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of MPClient._apply_ready_response(payload): once for each engine, also for those that come later."""
-    payload = args[0] if args else kwargs["payload"]
+    payload = argument(wrapped, args, kwargs, "payload")
     outcome = wrapped(payload)
     said = msgspec.msgpack.decode(payload) if payload else {}
     engines = instance.__dict__.setdefault(_ENGINES, {})
@@ -57,9 +59,16 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of AsyncLLM.__init__ and LLMEngine.__init__: the engines are ready. Raises: SwapError; see `_show`."""
+    """Wrapper of AsyncLLM.__init__ and LLMEngine.__init__(vllm_config): the engines are ready after it.
+
+    Raises: SwapError, see `_show`; UnschedulableImage or CausalImages before, where no image could be right.
+    """
     global _is_shown, _everywhere
     _is_shown, _everywhere = False, frozenset()
+    if rooms.is_on("image_spans"):
+        from vllm_mmcache.image_spans.admission.requests import refuse_endless
+
+        refuse_endless(argument(wrapped, args, kwargs, "vllm_config"))
     outcome = wrapped(*args, **kwargs)
     client = instance.engine_core
     inside = getattr(client, "engine_core", None)  # of an engine in this process
@@ -88,7 +97,7 @@ def _found_here(llm: Any) -> dict[str, State]:
     from vllm.renderers.base import BaseRenderer
     from vllm.renderers.hf import HfRenderer
 
-    found, renderer = {}, type(llm.renderer)
+    found, renderer = {}, subclasses.base_of(llm.renderer)
     name = renderer.__qualname__
     if not llm.log_stats:
         found["metrics"] = State("unneeded", "vLLM's own statistics are off here")
@@ -97,9 +106,10 @@ def _found_here(llm: Any) -> dict[str, State]:
     elif renderer is not HfRenderer:
         found["lifted_bodies"] = State("off", f"not shown to be right with the renderer {name}")
     hooked = [swap.resolve_owner(member.target) for member in parts("api")["identity"]]
-    methods = [attribute for owner, attribute in hooked if owner is BaseRenderer]
+    methods = [attribute for owner, attribute in hooked if owner is BaseRenderer and attribute.startswith("_")]
     above = [one for one in renderer.__mro__ if not one.__module__.startswith("vllm.")]
-    if BaseRenderer not in renderer.__mro__ or any(method in vars(one) for one in above for method in methods):
+    is_ours = isinstance(llm.renderer, subclasses.RendererMixin)
+    if not is_ours or any(method in vars(one) for one in above for method in methods):
         found["identity"] = State("off", f"the renderer {name} is not vLLM's and may go past it")
     on = rooms.of("api")
     return {room: state for room, state in found.items() if on.get(room) == rooms.ON}
@@ -116,7 +126,7 @@ def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
             _places[place] = agree.read(said, {**parts("engine"), **(parts("worker") if told is None else {})})
     found = in_force()
     _everywhere = frozenset(room for room, state in found.items() if state == rooms.ON)
-    events.ROOM_INFO.show({(room, state.state, state.reason) for room, state in found.items()})
+    counters.ROOM_INFO.show({(room, state.state, state.reason) for room, state in found.items()})
     logger.info("mmcache %s in force: %s", __version__, start.words(found.items()))
     for line in display.whereabouts(found):
         logger.info("mmcache: %s", line)

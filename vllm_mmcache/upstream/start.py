@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one place that decides which rooms are on: when a process takes a role on, with the VllmConfig in its hands.
 
-`plugin.register` installs nothing but the hooks that see the VllmConfig (settings_side.py). Then, for each room with a
+`plugin.register` installs nothing but the hooks that see the VllmConfig (roles.py). Then, for each room with a
 part in the role: is it wanted (settings), does it have something to do and can it be in this configuration
 (configuration.py), was it shown to be exact on this engine (proven.py, proofs.py), does vLLM do it itself, does it fit
 (swap.py)? The answer is in rooms.py, where every wrapper asks for it; agree.py and report.py tell others.
@@ -15,7 +15,8 @@ from typing import Any
 from vllm_mmcache import __version__, rooms, settings
 from vllm_mmcache.errors import SwapError
 from vllm_mmcache.rooms import ON, ROLES, Role, State
-from vllm_mmcache.upstream import configuration, proofs, swap, vllm_version
+from vllm_mmcache.upstream import configuration, proofs, subclasses, swap, vllm_version
+from vllm_mmcache.upstream.extension_points import SEAMS
 from vllm_mmcache.upstream.ledger import (
     ALWAYS,
     HOOKS,
@@ -28,7 +29,6 @@ from vllm_mmcache.upstream.ledger import (
     parts,
 )
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS, Engine, minor_of, why_unproven
-from vllm_mmcache.upstream.seams import SEAMS
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -63,7 +63,8 @@ def take_on(role: Role, vllm_config: Any) -> None:
         if state == ON and (needed := NEEDS.get(room)) and rooms.of(role).get(needed, ON) != ON:
             state = State("off", f"needs {needed}, which is {rooms.of(role)[needed].state}")
         if state == ON:
-            outcome = _install(f"{room} ({role})", members, version)
+            needed_here = [member for member in members if configuration.has(vllm_config, member.only)]
+            outcome = _install(f"{room} ({role})", needed_here, version)
             state = ON if outcome.state == "on" else State("off", outcome.reason)
         rooms.put(role, room, state)
     if role == "api" and rooms.of(role)["identity"].state == "off":
@@ -168,6 +169,7 @@ def stop() -> None:
     """Undo every seam and every swap."""
     for seam in reversed(SEAMS):
         seam.undo()
+    subclasses.undo()
     swap.undo_all()
 
 

@@ -6,6 +6,7 @@ was set, newest first. The mark of a replacement is the object in the slot itsel
 installation finds it and changes nothing. Runs in every process, in the thread that calls `plugin.register`.
 """
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from vllm_mmcache.errors import SwapDisturbed, SwapError, SymbolChanged, SymbolMissing, VersionUnsupported
 from vllm_mmcache.rooms import Role
+from vllm_mmcache.upstream.subclasses import mixin_for
 
 TESTED_VLLM = ">=0.32.0,<0.34"  # of every entry of the ledger
 
@@ -44,6 +46,7 @@ class Swap:
     remove_when: str
     also: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()  # private symbols that the wrapper calls; they must be there
+    only: Literal["", "runner V1", "pipeline stages"] = ""  # a configuration without it does not need this
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class _Slot:
     owner: Any
     attribute: str
     raw: Any  # what vars(owner) held, or _INHERITED
-    replacement: Replacement
+    replacement: Any
 
 
 _installed: dict[str, list[_Slot]] = {}  # group -> slots, oldest first
@@ -140,9 +143,10 @@ def misfit(swaps: Sequence[Swap], vllm_version: str, *, allow_untested: bool = F
 
 
 def is_replaced(target: str) -> bool:
-    """Whether the slot of "module:Owner.attr" holds one of our replacements."""
+    """Whether the slot of "module:Owner.attr" holds one of our replacements, or our mixin overrides it."""
     owner, attribute = resolve_owner(target)
-    return isinstance(inspect.getattr_static(owner, attribute), Replacement)
+    mixin = mixin_for(target)
+    return attribute in vars(mixin) if mixin else isinstance(inspect.getattr_static(owner, attribute), Replacement)
 
 
 def is_there(target: str) -> bool:
@@ -204,6 +208,11 @@ def _resolve(swap: Swap, vllm_version: str, allow_untested: bool) -> list[_Slot]
         if original is None:
             original = raw
             _check_signature(swap, raw)
+            if mixin := mixin_for(target):
+                if attribute in vars(mixin):
+                    raise SymbolChanged(f"{target} is overridden already")
+                slots.append(_Slot(mixin, attribute, _INHERITED, _override(mixin, attribute, raw, wrapper)))
+                continue
         elif raw is not original:
             raise SymbolChanged(
                 f"{target} is not the object that {swap.target} is; another plugin may have replaced one"
@@ -212,6 +221,16 @@ def _resolve(swap: Swap, vllm_version: str, allow_untested: bool) -> list[_Slot]
             _Slot(owner, attribute, vars(owner).get(attribute, _INHERITED), Replacement(raw, wrapper, swap.name))
         )
     return slots
+
+
+def _override(mixin: type, attribute: str, raw: Any, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a mixin: the wrapper around what comes after the mixin in the object's own order of classes."""
+
+    @functools.wraps(raw)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(getattr(super(mixin, self), attribute), self, args, kwargs)
+
+    return method
 
 
 def _check_signature(swap: Swap, raw: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from PIL import Image
 
 from tests.identity.attacks.target import Target, fresh, picture, png, url_of
-from tests.media import files
+from tests.lazy_media import files
 
 Attack = Callable[[Target], str | None]
 

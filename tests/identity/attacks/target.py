@@ -14,7 +14,7 @@ import openai
 from openai import OpenAI
 from PIL import Image
 
-from tests.media import files
+from tests.lazy_media import files
 
 MODEL = "zoo"
 _numbers = itertools.count()

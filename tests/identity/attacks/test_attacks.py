@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every attack on a stock server and on one with the plugin. What succeeds on stock shows that the attack can.
 
-docs/identity.md lists them; a test compares.
+docs/identity.md says how many there are; a test compares.
 """
 
 import re
@@ -106,8 +106,7 @@ def test_audit(server: Target, side: str, log_path: Path) -> None:
     assert not re.findall(r"mmcache identity: .*(uuid-|invoice|salt-|logo-)", log_path.read_text())
 
 
-def test_docs_list_them() -> None:
-    said = re.findall(r"^- (Succeed on stock|Fail on stock, too): (.+?)\.\n(?=[-\n]|\Z)", DOCS.read_text(), re.M | re.S)
-    listed = {head: " ".join(names.split()).split("; ") for head, names in said}
-    assert listed["Succeed on stock"] == [name for name in ATTACKS if name in SUCCEED_ON_STOCK]
-    assert listed["Fail on stock, too"] == [name for name in ATTACKS if name not in SUCCEED_ON_STOCK]
+def test_docs_count_them() -> None:
+    said = re.findall(r"(\d+) of (\d+) attacks succeed on stock, none with the plugin", DOCS.read_text())
+    assert said == [(str(len(SUCCEED_ON_STOCK)), str(len(ATTACKS)))]
+    assert set(ATTACKS) >= SUCCEED_ON_STOCK

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of checkpoint that are never used are given up, and come back when they would have been used."""
+
+from vllm_mmcache.image_checkpoints.learner import PATIENCE, PROBE_EVERY, Learner, Live
+from vllm_mmcache.image_checkpoints.positions import END, KINDS, START, Checkpoint
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(4, "big")
+
+
+def test_backs_off_and_probes_and_comes_back() -> None:
+    learner = Learner()
+    for _ in range(PATIENCE):
+        assert learner.wanted() == KINDS
+        learner.wastes({END})
+    assert learner.wanted() == {START}
+    asked = [learner.ask() for _ in range(4 * PROBE_EVERY)]
+    assert asked.count(KINDS) == 4
+    assert asked.count(frozenset({START})) == 4 * (PROBE_EVERY - 1)
+    learner.pays({END})
+    assert learner.wanted() == KINDS
+
+
+def test_one_use_in_a_while_is_enough() -> None:
+    learner = Learner()
+    for _ in range(10):
+        for _ in range(PATIENCE - 1):
+            learner.wastes(KINDS)
+        learner.pays(KINDS)
+    assert learner.wanted() == KINDS
+
+
+def test_evicted_unused_is_told_from_used() -> None:
+    live = Live(Learner())
+    cached = {key(i) for i in range(40)}
+    for i in range(40):
+        assert live.add(key(i), Checkpoint(64, frozenset({END})))
+    assert not live.add(key(0), Checkpoint(64, frozenset({END})))
+    assert live.use(key(7))
+    assert not live.use(key(99))
+    assert live.sweep(cached.__contains__) == 0
+    cached.clear()
+    unused = sum(live.sweep(cached.__contains__) for _ in range(20))
+    assert unused == 39
+    assert len(live) == 0
+    assert END not in live.learner.wanted()
+
+
+def test_a_reset_of_the_cache_is_no_verdict() -> None:
+    live = Live(Learner())
+    for i in range(2 * PATIENCE):
+        live.add(key(i), Checkpoint(64, KINDS))
+    live.clear()
+    assert live.sweep(lambda _: False) == 0
+    assert live.learner.wanted() == KINDS

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of tables: which there are, that they say what is there, and how they come from processes to /metrics."""
+
+import gc
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import REGISTRY
+from pydantic import ByteSize
+
+from tests.features.packages import SHAPE, identity
+from vllm_mmcache import rooms
+from vllm_mmcache.bounded import Bounded, Budget, Size
+from vllm_mmcache.metrics import sizes
+
+SEVERAL = """
+import os
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from vllm_mmcache.metrics import sizes
+from vllm_mmcache.bounded import Size
+def measure(): return Size(1, 10, 100)
+sizes.of_server("t", measure)
+reading, writing = os.pipe()
+if os.fork() == 0:
+    sizes.show()
+    sizes.show_changed("size/e/bytes", 5, 0)
+    os.write(writing, b"x")
+    import time; time.sleep(60)
+os.read(reading, 1)
+sizes.show()
+sizes.show_changed("size/e/bytes", 7, 0)
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode(), flush=True)
+os.killpg(0, 9)
+"""
+
+# Loads what an API server has; a table that nobody named would be missing.
+OF_A_SERVER = """
+import vllm_mmcache.lifted_bodies.references, vllm_mmcache.lazy_media.video.record, vllm_mmcache.identity.aliases
+import vllm_mmcache.observe.recorder
+from vllm_mmcache import records
+from vllm_mmcache.metrics import sizes
+records.current()
+print(*sizes._server)
+"""
+
+
+def sample(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"mmcache:{name}", labels)
+
+
+@pytest.fixture
+def metrics_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rooms._is_on, "metrics", True)
+    monkeypatch.setattr(sizes, "_engine", {})
+    monkeypatch.setattr(sizes, "_sent", {})
+    monkeypatch.setattr(sizes, "ENGINE_SECONDS", 0.0)
+
+
+def test_a_bounded_table_says_what_it_holds_and_which_of_its_budgets_counts() -> None:
+    table: Bounded[int, int] = Bounded(lambda: Budget(65536, 64 << 20), 6144)
+    for number in range(20000):
+        table.admit(number, number)
+    assert table.size() == Size(10922, 10922 * 6144, 10922 * 6144)
+    by_entries: Bounded[int, int] = Bounded(lambda: Budget(3, 64 << 20), 100)
+    by_entries.admit(1, 1)
+    assert by_entries.size() == Size(1, 100, 300)
+
+
+def test_a_server_shows_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    table: Bounded[int, int] = Bounded(lambda: Budget(10, 1 << 20), 100)
+    monkeypatch.setattr(sizes, "_server", {})
+    sizes.of_server("test", table.size)
+    for number in range(12):
+        table.admit(number, number)
+    sizes.show()
+    assert sample("table_entries", table="test") == 10
+    assert sample("table_bytes", table="test") == sample("table_budget_bytes", table="test") == 1000
+    sizes.of_server("unbounded", lambda: Size(4))
+    sizes.show()
+    assert sample("table_entries", table="unbounded") == 4
+    assert sample("table_budget_bytes", table="unbounded") is None
+
+
+def test_a_table_that_is_gone_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's memory must not stay for a gauge."""
+    monkeypatch.setattr(sizes, "_server", {})
+    table: Bounded[int, int] = Bounded(lambda: Budget(10, 1 << 20), 100)
+    sizes.of_server("test", table.size)
+    assert len(list(sizes._look(sizes._server))) == 1
+    del table
+    gc.collect()
+    assert list(sizes._look(sizes._server)) == []
+
+
+def test_the_thread_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Enough(BaseException):
+        pass
+
+    asked = []
+
+    ours = threading.get_ident()  # another test may have started the thread itself, which goes on as it did
+
+    def measure() -> Size:
+        if threading.get_ident() == ours:
+            asked.append(1)
+        raise OSError
+
+    def sleep(seconds: float) -> None:
+        if threading.get_ident() != ours:
+            time.sleep(seconds)
+        elif len(asked) == 3:
+            raise Enough
+
+    monkeypatch.setattr(sizes, "_server", {"bad": lambda: measure})
+    monkeypatch.setattr(sizes, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    with pytest.raises(Enough):
+        sizes._show_on()
+    assert len(asked) == 3
+
+
+@pytest.mark.usefixtures("metrics_are_on")
+def test_an_engine_sends_what_has_changed() -> None:
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    now = [Size(1, 10, 100)]
+    sizes.of_engine("test", lambda: now[0])
+    assert sizes.take_changed() == {"size/test/entries": 1, "size/test/bytes": 10, "size/test/budget_bytes": 100}
+    assert sizes.take_changed() == {}
+    now[0] = Size(2, 10, 100)
+    assert sizes.take_changed() == {"size/test/entries": 2}
+    now[0] = Size(2, 10, ByteSize(200))  # as settings have them; such a one would end the thread that sends
+    assert MsgpackEncoder().encode(sizes.take_changed())
+    with pytest.raises(TypeError):
+        MsgpackEncoder().encode({"size": ByteSize(200)})
+
+
+@pytest.mark.usefixtures("metrics_are_on")
+def test_an_engine_looks_seldom_and_not_where_metrics_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    sizes.of_engine("test", lambda: Size(len(asked)) if asked.append(1) is None else Size(0))
+    assert sizes.take_changed()
+    monkeypatch.setattr(sizes, "ENGINE_SECONDS", 3600.0)
+    assert [sizes.take_changed() for _ in range(100)] == [{}] * 100
+    assert len(asked) == 1
+    monkeypatch.setattr(sizes, "ENGINE_SECONDS", 0.0)
+    monkeypatch.setitem(rooms._is_on, "metrics", False)
+    assert (sizes.take_changed(), len(asked)) == ({}, 1)
+
+
+def test_what_an_engine_sends_is_shown_by_engine() -> None:
+    sizes.show_changed("size/test/bytes", 7, 3)
+    assert sample("engine_table_bytes", table="test", engine="3") == 7
+    sizes.show_changed("size/test/of_a_newer_engine", 7, 3)
+
+
+def test_several_servers_add_up_and_an_engine_is_told_once(tmp_path: Path) -> None:
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        start_new_session=True,
+    )
+    assert 'mmcache:table_bytes{table="t"} 20.0' in done.stdout, done.stderr
+    assert 'mmcache:table_budget_bytes{table="t"} 200.0' in done.stdout
+    assert re.search(r'mmcache:engine_table_bytes\{[^}]*table="e"[^}]*\} 7.0', done.stdout)
+
+
+def test_a_server_names_every_table() -> None:
+    done = subprocess.run([sys.executable, "-c", OF_A_SERVER], capture_output=True, text=True, check=True, timeout=300)
+    server = "bodies images videos texts uuids records records_waiting observed answers"
+    assert set(done.stdout.split()) == set(server.split())
+
+
+def test_tables_of_the_engine(tmp_path: Path) -> None:
+    """What vLLM's scheduler has is in a process of its own; these are what it makes there."""
+    from vllm_mmcache.features.disk import DiskTier
+    from vllm_mmcache.features.ram import ALIGN_BYTES, RamTier
+    from vllm_mmcache.features.writer import Writer
+    from vllm_mmcache.image_checkpoints.learner import Learner, Live
+    from vllm_mmcache.image_checkpoints.positions import Checkpoint
+    from vllm_mmcache.observe.history import History
+
+    ram = RamTier(4 * ALIGN_BYTES)
+    ram.reserve("a", ALIGN_BYTES + 1)
+    assert ram.size() == Size(1, 2 * ALIGN_BYTES, 4 * ALIGN_BYTES)
+    disk = DiskTier(tmp_path, 1 << 20)
+    disk.counters.hold(77)
+    writer = Writer(disk, ram, lambda offset, num_bytes: memoryview(b""))
+    writer._waiting |= dict.fromkeys("ab", (identity(0), SHAPE))
+    assert writer.size() == Size(2)
+    assert disk.size() == Size(None, 77, 1 << 20)
+    assert History(16, lambda: 1 << 20).size() == Size(0, 0, 1 << 20)
+    live = Live(Learner())
+    live.add(b"key", Checkpoint(16, frozenset({"end"})))
+    assert live.size() == Size(1)
+
+
+def test_what_the_file_of_observed_requests_drops_is_counted(tmp_path: Path) -> None:
+    from vllm_mmcache.observe.file import RecordFile
+    from vllm_mmcache.observe.schema import Record
+
+    def fails() -> Record:
+        raise OSError("no room")
+
+    before = sample("observed_dropped_total") or 0.0
+    file = RecordFile(tmp_path / "records", lambda: 1 << 20)
+    file.hand(fails)
+    file.flush()
+    assert sample("observed_dropped_total") == before + file.dropped == before + 1
+
+
+def test_what_waits_to_be_written_is_a_table() -> None:
+    from vllm_mmcache.records.writer import MOST_WAITING_BYTES, Writer
+
+    writer = Writer(())
+    assert writer.size() == Size(0, 0, MOST_WAITING_BYTES)
+    writer._waiting, writer._waiting_bytes = {b"key": b"value"}, 5
+    assert writer.size() == Size(1, 5, MOST_WAITING_BYTES)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two distributions of this repository: vllm-mmcache, for servers, and vllm-mmcache-tools, laid into its package.
+
+Both wheels are built as pip builds them, without a network, and installed into an environment of their own.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_mmcache import __version__
+
+REPO = Path(__file__).parents[1]
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+VERBS = ("demo", "lint", "zoo")
+# What the package is never without, and what stays out of a server's: by their beginnings.
+DATA = ("observe/page/index.html", "observe/page/page.css", "observe/page/page.js")
+DATA += ("upstream/bodies.json", "upstream/proven.json")
+TOOLS_DATA = ("zoo/seeing/measured.json", "zoo/seeing/model.safetensors", "zoo/seeing/tokenizer.json")
+TOOLS_DATA += ("zoo/templates/qwen3_vl.jinja",)
+TOOLS = ("zoo/", "demo/", "lint/", "cli/demo.py", "cli/lint.py", "cli/zoo.py", "upstream/check.py", "prove/videos.py")
+
+
+def project(folder: str) -> dict[str, Any]:
+    return tomllib.loads((REPO / folder / "pyproject.toml").read_text())
+
+
+def run(*command: str | Path, **more: Any) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(list(command), capture_output=True, text=True, check=False, timeout=300, **more)
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The wheel for servers, and that of the tools."""
+    folder = tmp_path_factory.mktemp("wheels")
+    for source in (REPO, REPO / "tools"):
+        options = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", str(folder)]
+        done = run(*PIP, "wheel", *options, source)
+        assert done.returncode == 0, done.stdout + done.stderr
+    both = [folder / f"{name}-{__version__}-py3-none-any.whl" for name in ("vllm_mmcache", "vllm_mmcache_tools")]
+    assert sorted(folder.iterdir()) == both
+    return both
+
+
+def files(wheel: Path) -> set[str]:
+    """Its files, but for those about the distribution; by their paths in the package."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+    assert all(name.startswith("vllm_mmcache/") for name in names), names
+    return {name.removeprefix("vllm_mmcache/") for name in names}
+
+
+def about(wheel: Path, name: str) -> str:
+    """A file about the distribution."""
+    with zipfile.ZipFile(wheel) as archive:
+        found = [path for path in archive.namelist() if path.endswith(f".dist-info/{name}")]
+        return archive.read(found[0]).decode() if found else ""
+
+
+def test_each_file_is_in_one_of_the_two(wheels: list[Path]) -> None:
+    server, tools = map(files, wheels)
+    options = ["--cached", "--others", "--exclude-standard"]
+    listed = run("git", "ls-files", *options, "vllm_mmcache", cwd=REPO).stdout.splitlines()
+    assert not server & tools
+    assert server | tools == {name.removeprefix("vllm_mmcache/") for name in listed if (REPO / name).exists()}
+    assert {name for name in server if name.startswith(TOOLS)} == set()
+    assert {name for name in tools if not name.startswith(TOOLS)} == set()
+    assert all(any(name.startswith(part) for name in tools) for part in TOOLS)
+    assert server >= {*DATA, "__init__.py", "plugin.py", "client/__init__.py", "cli/__init__.py", "cli/__main__.py"}
+    assert tools >= {*TOOLS_DATA, "zoo/__init__.py"}
+
+
+def test_both_name_the_same_files() -> None:
+    """What one leaves out the other brings, from its place in the sources."""
+    brought = project("tools")["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert brought == {f"../{path}": path for path in brought.values()}
+    left_out = project(".")["tool"]["hatch"]["build"]["targets"]["wheel"]["exclude"]
+    assert sorted(left_out) == sorted(f"/{path}" for path in brought.values())
+    assert all((REPO / path).exists() for path in brought.values())
+
+
+def test_what_they_say_of_themselves(wheels: list[Path]) -> None:
+    server, tools = wheels
+    assert re.findall("^Requires-Dist: (.*)$", about(tools, "METADATA"), re.MULTILINE) == [
+        f"vllm-mmcache=={__version__}"
+    ]
+    assert about(tools, "entry_points.txt") == ""
+    written = about(server, "entry_points.txt")
+    for place in ("vllm_mmcache.plugin:register", "vllm_mmcache.cli:main"):
+        assert f"mmcache = {place}\n" in written
+    for name in ("requires-python", "license"):
+        assert project(".")["project"][name] == project("tools")["project"][name]
+    assert project(".")["build-system"] == project("tools")["build-system"]
+
+
+class Environment:
+    """A virtual environment of its own; what the package needs comes from that of the tests, but not the package."""
+
+    def __init__(self, folder: Path) -> None:
+        done = run(sys.executable, "-m", "venv", "--without-pip", folder)
+        assert done.returncode == 0, done.stderr
+        self.folder = folder
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("MMCACHE_")}
+        # On PYTHONPATH its .pth files are not read, with which the package would come.
+        self.environ = {**kept, "PYTHONPATH": sysconfig.get_path("purelib")}
+
+    def pip(self, *arguments: str | Path) -> None:
+        done = run(*PIP, "--python", str(self.folder), *map(str, arguments))
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def mmcache(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        return run(self.folder / "bin" / "mmcache", *arguments, env=self.environ, cwd=self.folder)
+
+    def package(self) -> set[str]:
+        """The files of the installed package, but for compiled ones."""
+        (place,) = self.folder.glob("lib/python*/site-packages/vllm_mmcache")
+        return {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+
+
+def test_tools_come_and_go(wheels: list[Path], tmp_path: Path) -> None:
+    server, tools = wheels
+    here = Environment(tmp_path / "venv")
+    here.pip("install", "--no-deps", "--no-index", server)
+    assert here.package() == files(server)
+    shown = here.mmcache("--help")
+    assert shown.returncode == 0, shown.stderr
+    for verb in VERBS:
+        assert re.search(rf"^ +{verb} +Needs vllm-mmcache-tools: ", shown.stdout, re.MULTILINE)
+    for arguments in (["demo"], ["demo", "--help"], ["lint", "a", "b", "--json"], ["zoo"], ["zoo", "build", "x", "y"]):
+        done = here.mmcache(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        start = f"error: mmcache {arguments[0]} needs vllm-mmcache-tools, which is not installed: pip install "
+        assert done.stderr.startswith(start), done.stderr
+        assert done.stderr.count("\n") == 1
+
+    here.pip("install", "--no-deps", "--no-index", tools)
+    assert here.package() == files(server) | files(tools)
+    done = here.mmcache("zoo", "ls")
+    assert done.returncode == 0, done.stderr
+    assert {"qwen3-vl", "seeing"} <= set(done.stdout.split())
+    assert "Needs vllm-mmcache-tools" not in here.mmcache("--help").stdout
+    assert "Usage: mmcache lint" in here.mmcache("lint", "--help").stdout
+
+    here.pip("uninstall", "--yes", "vllm-mmcache-tools")
+    assert here.package() == files(server)
+    assert "which is not installed" in here.mmcache("zoo", "ls").stderr
+    assert here.mmcache("explain", "--help").returncode == 0

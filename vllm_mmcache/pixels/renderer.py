@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the images of a request ready before vLLM's one thread for processing takes it. API server process.
+
+In a pool of threads, side by side with those of other requests: an image whose record is known becomes a deferred item,
+without pixels; one that is unknown goes through vLLM's own processor here. What is not ready, for whatever reason, is
+processed as it always was, and fails as it always did. Nothing is deferred unless features are kept everywhere.
+"""
+
+import asyncio
+import contextvars
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+
+from vllm_mmcache import background, records, rooms
+from vllm_mmcache.features.digests import inputs_digest
+from vllm_mmcache.features.vllm_facts import processor_facts
+from vllm_mmcache.guarded import guarded
+from vllm_mmcache.lazy_media.loader import RecordedMedia
+from vllm_mmcache.lazy_media.video.recorded import RecordedVideo
+from vllm_mmcache.metrics import counters
+from vllm_mmcache.pixels.cache import Ready, ReadyCache
+from vllm_mmcache.pixels.item import Arguments, defer, is_deferred
+from vllm_mmcache.pixels.processing import Processed, inputs_of, is_for_one, process, use_one_core
+from vllm_mmcache.pixels.record import describe, restore
+from vllm_mmcache.upstream import report
+
+logger = logging.getLogger("vllm.mmcache")
+
+MOST_THREADS = 8
+
+_FORMAT = "1"  # of item records
+_SIDE = "_mmcache_pixels"
+
+
+class Asked(NamedTuple):
+    """One image or video of a request, and how it is to be processed."""
+
+    modality: str
+    media: RecordedMedia | RecordedVideo
+    name: str | None
+    arguments: Arguments
+    loading: Mapping[str, Any]
+
+
+def build_renderer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of BaseRenderer.__init__: its processor cache is ours around vLLM's, and images are ready before it."""
+    outcome = wrapped(*args, **kwargs)
+    processor = instance.mm_processor
+    if rooms.is_on("pixels") and _are_named_by_content(instance) and is_for_one(processor):
+        side = Side(processor, instance.model_config, instance._mm_processor_cache)
+        instance._mm_processor_cache = side.cache
+        instance._resources.callback(side.close)
+        setattr(instance, _SIDE, side)
+        instance._process_multimodal_async = side.around_async(instance._process_multimodal_async)
+        instance._process_multimodal = side.around(instance._process_multimodal)
+    return outcome
+
+
+class Side:
+    """What one renderer has of the room."""
+
+    def __init__(self, processor: Any, model_config: Any, cache: Any) -> None:
+        self.cache = ReadyCache(cache)
+        self._processor = processor
+        self._algorithm = processor.info.ctx.get_mm_config().mm_hasher_algorithm
+        self._facts = inputs_digest({"format": _FORMAT, **processor_facts(model_config, processor)})
+        num_threads = max(1, min(MOST_THREADS, len(background.cores())))
+        self._pool = ThreadPoolExecutor(num_threads, "mmcache-pixels", use_one_core)
+        self._lock = threading.Lock()
+        self._under_way: dict[str, Future[Processed]] = {}
+
+    def around_async(self, stock: Any) -> Any:
+        """BaseRenderer._process_multimodal_async, with what can be made ready before."""
+
+        async def process_multimodal(*args: Any, **kwargs: Any) -> Any:
+            asked = _asked(args, kwargs)
+            run = asyncio.get_running_loop().run_in_executor
+            waits = [run(self._pool, contextvars.copy_context().run, self._make_ready, one) for one in asked]
+            ready = await asyncio.gather(*waits)
+            with self._lent(ready):
+                return await stock(*args, **kwargs)
+
+        return process_multimodal
+
+    def around(self, stock: Any) -> Any:
+        """BaseRenderer._process_multimodal, with what can be made ready before: for LLM()."""
+
+        def process_multimodal(*args: Any, **kwargs: Any) -> Any:
+            asked = _asked(args, kwargs)
+            waits = [self._pool.submit(contextvars.copy_context().run, self._make_ready, one) for one in asked]
+            with self._lent(wait.result() for wait in waits):
+                return stock(*args, **kwargs)
+
+        return process_multimodal
+
+    def close(self) -> None:
+        """Make no more ready."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @contextmanager
+    def _lent(self, ready: Iterable[Ready | None]) -> Iterator[None]:
+        items = [one for one in ready if one is not None]
+        self.cache.lend(items)
+        try:
+            yield
+        finally:
+            self.cache.take_back(items)
+
+    def _make_ready(self, asked: Asked) -> Ready | None:
+        """The item, unless vLLM has it; None, too, where it can't be made: vLLM says why when its turn comes."""
+        try:
+            return self._ready(asked)
+        except Exception:
+            logger.debug("mmcache: an item could not be made ready", exc_info=True)
+            return None
+
+    def _ready(self, asked: Asked) -> Ready | None:
+        inputs = inputs_of(*self._plain(asked))
+        (mm_hash,) = self._processor._get_mm_hashes(inputs)[asked.modality]
+        if self.cache.is_kept(mm_hash):
+            return None
+        processed = self.cache.lent(mm_hash) or self._deferred(asked, mm_hash) or self._processed(asked, mm_hash)
+        asked.media.processor = "deferred" if is_deferred(processed[0]) else "run"
+        return mm_hash, processed
+
+    def _plain(self, asked: Asked) -> tuple[Any, ...]:
+        return self._processor, asked.modality, asked.media, asked.name, asked.arguments, asked.loading
+
+    def _deferred(self, asked: Asked, mm_hash: str) -> Processed | None:
+        """The item without its pixels, if it may go without and its record is known."""
+        if asked.media.origin is None or not may_defer():
+            return None
+        record = records.current().get(self._key(asked.modality, mm_hash))
+        if record is None:
+            return None
+        try:
+            small, updates = restore(record)
+            item = defer(small, asked.modality, asked.media.origin, asked.arguments)
+        except (msgspec.MsgspecError, TypeError, ValueError, KeyError) as error:
+            logger.debug("mmcache: an image is processed although it has a record: %s", error)
+            return None
+        counters.ITEMS_DEFERRED.add()
+        return item, updates
+
+    def _processed(self, asked: Asked, mm_hash: str) -> Processed:
+        """The item as vLLM's processor makes it; once where several requests want it at a time."""
+        with self._lock:
+            under_way = self._under_way.get(mm_hash)
+            if under_way is None:
+                mine = self._under_way[mm_hash] = Future()
+        if under_way is not None:
+            return under_way.result()
+        try:
+            processed = process(self._processor, asked.modality, asked.media, asked.arguments)
+            counters.ITEMS_PROCESSED.add()
+            self._keep_record(asked, mm_hash, processed)
+            mine.set_result(processed)
+        except BaseException as error:
+            mine.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                del self._under_way[mm_hash]
+        return processed
+
+    def _keep_record(self, asked: Asked, mm_hash: str, processed: Processed) -> None:
+        """Of an item that could go without its pixels the next time."""
+        if asked.media.origin is None or not rooms.is_on("identity"):
+            return
+        with guarded("pixels"):
+            record = describe(*processed)
+            if record is not None:
+                records.current().put(self._key(asked.modality, mm_hash), record)
+
+    def _key(self, modality: str, mm_hash: str) -> bytes:
+        return records.key("item", self._facts, modality, mm_hash)
+
+
+def may_defer() -> bool:
+    """Whether images may go to the engines without pixels: wherever a tower may need them, they can be made."""
+    return rooms.is_on("identity") and rooms.is_on("features") and report.is_on_everywhere("features")
+
+
+def _are_named_by_content(renderer: Any) -> bool:
+    """Whether vLLM hashes items at all; where nothing is cached it names them by their request."""
+    if renderer.mm_processor is None:
+        return False
+    return renderer._mm_processor_cache is not None or bool(renderer.config.cache_config.enable_prefix_caching)
+
+
+def _asked(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Asked]:
+    """What can be made ready of a call of BaseRenderer._process_multimodal."""
+    names = ("prompt", "mm_data", "mm_uuids", "mm_processor_kwargs", "media_io_kwargs")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("skip_mm_cache"):  # it goes to no engine of ours
+        return []
+    found: list[Asked] = []
+    for modality, data in given["mm_data"].items():
+        items = data if isinstance(data, list) else [data]
+        uuids = (given.get("mm_uuids") or {}).get(modality)
+        uuids = uuids if isinstance(uuids, list) else [uuids] * len(items)
+        found += [
+            Asked(modality, item, name, given.get("mm_processor_kwargs") or {}, given.get("media_io_kwargs") or {})
+            for item, name in zip(items, uuids, strict=False)
+            if isinstance(item, RecordedMedia | RecordedVideo)
+        ]
+    return found

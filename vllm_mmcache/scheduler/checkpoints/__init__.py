@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Keeps the state at image boundaries, so that the second question about an image is a hit. Engine process.
-
-Only for models whose KV cache keeps states sparsely: sliding-window and Mamba (GDN) groups. vLLM keeps the state of
-such groups at a prompt's end alone; a request that shares the image but not the question finds nothing there.
-"""
