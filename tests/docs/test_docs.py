@@ -92,11 +92,11 @@ def test_the_readme_has_three_screens_and_the_two_commands() -> None:
 def test_the_three_hops_lead_to_a_line_and_a_test() -> None:
     """What docs/architecture.md walks through: the page, the line that decides, the test that would fail."""
     walk = (REPO / "docs" / "architecture.md").read_text().partition("## Three hops")[2]
-    checkpoints = REPO / "vllm_mmcache" / "scheduler" / "checkpoints"
+    checkpoints = REPO / "vllm_mmcache" / "image_checkpoints"
     (line,) = re.findall(r"^ {7}(\S.*)$", walk, re.MULTILINE)
     assert f"    {line}\n" in (checkpoints / "positions.py").read_text()
     assert "def keep_checkpoints(" in (checkpoints / "scheduler.py").read_text()
-    tests = REPO / "tests" / "scheduler" / "checkpoints"
+    tests = REPO / "tests" / "image_checkpoints"
     assert "def test_order(" in (tests / "test_positions.py").read_text()
     assert (tests / "test_checkpoints.py").exists()
     assert "](docs/checkpoints.md)" in (REPO / "README.md").read_text()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random load on a tiny KV cache: every answer is that of a cold run.
 
-Gemma 3 and Qwen3.5 have the same load in scheduler/checkpoints. CI runs one family, `make soak` all of them and more.
+Gemma 3 and Qwen3.5 have the same load in image_checkpoints. CI runs one family, `make soak` all of them and more.
 """
 
 from __future__ import annotations
