@@ -36,6 +36,23 @@ def measure(options: Namespace) -> Result:
     return result
 
 
+class Wrapped:
+    """What a wrapper wraps, timed. Wrappers read its arguments by name, which is looked up once for each function."""
+
+    def __init__(self, wrapped: Callable[..., Any]) -> None:
+        self._wrapped = wrapped
+        self.__func__ = getattr(wrapped, "__func__", wrapped)
+        self.__self__ = getattr(wrapped, "__self__", None)
+        self.spent_s = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._wrapped(*args, **kwargs)
+        finally:
+            self.spent_s += time.perf_counter() - start
+
+
 class Clock:
     """Seconds spent in wrappers, by the wrapper's name."""
 
@@ -44,21 +61,11 @@ class Clock:
 
     def timed(self, wrapper: Callable[..., Any]) -> Callable[..., Any]:
         def timed_wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-            inner_s = 0.0
-
-            def timed_wrapped(*args: Any, **kwargs: Any) -> Any:
-                nonlocal inner_s
-                start = time.perf_counter()
-                try:
-                    return wrapped(*args, **kwargs)
-                finally:
-                    inner_s += time.perf_counter() - start
-
-            start = time.perf_counter()
+            inner, start = Wrapped(wrapped), time.perf_counter()
             try:
-                return wrapper(timed_wrapped, instance, args, kwargs)
+                return wrapper(inner, instance, args, kwargs)
             finally:
-                spent = time.perf_counter() - start - inner_s
+                spent = time.perf_counter() - start - inner.spent_s
                 self.spent_s[wrapper.__name__] = self.spent_s.get(wrapper.__name__, 0) + spent
 
         return timed_wrapper

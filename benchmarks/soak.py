@@ -29,48 +29,35 @@ TEST_TIMEOUT_S = 3600
 
 @dataclass(frozen=True)
 class Part:
-    """One command. With a `scale` it is pytest, and its tests are so many times as large as in CI."""
+    """Tests, so many times as large as in CI; or without a `scale` a benchmark, its name and options."""
 
     arguments: tuple[str, ...]
     scale: int = 0
-    result: str = ""  # the file that it writes into OUTPUT
 
 
 PARTS: dict[str, Part] = {
-    "properties": Part(
-        (
-            *("tests/block_keys/test_sharing.py", "tests/lifted_bodies/test_lift.py", "tests/features/test_package.py"),
-            *(
-                "tests/features/test_store.py",
-                "tests/identity/test_layout.py",
-                "tests/image_spans/attention/test_spans.py",
-            ),
-            *("tests/image_spans/test_spans.py", "tests/image_checkpoints/test_positions.py"),
-        ),
-        scale=15,
-    ),
+    "properties": Part((
+        "tests/block_keys/test_sharing.py", "tests/lifted_bodies/test_lift.py", "tests/features/test_package.py",
+        "tests/features/test_store.py", "tests/identity/test_layout.py", "tests/image_spans/attention/test_spans.py",
+        "tests/image_spans/test_spans.py", "tests/image_checkpoints/test_positions.py",
+    ), scale=15),
     "fuzz": Part(("tests/fuzz/test_random.py",), scale=80),
     "random-load": Part(("tests/exactness/test_random.py",), scale=10),
     "random-load-checkpoints": Part(("tests/image_checkpoints/test_checkpoints.py", "-k", "mixed_requests"), scale=3),
     "preemption-gemma3": Part(("tests/image_spans/test_atomic.py",), scale=10),
     "records": Part(("tests/observe/test_random.py",), scale=3),
-    "load": Part(("benchmarks.run", "load"), result="load.json"),
-    "memory": Part(("benchmarks.run", "memory"), result="memory.json"),
-    "chaos": Part(("benchmarks.run", "chaos"), result="chaos.json"),
-}
-
-
-def arguments() -> argparse.ArgumentParser:
-    """The options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="NAME", help=", ".join(PARTS))
-    parser.add_argument("--save", action="store_true", help="keep what was found in results/soak.json")
-    return parser
+    "load": Part(("load",)),
+    "memory": Part(("memory",)),
+    "chaos": Part(("chaos",)),
+}  # fmt: skip
 
 
 def main() -> None:
     """Run the parts one after the other; exit code 1 where one of them failed."""
-    options = arguments().parse_args()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="NAME", help=", ".join(PARTS))
+    parser.add_argument("--save", action="store_true", help="keep what was found in results/soak.json")
+    options = parser.parse_args()
     (ROOT / OUTPUT).mkdir(parents=True, exist_ok=True)
     failed = []
     for name in options.parts:
@@ -85,21 +72,19 @@ def main() -> None:
 
 
 def run(name: str, part: Part) -> dict[str, Any]:
-    """What a part found. A command that is no pytest counts as one test."""
-    report, result = OUTPUT / f"{name}.xml", OUTPUT / part.result
-    for old in (report, result) if part.result else (report,):
-        (ROOT / old).unlink(missing_ok=True)
-    env = dict(os.environ)
+    """What a part found. A benchmark counts as one test."""
+    report = OUTPUT / (f"{name}.xml" if part.scale else f"{name}.json")
+    (ROOT / report).unlink(missing_ok=True)
     if part.scale:
-        env["TEST_SCALE"] = str(part.scale)
-        command = ["pytest", "-q", f"--timeout={TEST_TIMEOUT_S}", *part.arguments]
-        more = [f"--junitxml={report}"]
+        command, more = ["pytest", "-q", f"--timeout={TEST_TIMEOUT_S}", *part.arguments], [f"--junitxml={report}"]
     else:
-        command, more = list(part.arguments), ["--output", str(OUTPUT)]
+        command, more = ["benchmarks.run", *part.arguments], ["--output", str(OUTPUT)]
+    scale = {"TEST_SCALE": str(part.scale)} if part.scale else {}
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", *command, *more], env=env, cwd=ROOT, capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-m", *command, *more], env={**os.environ, **scale}, cwd=ROOT,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     found: dict[str, Any] = {"seconds": round(time.monotonic() - start, 1)}
     if part.scale:
         found |= counts_of(ROOT / report)
@@ -107,14 +92,14 @@ def run(name: str, part: Part) -> dict[str, Any]:
         found["failed"] = max(found["failed"], int(done.returncode != 0))
     else:
         found |= {"passed": int(done.returncode == 0), "failed": int(done.returncode != 0), "skipped": 0}
-        if (ROOT / result).exists():
-            found["found"] = json.loads((ROOT / result).read_text())["found"]
+        if (ROOT / report).exists():
+            found["found"] = json.loads((ROOT / report).read_text())["found"]
     if found["failed"]:
         lines = (done.stdout + done.stderr).splitlines()[-NUM_LINES:]
         print(f"{name} failed with status {done.returncode}:", *lines, sep="\n    ", flush=True)
-    scale = f"TEST_SCALE={part.scale} " if part.scale else ""
     said = {one: value for one, value in provenance().items() if one != "command"}
-    return {**said, "command": f"{scale}python -m {' '.join(command)}", **found}
+    variables = "".join(f"{key}={value} " for key, value in scale.items())
+    return {**said, "command": f"{variables}python -m {' '.join(command)}", **found}
 
 
 def counts_of(report: Path) -> dict[str, int]:
