@@ -22,7 +22,7 @@ from benchmarks.servers import first_token_s, image_part, talk, zoo_server
 from benchmarks.sides import SIDES, in_turn
 from benchmarks.timing import medians
 from vllm_mmcache import tenant
-from vllm_mmcache.upstream import swap, vllm_version
+from vllm_mmcache.upstream import hooks, vllm_version
 from vllm_mmcache.upstream.ledger import groups
 from vllm_mmcache.zoo import build_cached
 
@@ -44,15 +44,15 @@ def measure(options: Namespace) -> Result:
     content += b"\0" * (PAYLOAD_BYTES - len(content))  # behind the end of a PNG: bytes, not pixels
     stock = per_image_s(content, options.rounds)
     for group in ("lazy_media", "identity"):
-        outcome = swap.install(group, groups()[group], vllm_version())
+        outcome = hooks.install(group, groups()[group], vllm_version())
         assert outcome.state == "on", outcome.reason
     try:
         for case, more in CASES.items():
             result.add(case, "digest_s", {"stock": stock})
             result.add(case, "warm_s", {"mmcache": per_image_s(content, options.rounds, **more)})
     finally:
-        swap.undo("identity")
-        swap.undo("lazy_media")
+        hooks.undo("identity")
+        hooks.undo("lazy_media")
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as folder:
         model = build_cached("qwen3-vl", Path(folder))

@@ -106,8 +106,8 @@ def warm_turns(root: Path, images: int, turns: int) -> dict[str, float]:
     `afterwards` is what a thread does after the first output.
     """
     clock = Clock()
-    for swap in groups()["observe"]:
-        module, name = (engine if ".engine:" in swap.make else server), swap.make.partition(":")[2]
+    for hook in groups()["observe"]:
+        module, name = (engine if ".engine:" in hook.make else server), hook.make.partition(":")[2]
         if not name.endswith("_async"):
             setattr(module, name, clock.timed(getattr(module, name)))
     recorder.LAG_S = 60  # what the thread would do is timed apart

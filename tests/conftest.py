@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.engine_configuration import CHOSEN
-from tests.sizes import WHOLE, scaled
+from tests.sizes import LARGER_FAMILIES, WHOLE, larger, scaled
 
 if TYPE_CHECKING:
     from vllm_mmcache.prove.engines import EnginePool
@@ -104,5 +104,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     items.sort(key=place)
     for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if getattr(params.get("config"), "family", "") in LARGER_FAMILIES:
+            item.add_marker(larger)
         if folder(item) not in ANSWERS and "pool" not in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.flaky(reruns=1))

@@ -16,11 +16,11 @@
     |   |   +-- StoreSealed          bytes that are encrypted with another key
     |   +-- StoreUnusable        a directory that is no store, or not ours, or kept locked
     |   +-- ArenaUnusable        the engine's shared memory can't be made, or is not to be had here
-    +-- SwapError            a vLLM symbol could not be replaced
+    +-- HookError            a vLLM symbol could not be replaced
         +-- VersionUnsupported   this vLLM is outside the tested range
         +-- SymbolMissing        the symbol is not there
         +-- SymbolChanged        the symbol is there, but is not what we wrap
-        +-- SwapDisturbed        someone else replaced the symbol after us
+        +-- HookDisturbed        someone else replaced the symbol after us
 
 A message says what failed, what was seen, what was expected, and what to do.
 """
@@ -86,21 +86,21 @@ class ArenaUnusable(StoreError):
     """The shared memory of the engine's features can't be made, or what lies at its address is not it."""
 
 
-class SwapError(MMCacheError):
+class HookError(MMCacheError):
     """A vLLM symbol could not be replaced."""
 
 
-class VersionUnsupported(SwapError):
-    """The installed vLLM is outside the range that this swap was tested on."""
+class VersionUnsupported(HookError):
+    """The installed vLLM is outside the range that this hook was tested on."""
 
 
-class SymbolMissing(SwapError):
+class SymbolMissing(HookError):
     """The vLLM symbol to replace is not there."""
 
 
-class SymbolChanged(SwapError):
-    """The vLLM symbol is there, but its kind or its arguments are not those that the swap was written for."""
+class SymbolChanged(HookError):
+    """The vLLM symbol is there, but its kind or its arguments are not those that the hook was written for."""
 
 
-class SwapDisturbed(SwapError):
+class HookDisturbed(HookError):
     """The slot does not hold our replacement any more, so it can't be put back safely."""

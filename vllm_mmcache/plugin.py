@@ -17,7 +17,7 @@ def _is_set(variable: str) -> bool:
 def register() -> None:
     """Install the hooks that see the VllmConfig, with which the rest is decided. A second call changes nothing.
 
-    Raises: SettingsError for a wrong MMCACHE_* variable; SwapError where salts are required and these hooks don't fit.
+    Raises: SettingsError for a wrong MMCACHE_* variable; HookError where salts are required and these hooks don't fit.
     """
     if _is_set("MMCACHE_DISABLE") and not _is_set("MMCACHE_REQUIRE_SALT"):  # both is a contradiction, which start says
         return

@@ -87,7 +87,7 @@ def look(wanted: str) -> Found:
         raise Refused(
             f"vLLM ({distribution}) can't be imported by {sys.executable}: {error!r}. Reinstall it."
         ) from error
-    from vllm_mmcache.upstream.swap import TESTED_VLLM, version_supported
+    from vllm_mmcache.upstream.hooks import TESTED_VLLM, version_supported
 
     if not version_supported(__version__, TESTED_VLLM):
         raise Refused(

@@ -21,7 +21,7 @@ EXAMINE = """
 import contextlib, json, logging, os, sys
 logging.disable(logging.CRITICAL)
 from vllm_mmcache.cli import doctor
-from vllm_mmcache.upstream import swap
+from vllm_mmcache.upstream import hooks
 doctor.broken_packages = lambda: []  # seconds, and tested elsewhere
 before, said = dict(os.environ), []
 with contextlib.redirect_stdout(sys.stderr):
@@ -29,11 +29,11 @@ with contextlib.redirect_stdout(sys.stderr):
         os.environ |= variables
         taken = None
         if broken:
-            owner, name = swap.resolve_owner(broken)
+            owner, name = hooks.resolve_owner(broken)
             taken = vars(owner)[name]
             delattr(owner, name)
         said.append(doctor.examine(model, arguments, with_symbols=bool(broken)))
-        assert not swap._installed
+        assert not hooks._installed
         if broken:
             setattr(owner, name, taken)
         os.environ.clear()

@@ -49,6 +49,7 @@ def test_two_api_servers_and_two_engines(model: Path, stock: list[Answer], tmp_p
 NO_TABLE = ("vllm_mmcache.upstream.proven", ".*", "module.TABLE[:] = []")
 
 
+@larger
 def test_the_command_line_switches(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     """On an engine that nobody tried, with no variable set: in the API server, the engine and the worker."""
     path = plant(tmp_path / "site", *NO_TABLE)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.sizes import larger
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import Inexact, assert_detects, assert_exact
 from vllm_mmcache.prove.scenarios import (
@@ -61,6 +62,8 @@ CROSSING = (same_again, text_turn, image_on_later_turn, swapped_image, swapped_o
 def marks(config: EngineConfig, name: str, scenario: Scenario) -> Any:
     takes_minutes = config.family == "qwen3.5" and scenario is preempted
     in_ci = scenario in CROSSING and not name.startswith("block") and not takes_minutes
+    if (config.family == "gemma3" and name == "block128") or name == "block64":
+        return larger
     return pytest.mark.any_engine if in_ci else ()
 
 

@@ -131,7 +131,7 @@ def test_sleep(pool: EnginePool, config: EngineConfig) -> None:
     asleep: list[bool] = []
     runner.pause_while_asleep(lambda level: asleep.append(weights.wait(0)), worker, (1,), {})
     assert asleep == [True], "what was known is known"
-    weights.doubt()
+    weights.mark_unknown()
     assert not weights.wait(0.5)
     runner.go_on_awake(lambda tags: None, worker, (), {"tags": ["kv_cache"]})
     assert not weights.wait(0.5)
@@ -142,7 +142,7 @@ def test_sleep(pool: EnginePool, config: EngineConfig) -> None:
     assert runs.new() == 0
     assert_exact(rig, answers)
 
-    weights.doubt()
+    weights.mark_unknown()
     assert weights.wait(60)
 
 

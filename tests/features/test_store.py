@@ -689,10 +689,10 @@ TestUses.settings = hypothesis(max_examples=scaled(40), stateful_step_count=40, 
 def test_the_property_can_fail() -> None:
     """The control: features under another image's identity are seen."""
 
-    class Swaps(Uses):
+    class Hooks(Uses):
         writes = staticmethod(lambda number: features(number ^ 1))
 
-    machine = Swaps()
+    machine = Hooks()
     machine.reserve(0)
     machine.filling, filling = {}, machine.filling
     buffer(machine.store, filling[0])[:] = machine.writes(0)

@@ -135,7 +135,7 @@ def test_weights_that_change_while_they_are_read(rig: Rig, gate: Gate, is_said: 
     rig.model.fill(1)
     new = of(rig.tower)
     if is_said:
-        rig.fingerprints.doubt()
+        rig.fingerprints.mark_unknown()
     gate.open.set()
     assert rig.fingerprints.wait(LONG_S)
     if is_said:
@@ -152,7 +152,7 @@ def test_weights_that_change_at_the_very_end(rig: Rig) -> None:
 
     def change(digest: str) -> str:
         if not said:
-            fingerprints.doubt()
+            fingerprints.mark_unknown()
         return digest
 
     fingerprints = Fingerprints(rig.tower, lambda *row: said.append(row), change)
@@ -168,7 +168,7 @@ def test_doubt_makes_it_unknown_at_once(rig: Rig, gate: Gate, is_said: bool) -> 
     rig.model.fill(1)
     gate.open.clear()
     if is_said:
-        rig.fingerprints.doubt()
+        rig.fingerprints.mark_unknown()
         assert (rig.fingerprints.generation, rig.fingerprints.fingerprint) == (1, "")
         assert rig.published[1:] == [(1, "")]
         rig.fingerprints.look()
@@ -304,11 +304,11 @@ def test_an_error_leaves_it_unknown(
         assert (gate.reads, rig.published) == (1, [])
         assert caplog.text.count("could not read the vision weights") == 1
         assert "the device is gone" in caplog.text
-        rig.fingerprints.doubt()
+        rig.fingerprints.mark_unknown()
         assert not rig.fingerprints.wait(LONG_S)
         assert gate.reads == 2
     assert not rig.fingerprints.wait(LONG_S)  # that it would go now is no reason: nothing says so
-    rig.fingerprints.doubt()
+    rig.fingerprints.mark_unknown()
     assert rig.fingerprints.wait(LONG_S)
     assert rig.published == [(1, ""), (2, ""), (2, of(rig.tower))]
 
@@ -319,7 +319,7 @@ def test_a_listener_that_raises_stops_nothing(rig: Rig, caplog: pytest.LogCaptur
 
     fingerprints = Fingerprints(rig.tower, listen)
     assert fingerprints.wait(LONG_S)
-    fingerprints.doubt()
+    fingerprints.mark_unknown()
     assert fingerprints.wait(LONG_S)
     fingerprints.pause()  # the reader has let go
     assert caplog.text.count("nobody hears") >= 3
@@ -355,7 +355,7 @@ def test_at_random(rig: Rig, is_said: bool) -> None:
             rig.model.fill(value)
             (rig.fingerprints.resume if drawn.random() < 0.9 else rig.fingerprints.look)()
         elif step == 2:
-            rig.fingerprints.doubt()
+            rig.fingerprints.mark_unknown()
         elif step == 3:
             rig.fingerprints.look()
         else:  # mostly until it is known, so that enough are published, however slow the reader is

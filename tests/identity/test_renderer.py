@@ -13,7 +13,7 @@ from PIL import Image
 
 from vllm_mmcache import rooms, tenant
 from vllm_mmcache.identity.aliases import ALIASES
-from vllm_mmcache.upstream import swap, vllm_version
+from vllm_mmcache.upstream import hooks, vllm_version
 from vllm_mmcache.upstream.ledger import groups
 
 
@@ -21,19 +21,19 @@ from vllm_mmcache.upstream.ledger import groups
 def side(request: pytest.FixtureRequest) -> Iterator[str]:
     """For what must hold, or fail, on stock too."""
     if request.param == "identity":
-        outcome = swap.install("identity", groups()["identity"], vllm_version())
+        outcome = hooks.install("identity", groups()["identity"], vllm_version())
         assert outcome.state == "on", outcome.reason
     yield request.param
-    swap.undo("identity")
+    hooks.undo("identity")
 
 
 @pytest.fixture
 def installed() -> Iterator[None]:
     ALIASES.clear()
-    outcome = swap.install("identity", groups()["identity"], vllm_version())
+    outcome = hooks.install("identity", groups()["identity"], vllm_version())
     assert outcome.state == "on", outcome.reason
     yield
-    swap.undo("identity")
+    hooks.undo("identity")
 
 
 def hashes(
@@ -143,7 +143,7 @@ def test_stock_ids_without_salt_and_arguments() -> None:
     """Replicas with and without the plugin share keys; a uuid changes nothing."""
     items = [image(1), image(2, "RGBA")]
     plain, named = hashes("image", items), hashes("image", items, ["x", None])
-    swap.undo("identity")
+    hooks.undo("identity")
     assert plain == named == hashes("image", items)
     assert hashes("image", items, ["x", None])[0] == "x"  # control: stock's own
 
@@ -248,7 +248,7 @@ def test_threads_see_the_request(installed: None) -> None:
 
     with ThreadPoolExecutor(1) as executor:
         assert asyncio.run(both()) == ["a", "b"]
-        swap.undo("identity")
+        hooks.undo("identity")
         assert asyncio.run(both()) == [None, None]
 
 

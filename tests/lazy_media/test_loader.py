@@ -22,7 +22,7 @@ from vllm_mmcache.lazy_media.records import RECORDS
 from vllm_mmcache.lifted_bodies.payload import TEXTS
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove.pictures import ellipses
-from vllm_mmcache.upstream import swap, vllm_version
+from vllm_mmcache.upstream import hooks, vllm_version
 from vllm_mmcache.upstream.ledger import groups
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -41,12 +41,12 @@ def room() -> Iterator[None]:
     TEXTS.clear()
     RECORDS.clear()
     records.close()
-    outcome = swap.install("lazy_media", groups()["lazy_media"], vllm_version())
+    outcome = hooks.install("lazy_media", groups()["lazy_media"], vllm_version())
     assert outcome.state == "on", outcome.reason
     try:
         yield
     finally:
-        swap.undo("lazy_media")
+        hooks.undo("lazy_media")
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_other_options_are_another_record() -> None:
 @pytest.mark.usefixtures("installed")
 def test_images_are_known_to_their_tenant_alone() -> None:
     """The loader is made in the request's context and used in a thread that has another one."""
-    swap.install("identity", groups()["identity"], vllm_version())
+    hooks.install("identity", groups()["identity"], vllm_version())
     content = FILES["png"]
     text = base64.b64encode(content).decode()
 
@@ -179,7 +179,7 @@ def test_images_are_known_to_their_tenant_alone() -> None:
             assert [known for _, known in seen] == [False] * 3 + [True] * 3
         assert len(TEXTS) == 3
     finally:
-        swap.undo("identity")
+        hooks.undo("identity")
 
 
 @pytest.mark.usefixtures("installed")

@@ -20,7 +20,7 @@ from vllm_mmcache.observe.schema import Reason, Record, Segment
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.rooms import ROLES
-from vllm_mmcache.upstream import swap, vllm_version
+from vllm_mmcache.upstream import hooks, vllm_version
 from vllm_mmcache.upstream.ledger import parts
 
 
@@ -31,7 +31,7 @@ def observed() -> Iterator[None]:
     os.environ["MMCACHE_OBSERVE"] = "1"
     groups = {f"observe ({role})": members["observe"] for role in ROLES if "observe" in (members := parts(role))}
     for group, members in groups.items():
-        outcome = swap.install(group, members, vllm_version())
+        outcome = hooks.install(group, members, vllm_version())
         assert outcome.state == "on", outcome.reason
     settings.use(before.model_copy(update={"observe": True}))
     rooms._is_on["observe"] = True
@@ -41,7 +41,7 @@ def observed() -> Iterator[None]:
     finally:
         del os.environ["MMCACHE_OBSERVE"]
         for group in groups:
-            swap.undo(group)
+            hooks.undo(group)
         settings.use(before)
         rooms._is_on["observe"] = False
 

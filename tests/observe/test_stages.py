@@ -16,11 +16,11 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm_mmcache.metrics import transport
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.upstream import swap, vllm_version
+from vllm_mmcache.upstream import hooks, vllm_version
 from vllm_mmcache.upstream.ledger import groups
 
 rank, place = int(sys.argv[1]), sys.argv[2]
-assert swap.install("metrics", groups()["metrics"], vllm_version()).state == "on"
+assert hooks.install("metrics", groups()["metrics"], vllm_version()).state == "on"
 with set_current_vllm_config(VllmConfig()):
     parallel_state.init_distributed_environment(2, rank, f"file://{place}", rank, "gloo")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo")
@@ -46,7 +46,7 @@ def step(number):
 received = {"custom": [step(number) for number in range(3)]}
 group.use_cpu_custom_send_recv = False  # as on a GPU
 received["objects"] = [step(number) for number in range(3)]
-swap.undo("metrics")
+hooks.undo("metrics")
 received["without"] = [step(number) for number in range(3)]
 print("received:", json.dumps(received))
 torch.distributed.barrier()

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from vllm_mmcache.upstream import bodies, check, vllm_version
+from vllm_mmcache.upstream.hooks import Hook
 from vllm_mmcache.upstream.ledger import LEDGER
-from vllm_mmcache.upstream.swap import Swap
 
 ORDERINGS = {
     "import, install, undo": "IMPORT; before = raw(); INSTALL; assert ours(); UNDO; assert same(before)",
@@ -27,20 +27,22 @@ ORDERINGS = {
         "IMPORT; before = raw(); INSTALL; UNDO; INSTALL; assert ours(); UNDO; assert same(before)"
     ),
     "undo without install": "IMPORT; before = raw(); UNDO; assert same(before)",
-    "register twice, undo all": "IMPORT; before = raw(); REGISTER; REGISTER; assert hooks(); UNDO; assert same(before)",
+    "register twice, undo all": (
+        "IMPORT; before = raw(); REGISTER; REGISTER; assert only_first(); UNDO; assert same(before)"
+    ),
     "all roles twice, undo all": "IMPORT; before = raw(); ROLES; ROLES; assert ours(); UNDO; assert same(before)",
 }
 
 PRELUDE = """
 import importlib, inspect
-from vllm_mmcache.upstream import swap, vllm_version
-from vllm_mmcache.upstream.ledger import ALWAYS, HOOKS, LEDGER, groups, parts
+from vllm_mmcache.upstream import hooks, vllm_version
+from vllm_mmcache.upstream.ledger import ALWAYS, FIRST, LEDGER, groups, parts
 targets = [t for m in LEDGER for t in (m.target, *m.also)]
 
 def raw():
     out = []
     for target in targets:
-        owner, name = swap.resolve_owner(target)
+        owner, name = hooks.resolve_owner(target)
         out.append(vars(owner).get(name, None))
     return out
 
@@ -48,10 +50,10 @@ def same(before):
     return all(a is b for a, b in zip(before, raw(), strict=True))
 
 def ours():
-    return all(swap.is_replaced(t) for t in targets)
+    return all(hooks.is_replaced(t) for t in targets)
 
-def hooks():
-    return {m.group for m in LEDGER if swap.is_replaced(m.target)} == {HOOKS}
+def only_first():
+    return {m.group for m in LEDGER if hooks.is_replaced(m.target)} == {FIRST}
 
 def roles():
     from vllm_mmcache.upstream import start
@@ -63,7 +65,7 @@ def roles():
 
 def install():
     for group, members in groups().items():
-        outcome = swap.install(group, members, vllm_version())
+        outcome = hooks.install(group, members, vllm_version())
         assert outcome.state == "on", outcome
 """
 
@@ -83,7 +85,7 @@ def test_orderings() -> None:
     steps = {
         "IMPORT": "[importlib.import_module(t.partition(':')[0]) for t in targets]",
         "INSTALL": "install()",
-        "UNDO": "swap.undo_all()",
+        "UNDO": "hooks.undo_all()",
         "ROLES": "roles()",
         "REGISTER": "__import__('vllm_mmcache.plugin').plugin.register()",
     }
@@ -110,8 +112,8 @@ def test_disable_leaves_stock_vllm() -> None:
     out = in_process(
         "import sys\nfrom vllm_mmcache.plugin import register\nregister()\n"
         "assert not [m for m in sys.modules if m.startswith(('vllm.', 'vllm_mmcache.upstream', 'wrapt'))]\n"
-        "from vllm_mmcache.upstream import swap\nfrom vllm_mmcache.upstream.ledger import LEDGER\n"
-        "assert not any(swap.is_replaced(t) for m in LEDGER for t in (m.target, *m.also))\nprint('stock')",
+        "from vllm_mmcache.upstream import hooks\nfrom vllm_mmcache.upstream.ledger import LEDGER\n"
+        "assert not any(hooks.is_replaced(t) for m in LEDGER for t in (m.target, *m.also))\nprint('stock')",
         MMCACHE_DISABLE="1",
     )
     assert "stock" in out
@@ -137,12 +139,12 @@ def test_wrong_variable_stops_register() -> None:
     assert "did you mean MMCACHE_BLOCK_KEYS" in out
 
 
-@pytest.mark.parametrize("swap", LEDGER, ids=lambda swap: swap.name)
-def test_entry_is_complete(swap: Swap) -> None:
-    assert all((swap.why, swap.upstream, swap.remove_when, swap.vllm, swap.make))
-    assert "<" in swap.vllm, "both ends of the version range"
-    assert ">=" in swap.vllm, "both ends of the version range"
-    assert bodies.compare_installed(swap.target, vllm_version()) == "tested"
+@pytest.mark.parametrize("hook", LEDGER, ids=lambda hook: hook.name)
+def test_entry_is_complete(hook: Hook) -> None:
+    assert all((hook.why, hook.upstream, hook.remove_when, hook.vllm, hook.make))
+    assert "<" in hook.vllm, "both ends of the version range"
+    assert ">=" in hook.vllm, "both ends of the version range"
+    assert bodies.compare_installed(hook.target, vllm_version()) == "tested"
 
 
 def test_changed_body_is_noticed() -> None:
@@ -170,8 +172,8 @@ def test_a_body_is_found_through_relative_imports(tmp_path: Path, monkeypatch: p
             (tmp_path / name).write_text(text)
             archive.writestr(name, text)
         expected = bodies.digest(bodies.find(modules["walked/deep/inside.py"], "made"))
-        swap = dataclasses.replace(LEDGER[0], target="walked:taken", also=(), reads=(), args_used=())
-        assert check.check_swap(archive, swap) == expected
+        hook = dataclasses.replace(LEDGER[0], target="walked:taken", also=(), reads=(), args_used=())
+        assert check.check_hook(archive, hook) == expected
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(bodies, "table", lambda: {"walked:taken": {"1.0": expected}})
     assert bodies.compare_installed("walked:taken", "1.0") == "tested"

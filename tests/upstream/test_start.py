@@ -16,10 +16,10 @@ import pytest
 
 from tests.engine_configuration import CHOSEN
 from vllm_mmcache import rooms, settings
-from vllm_mmcache.errors import SwapError
+from vllm_mmcache.errors import HookError
 from vllm_mmcache.rooms import ON, State
-from vllm_mmcache.upstream import configuration, proofs, proven, start, swap
-from vllm_mmcache.upstream.extension_points import SEAMS
+from vllm_mmcache.upstream import configuration, hooks, proofs, proven, start
+from vllm_mmcache.upstream.extension_points import EXTENSION_POINTS
 from vllm_mmcache.upstream.ledger import NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, ROOMS, parts
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS, Engine, Row
 from vllm_mmcache.zoo import build_cached
@@ -47,7 +47,7 @@ def decide(room: str, configurations: dict[str, Any], family: str = "gemma3", en
 
 
 def test_every_room_and_seam_belongs_together() -> None:
-    assert all(seam.group in parts(seam.process) for seam in SEAMS)
+    assert all(point.group in parts(point.process) for point in EXTENSION_POINTS)
     assert set(ENGINE_ROOMS) | OPT_IN | set(OVERTAKEN_BY) | set(OVERTAKEN_WHERE) <= set(ROOMS)
     assert set(configuration.OF_IMAGES) <= set(ROOMS)
     assert set(ROOMS) <= set(settings.Settings.model_fields)
@@ -216,10 +216,10 @@ def install(monkeypatch: pytest.MonkeyPatch, **misfits: str) -> list[str]:
     """Installs nothing, but for the rooms named fails so; returns what is asked for, as it goes on."""
     asked: list[str] = []
 
-    def fake(group: str, members: Any, version: str) -> swap.Outcome:
+    def fake(group: str, members: Any, version: str) -> hooks.Outcome:
         asked.append(group)
         reason = misfits.get(group.partition(" ")[0], "")
-        return swap.Outcome(group, "off" if reason else "on", reason)
+        return hooks.Outcome(group, "off" if reason else "on", reason)
 
     monkeypatch.setattr(start, "_install", fake)
     return asked
@@ -276,7 +276,7 @@ def test_required_salts_need_the_room(
         start.take_on("api", configurations["qwen3-vl"])
     assert "identity is off (symbol changed): uuids of clients are trusted" in caplog.text
     monkeypatch.setattr(settings, "_current", settings.Settings(require_salt=True))
-    with pytest.raises(SwapError, match=r"require_salt is set, but identity is off \(symbol changed\)"):
+    with pytest.raises(HookError, match=r"require_salt is set, but identity is off \(symbol changed\)"):
         start.take_on("api", configurations["qwen3-vl"])
     start.take_on("engine", configurations["qwen3-vl"])  # has no part of it
     install(monkeypatch)
@@ -292,7 +292,7 @@ from vllm_mmcache.upstream import proven, report
 proven.TABLE[:] = []
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.scenarios import one, picture, user
-from vllm_mmcache.upstream import swap
+from vllm_mmcache.upstream import hooks
 from vllm_mmcache.upstream.ledger import groups
 pool = EnginePool(pathlib.Path({str(tmp_path)!r}))
 rig = pool.get(EngineConfig("qwen2-vl"))
@@ -300,7 +300,7 @@ ask = user(picture(1), "What is it?")
 answers = [one(rig, ask), one(rig, ask)]
 same = answers[0].token_ids == answers[1].token_ids
 states = {{room: state.state for room, state in report.in_force().items()}}
-replaced = [room for room in proven.ENGINE_ROOMS for member in groups()[room] if swap.is_replaced(member.target)]
+replaced = [room for room in proven.ENGINE_ROOMS for member in groups()[room] if hooks.is_replaced(member.target)]
 print(json.dumps([same, answers[1].num_cached_tokens, states, rig.features is None, replaced]))
 pool.close()
 """

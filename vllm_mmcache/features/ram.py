@@ -32,7 +32,7 @@ class Slot:
     """Whether anybody has asked for it since it was filled."""
     owed: set[str] = field(default_factory=set)
     """Names of the tiers that shall have it and do not yet. Any thread."""
-    told_s: float = 0.0
+    said_s: float = 0.0
     """By time.monotonic(): when the tiers below were last told that it is used."""
 
     @property

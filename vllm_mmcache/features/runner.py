@@ -220,7 +220,7 @@ def count_runs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[
                 counters.TOWER_SECONDS.add(timed()())
 
 
-def doubt_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def expect_new_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of what vLLM calls when weights may have changed, or will: features of the old ones are not used."""
     side = _side_of(instance)
     if side is None:

@@ -144,7 +144,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         self._pixels = Pixels(vllm_config.model_config)
         self._failed: set[str] = set()
         self._message: Message | None = None
-        self._told: set[str] = set()  # of this step
+        self._named: set[str] = set()  # of this step
         self._trusts_names = configuration.names_are_ours(vllm_config)
         self._spent_s = 0.0  # of this step's bound
 
@@ -320,11 +320,11 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         if wanted is None or not wanted.content_id or not generation or not rooms.is_on("features"):
             return
         identity = self.ranks.identity(wanted.content_id, wanted.modality)
-        if identity is None or feature.identifier in self._told:
+        if identity is None or feature.identifier in self._named:
             return
         if self._message is not None and self._message.generation != generation:
             return
-        self._told.add(feature.identifier)
+        self._named.add(feature.identifier)
         self._tell(generation, wanted, identity)
 
     def _tell(self, generation: int, wanted: _Wanted, identity: Identity) -> None:
@@ -353,7 +353,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """What the ranks are told with this step; None where there is nothing."""
         message, self._message = self._message, None
-        self._told.clear()
+        self._named.clear()
         self._spent_s = 0.0
         return message
 

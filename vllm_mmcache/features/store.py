@@ -116,8 +116,8 @@ class Store:
             self.ram.release(slot)
             return None
         if slot is not None:
-            if monotonic() - slot.told_s > self._renew_s:
-                slot.told_s = monotonic()
+            if monotonic() - slot.said_s > self._renew_s:
+                slot.said_s = monotonic()
                 slot.owed.update(tier.name for tier in self.below)
             for name in tuple(slot.owed):
                 self._writers[name].hand(identity, shape)
@@ -229,7 +229,7 @@ class Store:
 
     def _publish(self, slot: Slot, identity: Identity, shape: Shape, owed: Sequence[LastingTier]) -> None:
         slot.owed.update(tier.name for tier in owed)
-        slot.told_s = monotonic()
+        slot.said_s = monotonic()
         self.ram.publish(slot)
         for tier in owed:
             self._writers[tier.name].hand(identity, shape)

@@ -82,7 +82,7 @@ class Fingerprints:
         with self._condition:
             return self._condition.wait_for(is_settled, timeout_s) and bool(self._fingerprint)
 
-    def doubt(self) -> None:
+    def mark_unknown(self) -> None:
         """Weights may have changed: what was known is void, at once. They are not being written now."""
         with self._condition:
             self._generation += 1
@@ -93,17 +93,17 @@ class Fingerprints:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Weights are written within: nothing is read meanwhile, and they are doubted from the start and at the end."""
+        """Weights are written within: nothing is read meanwhile, and they are unknown from the start and at the end."""
         with self._condition:
             self._num_changes += 1
-            self.doubt()
+            self.mark_unknown()
             self._until_let_go()
         try:
             yield
         finally:
             with self._condition:
                 self._num_changes -= 1
-                self.doubt()
+                self.mark_unknown()
 
     def pause(self) -> None:
         """The memory of the weights goes away: returns when nobody reads it, and nobody does until `resume`."""
@@ -116,7 +116,7 @@ class Fingerprints:
         with self._condition:
             if self._is_away:
                 self._is_away = False
-                self.doubt()
+                self.mark_unknown()
 
     def close(self) -> None:
         """Read nothing any more; returns when nobody does."""

@@ -13,7 +13,7 @@ from vllm_mmcache.observe.schema import Group, Image, Kind, Miss, Nearest, Reaso
 from vllm_mmcache.observe.wire import Cause, Outcome
 
 
-class Told:
+class Facts:
     """What both sides say of one request: `asked` the API server, `outcome` the engine."""
 
     def __init__(self, asked: Asked, outcome: Outcome, answers: Container[tuple[str, int]]) -> None:
@@ -42,13 +42,13 @@ class Told:
         return cause
 
 
-def describe(told: Told, server: str, model: str) -> Record:
+def describe(facts: Facts, server: str, model: str) -> Record:
     """The record of one request."""
-    asked, outcome = told.asked, told.outcome
-    spans = _spans(told)
+    asked, outcome = facts.asked, facts.outcome
+    spans = _spans(facts)
     starts = [span[0] for span in spans]
     misses = []
-    for reason, start, tokens, at, details in told.causes:
+    for reason, start, tokens, at, details in facts.causes:
         segment = max(bisect_right(starts, at) - 1, 0)
         token = at - starts[segment]
         text = _sentence(reason, outcome, at, _name(spans, segment), token, details)
@@ -91,9 +91,9 @@ def describe(told: Told, server: str, model: str) -> Record:
 Span = tuple[int, int, Kind, str | None, int | None, Image | None]  # start, end, kind, role, turn, image
 
 
-def _spans(told: Told) -> list[Span]:
+def _spans(facts: Facts) -> list[Span]:
     """The prompt, cut at turns and images."""
-    asked = told.asked
+    asked = facts.asked
     images = {offset: index for index, (offset, _, _) in enumerate(asked.spans)}
     ends = [offset + length for offset, length, _ in asked.spans]
     cuts = sorted({0, asked.prompt_tokens, *asked.turns, *images, *ends})
@@ -101,17 +101,17 @@ def _spans(told: Told) -> list[Span]:
     for start, end in itertools.pairwise(cuts):
         turn = bisect_right(asked.turns, start) - 1
         role = (asked.roles[turn] or None) if turn >= 0 else None
-        image = _image(told, images[start]) if start in images else None
+        image = _image(facts, images[start]) if start in images else None
         kind: Kind = "image" if image else _kind(asked, turn, role)
         spans.append((start, end, kind, role, turn if turn >= 0 else None, image))
     return spans
 
 
-def _image(told: Told, index: int) -> Image:
-    width, height, *layers = told.asked.layers[index]
+def _image(facts: Facts, index: int) -> Image:
+    width, height, *layers = facts.asked.layers[index]
     happened: dict[str, Any] = dict(zip(("body", "decode", "processor"), layers, strict=True))
-    happened["features"] = told.source(index)
-    name = shown(told.asked.spans[index][2])
+    happened["features"] = facts.source(index)
+    name = shown(facts.asked.spans[index][2])
     return Image(index=index, digest=name, width=width or None, height=height or None, **happened)
 
 

@@ -23,7 +23,7 @@ from vllm_mmcache.guarded import guarded
 from vllm_mmcache.metrics import counters, sizes
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.asked import Waiting
-from vllm_mmcache.observe.describe import Told, describe
+from vllm_mmcache.observe.describe import Facts, describe
 from vllm_mmcache.observe.file import Follower, RecordFile
 from vllm_mmcache.observe.store import RecordStore
 
@@ -101,18 +101,18 @@ class Recorder:
     def _record(self, text: str) -> None:
         outcome = wire.unpack_outcome(text)
         asked = self.waiting.take(outcome.ticket)
-        told = Told(asked, outcome, self._answers) if asked else None
-        missed = _sums((cause.reason.value, cause.tokens) for cause in (told or outcome).causes)
-        images = told.images_by_source() if told else {}
+        facts = Facts(asked, outcome, self._answers) if asked else None
+        missed = _sums((cause.reason.value, cause.tokens) for cause in (facts or outcome).causes)
+        images = facts.images_by_source() if facts else {}
         counters.PROMPT_TOKENS.add(outcome.reused_tokens, "reused", "")
         for reason, tokens in missed.items():
             counters.PROMPT_TOKENS.add(tokens, "computed", reason)
         for source, count in images.items():
             counters.PROMPT_IMAGES.add(count, source)
         self.store.count(outcome.reused_tokens + sum(missed.values()), outcome.reused_tokens, missed, images)
-        if told is not None:
-            recipe = partial(describe, told, self.server, self.model)
-            self.store.add(outcome.id, _size_bytes(told.num_segments), recipe, told.asked.request_id)
+        if facts is not None:
+            recipe = partial(describe, facts, self.server, self.model)
+            self.store.add(outcome.id, _size_bytes(facts.num_segments), recipe, facts.asked.request_id)
             for file in self._files:
                 file.hand(recipe)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm_mmcache.image_spans.scheduler import image_spans
 from vllm_mmcache.prove.engines import Answer, EngineConfig, Rig
 from vllm_mmcache.prove.scenarios import filler, picture, user
 
@@ -48,7 +49,7 @@ def counted(rig: Rig) -> Iterator[dict[str, int]]:
         for request_id in output.num_scheduled_tokens:
             request = scheduler.requests[request_id]
             end = request.num_computed_tokens  # vLLM advances it when it schedules
-            spans = scheduler.image_spans(request) if request.mm_features else []
+            spans = image_spans(request) if request.mm_features else []
             counts["split"] += sum(first < end <= last for first, last in spans)
         return output
 

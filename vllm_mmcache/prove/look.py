@@ -65,8 +65,8 @@ def see(model: str, own: bool, arguments: Sequence[str]) -> Seen:
     from vllm_mmcache.prove.arguments import given, taken
     from vllm_mmcache.prove.items import UNTESTED
     from vllm_mmcache.upstream import vllm_version
+    from vllm_mmcache.upstream.hooks import TESTED_VLLM, version_supported
     from vllm_mmcache.upstream.start import platform_name
-    from vllm_mmcache.upstream.swap import TESTED_VLLM, version_supported
 
     version = vllm_version()
     if not version_supported(version, TESTED_VLLM) and os.environ.get(UNTESTED) != "1":

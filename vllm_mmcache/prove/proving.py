@@ -20,7 +20,7 @@ from vllm_mmcache.upstream.proven import ENGINE_ROOMS
 
 PROVEN, FAILED, NOT_CHECKED = "proven", "failed", "not checked"
 
-Told = Callable[[str, Item, RESULT | None, float], None]
+Tell = Callable[[str, Item, RESULT | None, float], None]
 """Called before an item with None, and after it with its result and the seconds that it took."""
 
 
@@ -51,7 +51,7 @@ class Verdict:
 
 
 def prove(
-    runs: Runs, subject: str, how: str, rooms: Sequence[str], *, compiled: bool, tell: Told | None = None
+    runs: Runs, subject: str, how: str, rooms: Sequence[str], *, compiled: bool, tell: Tell | None = None
 ) -> Verdict:
     """Run a subject's items, one after the other, and keep what they prove. Raises: ProofsUnwritable.
 

@@ -83,11 +83,11 @@ def text_only(rig: Rig) -> list[Answer]:
 
 def text_turn(rig: Rig) -> list[Answer]:
     """A text turn follows a picture, then one more."""
-    talk = [user(filler(100), picture(1), "Describe it." + filler(80))]
-    answers = [one(rig, *talk)]
+    turns = [user(filler(100), picture(1), "Describe it." + filler(80))]
+    answers = [one(rig, *turns)]
     for question in ("How many of them can you see?", "And what is at the edge?" + filler(30)):
-        talk += [assistant(answers[-1].text), user(question)]
-        answers.append(one(rig, *talk))
+        turns += [assistant(answers[-1].text), user(question)]
+        answers.append(one(rig, *turns))
         if rig.keeps_all_kv:
             assert answers[-1].num_cached_tokens >= full_blocks(rig, rig.image_spans(answers[-1])[0][1])
     return answers
@@ -95,11 +95,11 @@ def text_turn(rig: Rig) -> list[Answer]:
 
 def image_on_later_turn(rig: Rig) -> list[Answer]:
     """The second and third turn bring a picture each."""
-    talk = [user("You look at pictures." + filler(150))]
-    answers = [one(rig, *talk)]
+    turns = [user("You look at pictures." + filler(150))]
+    answers = [one(rig, *turns)]
     for number in (2, 3):
-        talk += [assistant(answers[-1].text), user("Here is one:", picture(number), "What is it?" + filler(20))]
-        answers.append(one(rig, *talk))
+        turns += [assistant(answers[-1].text), user("Here is one:", picture(number), "What is it?" + filler(20))]
+        answers.append(one(rig, *turns))
         if rig.keeps_all_kv:
             assert answers[-1].num_cached_tokens > 0
     return answers
@@ -109,10 +109,10 @@ def other_image_after_cached(rig: Rig) -> list[Answer]:
     """Picture A is cached; then A and B are compared, then A and A. Reported against vLLM as 'identical'."""
     first = user(filler(120), picture(4), "Describe the image." + filler(40))
     answers = [one(rig, first)]
-    talk = [first, assistant(answers[0].text)]
+    turns = [first, assistant(answers[0].text)]
     question = "Are the two images identical? Answer yes or no."
-    different = one(rig, *talk, user(picture(5), question))
-    identical = one(rig, *talk, user(picture(4), question))
+    different = one(rig, *turns, user(picture(5), question))
+    identical = one(rig, *turns, user(picture(4), question))
     second = rig.image_spans(identical)[1]
     assert identical.num_cached_tokens <= second[0], "blocks of picture B were taken for A"
     assert identical.token_ids != different.token_ids

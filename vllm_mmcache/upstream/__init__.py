@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that ties mmcache to one range of vLLM versions: the ledger of swaps and the machine that applies it."""
+"""Everything that ties mmcache to one range of vLLM versions: the ledger of hooks and the machine that applies it."""
 
 from importlib import metadata
 

@@ -26,7 +26,7 @@ KEY = "mmcache"
 NO_MMCACHE = "it has no mmcache"
 _WORKERS = "_mmcache_workers"  # on an executor: rank -> rooms, or None
 
-Told = dict[str, Any]
+PlainStates = dict[str, Any]
 """What a process says as plain data: version, and rooms: room -> [state, reason]."""
 
 
@@ -94,7 +94,7 @@ def send_report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return {**msgspec.to_builtins(wrapped(*args, **kwargs)), KEY: of_engine(instance)}
 
 
-def of_engine(engine_core: Any) -> dict[str, Told]:
+def of_engine(engine_core: Any) -> dict[str, PlainStates]:
     """What is told of each process of an engine, by name. Engine process, when it has its scheduler."""
     if rooms.is_on("image_checkpoints"):
         from vllm_mmcache.image_checkpoints.scheduler import say_what_is_in_force
@@ -102,10 +102,10 @@ def of_engine(engine_core: Any) -> dict[str, Told]:
         say_what_is_in_force(engine_core.scheduler)
     workers: dict[int, Mapping[str, State]] = getattr(engine_core.model_executor, _WORKERS, {})
     processes = {"engine": rooms.of("engine"), **{f"worker {rank}": states for rank, states in workers.items()}}
-    return {process: told(states) for process, states in processes.items()}
+    return {process: as_plain_data(states) for process, states in processes.items()}
 
 
-def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> Told:
+def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> PlainStates:
     """What is told of this worker, after the rooms named were switched off. Worker process, asked by the engine.
 
     arena: address of what it shares with the engine. With one, all ranks have the same rooms, so what they do together
@@ -122,15 +122,15 @@ def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> Told:
             features = runner.open_in(worker, arena)
         else:
             runner.look_at(worker)
-    return {**told(rooms.of("worker")), "features": features}
+    return {**as_plain_data(rooms.of("worker")), "features": features}
 
 
-def told(states: Mapping[str, State]) -> Told:
+def as_plain_data(states: Mapping[str, State]) -> PlainStates:
     """States as plain data."""
     return {"version": __version__, "rooms": {room: [one.state, one.reason] for room, one in states.items()}}
 
 
-def read(said: Told | None, parts: Mapping[str, Any]) -> dict[str, State]:
+def read(said: PlainStates | None, parts: Mapping[str, Any]) -> dict[str, State]:
     """The states out of plain data. Of a process that said nothing, or is of another version, all `parts` are off."""
     if said is None or said["version"] != __version__:
         reason = NO_MMCACHE if said is None else f"it has mmcache {said['version']}, not {__version__}"
@@ -146,8 +146,8 @@ def _ask(
     return states, [said["features"] for _, said in answers if said is not None and said.get("features")]
 
 
-def _question(off: dict[str, str], arena: str) -> Callable[[Any], tuple[int, Told | None]]:
-    def question(wrapper: Any) -> tuple[int, Told | None]:  # of a function: so it is pickled by value
+def _question(off: dict[str, str], arena: str) -> Callable[[Any], tuple[int, PlainStates | None]]:
+    def question(wrapper: Any) -> tuple[int, PlainStates | None]:  # of a function: so it is pickled by value
         ours: Any = sys.modules.get("vllm_mmcache.upstream.agree")
         is_ours = ours is not None and ours.rooms.of("worker")
         worker = getattr(wrapper, "worker", wrapper)

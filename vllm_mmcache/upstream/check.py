@@ -15,10 +15,10 @@ import zipfile
 from functools import partial
 from pathlib import Path
 
-from vllm_mmcache.errors import SwapError, SymbolChanged, SymbolMissing
+from vllm_mmcache.errors import HookError, SymbolChanged, SymbolMissing
 from vllm_mmcache.upstream import bodies
+from vllm_mmcache.upstream.hooks import Hook
 from vllm_mmcache.upstream.ledger import LEDGER
-from vllm_mmcache.upstream.swap import Swap
 
 VERSIONS = ("0.32.0", "0.33.0")
 
@@ -44,16 +44,16 @@ def source_of(archive: zipfile.ZipFile, module: str) -> bodies.Source:
     raise SymbolMissing(f"the wheel has no {path}.py")
 
 
-def check_swap(archive: zipfile.ZipFile, swap: Swap) -> str:
-    """Check one entry; returns its body digest. Raises: SwapError."""
+def check_hook(archive: zipfile.ZipFile, hook: Hook) -> str:
+    """Check one entry; returns its body digest. Raises: HookError."""
     read = partial(source_of, archive)
-    node = bodies.definition(swap.target, read)
+    node = bodies.definition(hook.target, read)
     arguments = node.args
     names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-    missing = [name for name in swap.args_used if name not in names]
+    missing = [name for name in hook.args_used if name not in names]
     if missing:
-        raise SymbolChanged(f"{swap.target} has no argument {', '.join(missing)}; it has {sorted(names)}")
-    for target in (*swap.also, *swap.reads):
+        raise SymbolChanged(f"{hook.target} has no argument {', '.join(missing)}; it has {sorted(names)}")
+    for target in (*hook.also, *hook.reads):
         module, _, path = target.partition(":")
         bodies.find(read(module).text, path)
     return bodies.digest(node)
@@ -69,19 +69,19 @@ def main() -> int:
     table: dict[str, dict[str, str]] = {}
     for version in VERSIONS:
         with zipfile.ZipFile(wheel(version, options.wheels)) as archive:
-            for swap in LEDGER:
+            for hook in LEDGER:
                 try:
-                    seen = check_swap(archive, swap)
-                except SwapError as error:
-                    print(f"{version} {swap.name}: {error}")
+                    seen = check_hook(archive, hook)
+                except HookError as error:
+                    print(f"{version} {hook.name}: {error}")
                     findings += 1
                     continue
-                table.setdefault(swap.target, {})[version] = seen
-                if not options.record and bodies.table().get(swap.target, {}).get(version) != seen:
-                    print(f"{version} {swap.name}: body changed; read it, then run with --record")
+                table.setdefault(hook.target, {})[version] = seen
+                if not options.record and bodies.table().get(hook.target, {}).get(version) != seen:
+                    print(f"{version} {hook.name}: body changed; read it, then run with --record")
                     findings += 1
                 else:
-                    print(f"{version} {swap.name}: ok ({seen})")
+                    print(f"{version} {hook.name}: ok ({seen})")
     if options.record and not findings:
         bodies.TABLE.write_text(json.dumps(table, indent=2) + "\n")
     return 1 if findings else 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_mmcache import rooms, settings
 from vllm_mmcache.rooms import Role, State
-from vllm_mmcache.upstream import swap
+from vllm_mmcache.upstream import hooks
 
 RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
 """The variable with which vLLM serves without Python; a frontend is no part of a VllmConfig."""
@@ -82,7 +82,7 @@ def is_of_an_engine(vllm_config: Any) -> bool:
 
 
 def has(vllm_config: Any, only: str) -> bool:
-    """Whether a configuration has what a hook is only for (`Swap.only`); always for one that is for all."""
+    """Whether a configuration has what a hook is only for (`Hook.only`); always for one that is for all."""
     if only == "runner V1":
         return not vllm_config.use_v2_model_runner
     return not only or vllm_config.parallel_config.pipeline_parallel_size > 1
@@ -98,7 +98,7 @@ def wrong_in_vllm(vllm_config: Any) -> str:
     is_v1_async = vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner
     if not (has_states and is_v1_async and vllm_config.speculative_config is not None):
         return ""
-    if swap.reads_name(*MENDED_WHERE):
+    if hooks.reads_name(*MENDED_WHERE):
         return ""
     return "a request can go on from another one's Mamba state with speculative decoding (vLLM 51571): wrong answers"
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every public extension point of vLLM that mmcache uses at start. Data only; a seam belongs to a group of the ledger.
+"""Every public extension point of vLLM that mmcache uses at start. Data only; each belongs to a group of the ledger.
 
-A group's seams are installed after its swaps in the same process, and undone before them.
+Those of a group are installed after its hooks in the same process, and undone before them.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from vllm_mmcache.rooms import Role
 
 
 @dataclass(frozen=True)
-class Seam:
+class ExtensionPoint:
     """One public extension point: room is a module with install() and undo(), both re-entrant."""
 
     name: str
@@ -22,7 +22,7 @@ class Seam:
     why: str
 
     def install(self) -> None:
-        """Use the extension point. Raises: SwapError if another plugin already does."""
+        """Use the extension point. Raises: HookError if another plugin already does."""
         importlib.import_module(self.room).install()
 
     def undo(self) -> None:
@@ -30,8 +30,8 @@ class Seam:
         importlib.import_module(self.room).undo()
 
 
-SEAMS: tuple[Seam, ...] = (
-    Seam(
+EXTENSION_POINTS: tuple[ExtensionPoint, ...] = (
+    ExtensionPoint(
         name="image_spans.backend",
         group="image_spans",
         process="worker",

@@ -7,14 +7,14 @@ A vLLM that a group does not fit runs without it, and is then as wrong or right 
 from functools import partial
 
 from vllm_mmcache.rooms import Role
+from vllm_mmcache.upstream.hooks import TESTED_VLLM, Hook
 from vllm_mmcache.upstream.ledger_bodies import BODIES
 from vllm_mmcache.upstream.ledger_features import FEATURES
 from vllm_mmcache.upstream.ledger_identity import IDENTITY
 from vllm_mmcache.upstream.ledger_observe import METRICS, OBSERVE
 from vllm_mmcache.upstream.ledger_report import REPORT
-from vllm_mmcache.upstream.swap import TESTED_VLLM, Swap
 
-_swap = partial(Swap, vllm=TESTED_VLLM)
+_hook = partial(Hook, vllm=TESTED_VLLM)
 
 _SETTINGS_WHY = (
     "a general plugin gets no configuration; the `mmcache` part of --additional-config must be checked and put in "
@@ -34,8 +34,8 @@ _RESUMED_REMOVE = (
 
 _VIDEO_WHY = "every video of a conversation is decoded on every turn, also when all its tokens are cached"
 
-LEDGER: tuple[Swap, ...] = (
-    _swap(
+LEDGER: tuple[Hook, ...] = (
+    _hook(
         name="settings.api",
         group="settings",
         target="vllm.config.vllm:VllmConfig.__post_init__",
@@ -46,7 +46,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream=_SETTINGS_UPSTREAM,
         remove_when=_SETTINGS_REMOVE,
     ),
-    _swap(
+    _hook(
         name="settings.engine",
         group="settings",
         target="vllm.v1.executor.abstract:Executor.__init__",
@@ -57,7 +57,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream=_SETTINGS_UPSTREAM,
         remove_when=_SETTINGS_REMOVE,
     ),
-    _swap(
+    _hook(
         name="settings.worker",
         group="settings",
         target="vllm.v1.worker.worker_base:WorkerBase.__init__",
@@ -69,7 +69,7 @@ LEDGER: tuple[Swap, ...] = (
         remove_when=_SETTINGS_REMOVE,
     ),
     *REPORT,
-    _swap(
+    _hook(
         name="block_keys.hasher",
         group="block_keys",
         target="vllm.v1.core.kv_cache_utils:get_request_block_hasher",
@@ -87,10 +87,10 @@ LEDGER: tuple[Swap, ...] = (
             "keys carry the cumulative image state, in a documented layout that needs no pickle and hashes a long "
             "prompt in a fraction of the time"
         ),
-        upstream="none: stock keys are right with right ids, the seam is missing",
-        remove_when="vLLM has a public seam for the block hasher",
+        upstream="none: stock keys are right with right ids, the extension point is missing",
+        remove_when="vLLM has a public extension point for the block hasher",
     ),
-    _swap(
+    _hook(
         name="image_spans.atomic",
         group="image_spans",
         target="vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs",
@@ -101,7 +101,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="52306; 0.33 covers a chunk that starts on the image, not a prefix hit inside it",
         remove_when="vLLM never splits such a span",
     ),
-    _swap(
+    _hook(
         name="image_spans.free",
         group="image_spans",
         target="vllm.v1.core.sched.scheduler:Scheduler._free_encoder_inputs",
@@ -112,7 +112,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="none yet",
         remove_when="vLLM frees an encoder output after its last embedding",
     ),
-    _swap(
+    _hook(
         name="image_spans.window",
         group="image_spans",
         target="vllm.v1.core.sched.scheduler:get_mm_features_in_window",
@@ -123,7 +123,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="none yet",
         remove_when="vLLM leaves out images whose embeddings are all computed",
     ),
-    _swap(
+    _hook(
         name="image_spans.refuse",
         group="image_spans",
         target="vllm.v1.engine.input_processor:InputProcessor._validate_model_inputs",
@@ -135,7 +135,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream=_ENDLESS_UPSTREAM,
         remove_when=_ENDLESS_REMOVE,
     ),
-    _swap(
+    _hook(
         name="image_spans.refuse_stream",
         group="image_spans",
         target="vllm.v1.engine.async_llm:AsyncLLM.generate",
@@ -146,7 +146,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="none yet",
         remove_when="vLLM makes the engine's request before it begins to stream",
     ),
-    _swap(
+    _hook(
         name="image_spans.turns",
         group="image_spans",
         target="vllm.v1.core.sched.scheduler:Scheduler.schedule",
@@ -157,7 +157,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="none yet",
         remove_when="vLLM reserves room for an input that must not be split",
     ),
-    _swap(
+    _hook(
         name="image_spans.guard",
         group="image_spans",
         target="vllm.model_executor.layers.attention.attention:Attention.__init__",
@@ -168,7 +168,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="none: the CPU platform ignores use_mm_prefix",
         remove_when="every platform refuses such a backend",
     ),
-    _swap(
+    _hook(
         name="resumed_images.send",
         group="resumed_images",
         target="vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data",
@@ -180,7 +180,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream=_RESUMED_UPSTREAM,
         remove_when=_RESUMED_REMOVE,
     ),
-    _swap(
+    _hook(
         name="resumed_images.receive",
         group="resumed_images",
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
@@ -191,7 +191,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream=_RESUMED_UPSTREAM,
         remove_when=_RESUMED_REMOVE,
     ),
-    _swap(
+    _hook(
         name="image_checkpoints.plan",
         group="image_checkpoints",
         target="vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit",
@@ -202,7 +202,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="43587, 51250, 45238, 48435; 56818 proposes a stop at the last image's end for Mamba",
         remove_when="vLLM keeps the states at image boundaries",
     ),
-    _swap(
+    _hook(
         name="image_checkpoints.split",
         group="image_checkpoints",
         target="vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
@@ -213,7 +213,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="56818",
         remove_when="vLLM keeps the states at image boundaries",
     ),
-    _swap(
+    _hook(
         name="image_checkpoints.keep",
         group="image_checkpoints",
         target="vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.cache_blocks",
@@ -226,7 +226,7 @@ LEDGER: tuple[Swap, ...] = (
     ),
     *FEATURES,
     *METRICS,
-    _swap(
+    _hook(
         name="lazy_media.text",
         group="lazy_media",
         target="vllm.multimodal.media.image:ImageMediaIO.load_base64",
@@ -237,7 +237,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="57752 (lazy media, an experiment)",
         remove_when="vLLM keeps known images undecoded",
     ),
-    _swap(
+    _hook(
         name="lazy_media.content",
         group="lazy_media",
         target="vllm.multimodal.media.image:ImageMediaIO.load_bytes",
@@ -249,7 +249,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="57752 (lazy media, an experiment)",
         remove_when="vLLM keeps known images undecoded",
     ),
-    _swap(
+    _hook(
         name="lazy_media.mm_hash",
         group="lazy_media",
         target="vllm.multimodal.hasher:MultiModalHasher.hash_kwargs",
@@ -260,7 +260,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="none yet",
         remove_when="vLLM remembers the hash of known bytes",
     ),
-    _swap(
+    _hook(
         name="lazy_media.video_text",
         group="lazy_media",
         target="vllm.multimodal.media.video:VideoMediaIO.load_base64",
@@ -271,7 +271,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="57752 (lazy media, an experiment)",
         remove_when="vLLM keeps known videos undecoded",
     ),
-    _swap(
+    _hook(
         name="lazy_media.video_content",
         group="lazy_media",
         target="vllm.multimodal.media.video:VideoMediaIO.load_bytes",
@@ -282,7 +282,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="57752 (lazy media, an experiment)",
         remove_when="vLLM keeps known videos undecoded",
     ),
-    _swap(
+    _hook(
         name="lazy_media.video_parts",
         group="lazy_media",
         target="vllm.multimodal.parse:MultiModalDataParser._get_video_with_metadata",
@@ -293,7 +293,7 @@ LEDGER: tuple[Swap, ...] = (
         upstream="none yet",
         remove_when="vLLM keeps known videos undecoded",
     ),
-    _swap(
+    _hook(
         name="lazy_media.video_names",
         group="lazy_media",
         target="vllm.renderers.base:BaseRenderer._validate_mm_uuids",
@@ -306,7 +306,7 @@ LEDGER: tuple[Swap, ...] = (
     ),
     *BODIES,
     *IDENTITY,
-    _swap(
+    _hook(
         name="pixels.renderer",
         group="pixels",
         target="vllm.renderers.base:BaseRenderer.__init__",
@@ -326,7 +326,7 @@ LEDGER: tuple[Swap, ...] = (
 )
 
 
-HOOKS = "settings"
+FIRST = "settings"
 """The group that sees the VllmConfig: installed when the plugin is registered. All else follows when it is seen."""
 ALWAYS = "report"
 """The group that tells what is in force; it is no room, and on wherever another is."""
@@ -354,18 +354,18 @@ OVERTAKEN_WHERE: dict[str, tuple[str, str]] = {
 NEEDS: dict[str, str] = {"lifted_bodies": "lazy_media", "pixels": "lazy_media", "observe": "metrics"}
 
 
-def groups() -> dict[str, list[Swap]]:
+def groups() -> dict[str, list[Hook]]:
     """The ledger by group, in ledger order."""
-    by_group: dict[str, list[Swap]] = {}
-    for swap in LEDGER:
-        by_group.setdefault(swap.group, []).append(swap)
+    by_group: dict[str, list[Hook]] = {}
+    for hook in LEDGER:
+        by_group.setdefault(hook.group, []).append(hook)
     return by_group
 
 
-ROOMS = tuple(group for group in groups() if group not in (HOOKS, ALWAYS))
+ROOMS = tuple(group for group in groups() if group not in (FIRST, ALWAYS))
 
 
-def parts(role: Role) -> dict[str, list[Swap]]:
+def parts(role: Role) -> dict[str, list[Hook]]:
     """The rooms with a part in a role, and that part, in ledger order."""
-    found = {group: [swap for swap in members if swap.process == role] for group, members in groups().items()}
+    found = {group: [hook for hook in members if hook.process == role] for group, members in groups().items()}
     return {room: found[room] for room in ROOMS if found[room]}

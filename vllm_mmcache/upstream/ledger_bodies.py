@@ -3,12 +3,12 @@
 
 from functools import partial
 
-from vllm_mmcache.upstream.swap import TESTED_VLLM, Swap
+from vllm_mmcache.upstream.hooks import TESTED_VLLM, Hook
 
-_swap = partial(Swap, vllm=TESTED_VLLM)
+_hook = partial(Hook, vllm=TESTED_VLLM)
 
-BODIES: tuple[Swap, ...] = (
-    _swap(
+BODIES: tuple[Hook, ...] = (
+    _hook(
         name="lifted_bodies.engine",
         group="lifted_bodies",
         target="vllm.v1.engine.async_llm:AsyncLLM.add_request",

@@ -7,10 +7,10 @@ ECConnector, set on the runner. Neither replaces a symbol.
 
 from functools import partial
 
-from vllm_mmcache.upstream.swap import TESTED_VLLM, Swap
+from vllm_mmcache.upstream.hooks import TESTED_VLLM, Hook
 
 _feature = partial(
-    Swap,
+    Hook,
     group="features",
     vllm=TESTED_VLLM,
     process="worker",
@@ -18,7 +18,7 @@ _feature = partial(
     remove_when="vLLM tells a connector of loaded and changed weights",
 )
 
-FEATURES: tuple[Swap, ...] = (
+FEATURES: tuple[Hook, ...] = (
     _feature(
         name="features.arrive",
         target="vllm.v1.core.sched.scheduler:Scheduler.add_request",
@@ -59,28 +59,28 @@ FEATURES: tuple[Swap, ...] = (
     _feature(
         name="features.reset",
         target="vllm.v1.worker.gpu_worker:Worker.reset_encoder_cache",
-        make="vllm_mmcache.features.runner:doubt_weights",
+        make="vllm_mmcache.features.runner:expect_new_weights",
         args_used=(),
         why="vLLM calls it when weights were replaced in place: features of the old weights must not be used",
     ),
     _feature(
         name="features.update",
         target="vllm.v1.worker.gpu_worker:Worker.update_weights",
-        make="vllm_mmcache.features.runner:doubt_weights",
+        make="vllm_mmcache.features.runner:expect_new_weights",
         args_used=(),
         why="weight transfer can write into parameters without the model's load_weights",
     ),
     _feature(
         name="features.updated",
         target="vllm.v1.worker.gpu_worker:Worker.finish_weight_update",
-        make="vllm_mmcache.features.runner:doubt_weights",
+        make="vllm_mmcache.features.runner:expect_new_weights",
         args_used=(),
         why="the end of a weight transfer processes what was received",
     ),
     _feature(
         name="features.reload",
         target="vllm.v1.worker.gpu_worker:Worker.reload_weights",
-        make="vllm_mmcache.features.runner:doubt_weights",
+        make="vllm_mmcache.features.runner:expect_new_weights",
         args_used=(),
         why="what is loaded is processed after load_weights, and is known when that is done",
     ),

@@ -7,15 +7,15 @@ relies on it sets `require_salt`, and then nothing starts without it.
 
 from functools import partial
 
-from vllm_mmcache.upstream.swap import TESTED_VLLM, Swap
+from vllm_mmcache.upstream.hooks import TESTED_VLLM, Hook
 
-_swap = partial(Swap, vllm=TESTED_VLLM)
+_hook = partial(Hook, vllm=TESTED_VLLM)
 
 _UPSTREAM = "none: cache_salt is for KV blocks alone"
 _REMOVE = "vLLM hands the salt to whoever opens and processes an image"
 
-IDENTITY: tuple[Swap, ...] = (
-    _swap(
+IDENTITY: tuple[Hook, ...] = (
+    _hook(
         name="identity.mm_hash",
         group="identity",
         target="vllm.multimodal.processing.inputs:ProcessorInputs.get_mm_hashes",
@@ -29,7 +29,7 @@ IDENTITY: tuple[Swap, ...] = (
         upstream="55439, 55547: uniqueness is the client's duty",
         remove_when="vLLM binds a uuid to content and tenant, and arguments of different types have different keys",
     ),
-    _swap(
+    _hook(
         name="identity.request",
         group="identity",
         target="vllm.renderers.base:BaseRenderer._process_tokens",
@@ -40,7 +40,7 @@ IDENTITY: tuple[Swap, ...] = (
         upstream=_UPSTREAM,
         remove_when=_REMOVE,
     ),
-    _swap(
+    _hook(
         name="identity.request_async",
         group="identity",
         target="vllm.renderers.base:BaseRenderer._process_tokens_async",
@@ -51,7 +51,7 @@ IDENTITY: tuple[Swap, ...] = (
         upstream=_UPSTREAM,
         remove_when=_REMOVE,
     ),
-    _swap(
+    _hook(
         name="identity.own_names",
         group="identity",
         target="vllm.renderers.base:BaseRenderer._process_mm_uuids",
@@ -62,7 +62,7 @@ IDENTITY: tuple[Swap, ...] = (
         upstream=_UPSTREAM,
         remove_when=_REMOVE,
     ),
-    _swap(
+    _hook(
         name="identity.threads",
         group="identity",
         target="vllm.renderers.base:make_async",
@@ -74,7 +74,7 @@ IDENTITY: tuple[Swap, ...] = (
         upstream=_UPSTREAM,
         remove_when="make_async copies the context, as asyncio.to_thread does",
     ),
-    _swap(
+    _hook(
         name="identity.salt",
         group="identity",
         target="vllm.entrypoints.generate.base.protocol:validate_cache_salt",
@@ -93,7 +93,7 @@ IDENTITY: tuple[Swap, ...] = (
         upstream=_UPSTREAM,
         remove_when=_REMOVE,
     ),
-    _swap(
+    _hook(
         name="identity.media",
         group="identity",
         target="vllm.multimodal.media.image:ImageMediaIO.__init__",
@@ -104,7 +104,7 @@ IDENTITY: tuple[Swap, ...] = (
         upstream=_UPSTREAM,
         remove_when=_REMOVE,
     ),
-    _swap(
+    _hook(
         name="identity.names",
         group="identity",
         target="vllm.renderers.base:BaseRenderer.render_messages",
@@ -115,7 +115,7 @@ IDENTITY: tuple[Swap, ...] = (
         upstream="57219",
         remove_when="vLLM bounds uuids",
     ),
-    _swap(
+    _hook(
         name="identity.names_async",
         group="identity",
         target="vllm.renderers.base:BaseRenderer.render_messages_async",
@@ -126,7 +126,7 @@ IDENTITY: tuple[Swap, ...] = (
         upstream="57219",
         remove_when="vLLM bounds uuids",
     ),
-    _swap(
+    _hook(
         name="identity.exif",
         group="identity",
         target="vllm.multimodal.hasher:_get_image_id_bytes",

@@ -3,10 +3,10 @@
 
 from functools import partial
 
-from vllm_mmcache.upstream.swap import TESTED_VLLM, Swap
+from vllm_mmcache.upstream.hooks import TESTED_VLLM, Hook
 
 _metric = partial(
-    Swap,
+    Hook,
     group="metrics",
     vllm=TESTED_VLLM,
     upstream="none: the stat logger plugins receive, but nothing sends",
@@ -26,7 +26,7 @@ _stage = partial(
     why="of pipeline stages the first runs the vision tower, and the last one's output alone reaches the engine",
 )
 
-METRICS: tuple[Swap, ...] = (
+METRICS: tuple[Hook, ...] = (
     _metric(
         name="metrics.send",
         target="vllm.v1.core.sched.scheduler:Scheduler.make_stats",
@@ -67,16 +67,16 @@ METRICS: tuple[Swap, ...] = (
     ),
 )
 
-_swap = partial(
-    Swap,
+_hook = partial(
+    Hook,
     group="observe",
     vllm=TESTED_VLLM,
     upstream="43587, 51250, 45238, 31920 ask why; the RFC 43711 went stale",
     remove_when="vLLM says for each request what was not reused and why",
 )
-_api, _engine = partial(_swap, process="api"), partial(_swap, process="engine")
+_api, _engine = partial(_hook, process="api"), partial(_hook, process="engine")
 
-OBSERVE: tuple[Swap, ...] = (
+OBSERVE: tuple[Hook, ...] = (
     _api(
         name="observe.chat",
         target="vllm.renderers.base:BaseRenderer.render_chat",

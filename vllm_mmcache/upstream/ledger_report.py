@@ -3,25 +3,25 @@
 
 from functools import partial
 
-from vllm_mmcache.upstream.swap import TESTED_VLLM, Swap
+from vllm_mmcache.upstream.hooks import TESTED_VLLM, Hook
 
-_swap = partial(
-    Swap,
+_hook = partial(
+    Hook,
     group="report",
     vllm=TESTED_VLLM,
     upstream="none: a plugin can't add to what an engine says when it is ready",
     remove_when="the ready message has a field for plugins, and a plugin is told when the engines are ready",
 )
 _shown = partial(
-    _swap,
+    _hook,
     make="vllm_mmcache.upstream.report:show_when_ready",
     process="api",
     args_used=("vllm_config",),
     why="when its engines are ready, a process knows what is in force everywhere, and says so",
 )
 
-REPORT: tuple[Swap, ...] = (
-    _swap(
+REPORT: tuple[Hook, ...] = (
+    _hook(
         name="report.send",
         target="vllm.v1.engine.core:EngineCoreProc._make_ready_response",
         make="vllm_mmcache.upstream.agree:send_report",
@@ -29,7 +29,7 @@ REPORT: tuple[Swap, ...] = (
         args_used=(),
         why="every API server, on other machines too, is to know which rooms the engine and its workers have",
     ),
-    _swap(
+    _hook(
         name="report.receive",
         target="vllm.v1.engine.core_client:MPClient._apply_ready_response",
         make="vllm_mmcache.upstream.report:receive",
@@ -39,7 +39,7 @@ REPORT: tuple[Swap, ...] = (
     ),
     _shown(name="report.show", target="vllm.v1.engine.async_llm:AsyncLLM.__init__"),
     _shown(name="report.show_offline", target="vllm.v1.engine.llm_engine:LLMEngine.__init__"),
-    _swap(
+    _hook(
         name="report.layers",
         target="vllm.entrypoints.launchers.app:init_entrypoints_middleware",
         make="vllm_mmcache.upstream.middleware:add",
@@ -49,7 +49,7 @@ REPORT: tuple[Swap, ...] = (
         upstream="none: --middleware needs a flag",
         remove_when="vLLM has an extension point for middleware that needs no flag",
     ),
-    _swap(
+    _hook(
         name="report.no_python",
         target="vllm.v1.utils:RustFrontendProcessManager.__init__",
         make="vllm_mmcache.upstream.report:no_python",

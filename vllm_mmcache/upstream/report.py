@@ -16,7 +16,7 @@ from vllm_mmcache import __version__, rooms
 from vllm_mmcache.arguments import argument
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.rooms import State
-from vllm_mmcache.upstream import agree, configuration, display, start, subclasses, swap
+from vllm_mmcache.upstream import agree, configuration, display, hooks, start, subclasses
 from vllm_mmcache.upstream.ledger import ROOMS, parts
 
 logger = logging.getLogger("vllm.mmcache")
@@ -61,7 +61,7 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of AsyncLLM.__init__ and LLMEngine.__init__(vllm_config): the engines are ready after it.
 
-    Raises: SwapError, see `_show`; UnschedulableImage or CausalImages before, where no image could be right.
+    Raises: HookError, see `_show`; UnschedulableImage or CausalImages before, where no image could be right.
     """
     global _is_shown, _everywhere
     _is_shown, _everywhere = False, frozenset()
@@ -84,7 +84,7 @@ def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def no_python(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of RustFrontendProcessManager.__init__: nothing of ours is between clients and engines.
 
-    Raises: SwapError, where salts are required.
+    Raises: HookError, where salts are required.
     """
     start.refuse_if_required(f"{configuration.NO_PYTHON}, so {start.WITHOUT_IDENTITY}")
     off = ", ".join(parts("api"))
@@ -105,7 +105,7 @@ def _found_here(llm: Any) -> dict[str, State]:
         found["lifted_bodies"] = State("unneeded", "no server here")
     elif renderer is not HfRenderer:
         found["lifted_bodies"] = State("off", f"not shown to be right with the renderer {name}")
-    hooked = [swap.resolve_owner(member.target) for member in parts("api")["identity"]]
+    hooked = [hooks.resolve_owner(member.target) for member in parts("api")["identity"]]
     methods = [attribute for owner, attribute in hooked if owner is BaseRenderer and attribute.startswith("_")]
     above = [one for one in renderer.__mro__ if not one.__module__.startswith("vllm.")]
     is_ours = isinstance(llm.renderer, subclasses.RendererMixin)
@@ -116,7 +116,7 @@ def _found_here(llm: Any) -> dict[str, State]:
 
 
 def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
-    """Put together, log, export. Raises: SwapError, where salts are required and a process is without us."""
+    """Put together, log, export. Raises: HookError, where salts are required and a process is without us."""
     global _is_shown, _everywhere
     _places.clear()
     _places["api"] = here

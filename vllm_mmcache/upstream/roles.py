@@ -20,7 +20,7 @@ _depth = 0  # executors and workers that are being built: they make configuratio
 
 
 def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of VllmConfig.__post_init__. Raises: SettingsError for an unknown or wrong value; SwapError."""
+    """Wrapper of VllmConfig.__post_init__. Raises: SettingsError for an unknown or wrong value; HookError."""
     outcome = wrapped(*args, **kwargs)
     if not configuration.is_of_an_engine(instance) or _depth or rooms.process_name() != "api":
         return outcome

@@ -4,7 +4,7 @@
 `plugin.register` installs nothing but the hooks that see the VllmConfig (roles.py). Then, for each room with a
 part in the role: is it wanted (settings), does it have something to do and can it be in this configuration
 (configuration.py), was it shown to be exact on this engine (proven.py, proofs.py), does vLLM do it itself, does it fit
-(swap.py)? The answer is in rooms.py, where every wrapper asks for it; agree.py and report.py tell others.
+(hooks.py)? The answer is in rooms.py, where every wrapper asks for it; agree.py and report.py tell others.
 """
 
 import logging
@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_mmcache import __version__, rooms, settings
-from vllm_mmcache.errors import SwapError
+from vllm_mmcache.errors import HookError
 from vllm_mmcache.rooms import ON, ROLES, Role, State
-from vllm_mmcache.upstream import configuration, proofs, subclasses, swap, vllm_version
-from vllm_mmcache.upstream.extension_points import SEAMS
+from vllm_mmcache.upstream import configuration, hooks, proofs, subclasses, vllm_version
+from vllm_mmcache.upstream.extension_points import EXTENSION_POINTS
 from vllm_mmcache.upstream.ledger import (
     ALWAYS,
-    HOOKS,
+    FIRST,
     NEEDS,
     OPT_IN,
     OVERTAKEN_BY,
@@ -35,13 +35,13 @@ logger = logging.getLogger("vllm.mmcache")
 WITHOUT_IDENTITY = "uuids of clients are trusted, and images are not apart by cache_salt"
 
 
-def start() -> swap.Outcome:
-    """Install the hooks that see the VllmConfig; re-entrant. Raises: SettingsError; SwapError, if salts are required.
+def start() -> hooks.Outcome:
+    """Install the hooks that see the VllmConfig; re-entrant. Raises: SettingsError; HookError, if salts are required.
 
     Where they don't fit this vLLM, nothing of mmcache can be on, and one line says why.
     """
     version = vllm_version()
-    outcome = _install(HOOKS, groups()[HOOKS], version)
+    outcome = _install(FIRST, groups()[FIRST], version)
     if outcome.state != "on":
         refuse_if_required(f"nothing of mmcache is on: {outcome.reason}")
         logger.error("mmcache %s is off on vLLM %s: %s", __version__, version, outcome.reason)
@@ -51,7 +51,7 @@ def start() -> swap.Outcome:
 def take_on(role: Role, vllm_config: Any) -> None:
     """Decide for each room with a part in a role that this process takes on, install what is on, and say so.
 
-    Raises: SwapError, where salts are required and nothing would keep tenants apart.
+    Raises: HookError, where salts are required and nothing would keep tenants apart.
     """
     rooms.begin(role)
     version, engine = vllm_version(), engine_here(vllm_config)
@@ -91,9 +91,9 @@ def decide(room: str, engine: Engine, vllm_config: Any, own: Container[str] = ()
         return State("off", asked)
     if vllm_config is not None and (fixed := configuration.state_in(room, vllm_config)):
         return fixed
-    if room in OVERTAKEN_BY and all(swap.is_there(symbol) for symbol in OVERTAKEN_BY[room]):
+    if room in OVERTAKEN_BY and all(hooks.is_there(symbol) for symbol in OVERTAKEN_BY[room]):
         return State("unneeded", f"vLLM has its own: {', '.join(OVERTAKEN_BY[room])}")
-    if room in OVERTAKEN_WHERE and swap.reads_name(*OVERTAKEN_WHERE[room]):
+    if room in OVERTAKEN_WHERE and hooks.reads_name(*OVERTAKEN_WHERE[room]):
         return State("unneeded", f"vLLM has its own: {OVERTAKEN_WHERE[room][0]}")
     if wanted is None and not chosen.unproven and room not in own and (reason := why_unproven(room, engine)):
         return State("off", reason)
@@ -119,7 +119,7 @@ def foresee(vllm_config: Any = None) -> dict[str, State]:
     """
     version, engine = vllm_version(), engine_here(vllm_config)
     own, _ = own_proofs(engine, vllm_config)
-    nothing = misfit(groups()[HOOKS], version)
+    nothing = misfit(groups()[FIRST], version)
     found: dict[str, State] = {}
     for role in ROLES:
         absent = nothing or misfit(_telling(role), version)
@@ -135,16 +135,16 @@ def foresee(vllm_config: Any = None) -> dict[str, State]:
     return {room: found[room] for room in ROOMS}
 
 
-def misfit(members: Sequence[swap.Swap], version: str) -> str:
+def misfit(members: Sequence[hooks.Hook], version: str) -> str:
     """Why these symbols can't all be replaced in this vLLM, with the settings in force; empty if they can."""
-    return swap.misfit(members, version, allow_untested=settings.current().allow_untested_vllm)
+    return hooks.misfit(members, version, allow_untested=settings.current().allow_untested_vllm)
 
 
 def refuse_if_required(reason: str) -> None:
-    """Raises: SwapError, with everything undone, where salts are required and `reason` says what stands against it."""
+    """Raises: HookError, with everything undone, where salts are required and `reason` says what stands against it."""
     if settings.current().require_salt:
         stop()
-        raise SwapError(
+        raise HookError(
             f"mmcache refuses to start: require_salt is set, but {reason}. Unset MMCACHE_REQUIRE_SALT to run without."
         )
 
@@ -166,11 +166,11 @@ def platform_name() -> str:
 
 
 def stop() -> None:
-    """Undo every seam and every swap."""
-    for seam in reversed(SEAMS):
-        seam.undo()
+    """Undo every extension point and every hook."""
+    for point in reversed(EXTENSION_POINTS):
+        point.undo()
     subclasses.undo()
-    swap.undo_all()
+    hooks.undo_all()
 
 
 def words(states: Iterable[tuple[str, State]]) -> str:
@@ -185,21 +185,21 @@ def words(states: Iterable[tuple[str, State]]) -> str:
     return on + others
 
 
-def _telling(role: Role) -> list[swap.Swap]:
+def _telling(role: Role) -> list[hooks.Hook]:
     return [member for member in groups()[ALWAYS] if member.process == role]
 
 
-def _install(group: str, members: list[swap.Swap], version: str) -> swap.Outcome:
-    outcome = swap.install(group, members, version, allow_untested=settings.current().allow_untested_vllm)
+def _install(group: str, members: list[hooks.Hook], version: str) -> hooks.Outcome:
+    outcome = hooks.install(group, members, version, allow_untested=settings.current().allow_untested_vllm)
     if outcome.state != "on":
         return outcome
     try:
-        for seam in SEAMS:
-            if group == f"{seam.group} ({seam.process})":
-                seam.install()
-    except SwapError as error:
-        swap.undo(group)
-        return swap.Outcome(group, "off", str(error))
+        for point in EXTENSION_POINTS:
+            if group == f"{point.group} ({point.process})":
+                point.install()
+    except HookError as error:
+        hooks.undo(group)
+        return hooks.Outcome(group, "off", str(error))
     return outcome
 
 

@@ -4,7 +4,7 @@
 from typing import Any
 
 from vllm_mmcache import settings
-from vllm_mmcache.upstream import bodies, swap, vllm_version
+from vllm_mmcache.upstream import bodies, hooks, vllm_version
 from vllm_mmcache.upstream.ledger import LEDGER
 
 
@@ -18,7 +18,7 @@ def symbols() -> list[dict[str, Any]]:
             "name": member.name,
             "target": member.target,
             "process": member.process,
-            "misfit": swap.misfit([member], version, allow_untested=untested),
+            "misfit": hooks.misfit([member], version, allow_untested=untested),
             "body": bodies.compare_installed(member.target, version),
         }
         for member in LEDGER

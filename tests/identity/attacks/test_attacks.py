@@ -13,6 +13,7 @@ import pytest
 
 from tests.identity.attacks.attacks import ATTACKS, tenants
 from tests.identity.attacks.target import MODEL, Target, fresh, png
+from tests.sizes import larger
 from vllm_mmcache.demo.server import CPU_ARGS, serve
 from vllm_mmcache.zoo import build_cached
 
@@ -47,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_cached("qwen3-vl", tmp_path_factory.mktemp("zoo"))
 
 
-@pytest.fixture(scope="module", params=["stock", "plugin"])
+@pytest.fixture(scope="module", params=[pytest.param("stock", marks=larger), "plugin"])
 def side(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -30,7 +30,7 @@ from vllm_mmcache.lazy_media.video.record import MAX_METADATA_BYTES, VIDEOS, rec
 from vllm_mmcache.lazy_media.video.recorded import RecordedVideo
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove import videos
-from vllm_mmcache.upstream import swap, vllm_version
+from vllm_mmcache.upstream import hooks, vllm_version
 from vllm_mmcache.upstream.ledger import groups
 from vllm_mmcache.upstream.subclasses import RendererMixin, derived
 
@@ -288,7 +288,7 @@ def test_metadata_is_each_requests_own() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_videos_are_known_to_their_tenant_alone() -> None:
-    swap.install("identity", groups()["identity"], vllm_version())
+    hooks.install("identity", groups()["identity"], vllm_version())
 
     def is_known(salt: str | None, way: Callable[[Any], Any]) -> bool:
         token = tenant.SALT.set(salt)
@@ -302,7 +302,7 @@ def test_videos_are_known_to_their_tenant_alone() -> None:
             seen = [is_known(salt, way) for salt in (None, "a", "b", None, "a", "b")]
             assert seen == [False] * 3 + [True] * 3
     finally:
-        swap.undo("identity")
+        hooks.undo("identity")
 
 
 @pytest.mark.usefixtures("installed")

@@ -17,7 +17,7 @@ import wrapt
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from vllm_mmcache.errors import SwapDisturbed, SwapError, SymbolChanged, SymbolMissing, VersionUnsupported
+from vllm_mmcache.errors import HookDisturbed, HookError, SymbolChanged, SymbolMissing, VersionUnsupported
 from vllm_mmcache.rooms import Role
 from vllm_mmcache.upstream.subclasses import mixin_for
 
@@ -27,7 +27,7 @@ _INHERITED = object()  # the slot's owner did not define the attribute itself
 
 
 @dataclass(frozen=True)
-class Swap:
+class Hook:
     """One replaced vLLM symbol; the ledger is a tuple of these.
 
     target and also are "module:Owner.attr"; also lists from-import aliases that must change with the target. make is
@@ -59,11 +59,11 @@ class Outcome:
 
 
 class Replacement(wrapt.FunctionWrapper[Any, Any]):
-    """What we put into a slot; recognised by its type and by the name of its swap."""
+    """What we put into a slot; recognised by its type and by the name of its hook."""
 
     def __init__(self, wrapped: Any, wrapper: Callable[..., Any], name: str) -> None:
         super().__init__(wrapped, wrapper)
-        self._self_swap_name = name
+        self._self_hook_name = name
 
 
 @dataclass
@@ -88,18 +88,18 @@ def version_supported(installed: str, spec: str) -> bool:
     return version in SpecifierSet(spec, prereleases=False)
 
 
-def install(group: str, swaps: Sequence[Swap], vllm_version: str, *, allow_untested: bool = False) -> Outcome:
-    """Install all swaps of one group, or none of them. A second call changes nothing."""
+def install(group: str, hooks: Sequence[Hook], vllm_version: str, *, allow_untested: bool = False) -> Outcome:
+    """Install all hooks of one group, or none of them. A second call changes nothing."""
     if group in _installed:
         return Outcome(group, "on")
     done: list[_Slot] = []
     try:
-        planned = [slot for swap in swaps for slot in _resolve(swap, vllm_version, allow_untested)]
+        planned = [slot for hook in hooks for slot in _resolve(hook, vllm_version, allow_untested)]
         for slot in planned:
             setattr(slot.owner, slot.attribute, slot.replacement)
             done.append(slot)
         _confirm(done)
-    except SwapError as error:
+    except HookError as error:
         _put_back(done)
         return Outcome(group, "off", str(error))
     except BaseException:
@@ -112,7 +112,7 @@ def install(group: str, swaps: Sequence[Swap], vllm_version: str, *, allow_untes
 def undo(group: str) -> None:
     """Put the originals of a group back, newest first.
 
-    Raises: SwapDisturbed, with nothing changed, if a slot no longer holds our object.
+    Raises: HookDisturbed, with nothing changed, if a slot no longer holds our object.
     """
     slots = _installed.get(group, [])
     _confirm(slots)
@@ -126,18 +126,18 @@ def undo_all() -> None:
         undo(group)
 
 
-def check(swap: Swap, vllm_version: str, *, allow_untested: bool = False) -> None:
-    """Resolve and check one swap without installing it. Raises: SwapError that says why it does not fit."""
-    _resolve(swap, vllm_version, allow_untested)
+def check(hook: Hook, vllm_version: str, *, allow_untested: bool = False) -> None:
+    """Resolve and check one hook without installing it. Raises: HookError that says why it does not fit."""
+    _resolve(hook, vllm_version, allow_untested)
 
 
-def misfit(swaps: Sequence[Swap], vllm_version: str, *, allow_untested: bool = False) -> str:
+def misfit(hooks: Sequence[Hook], vllm_version: str, *, allow_untested: bool = False) -> str:
     """Why these can't all be installed here; empty if they can, or are. Installs nothing."""
     try:
-        for swap in swaps:
-            if not is_replaced(swap.target):
-                check(swap, vllm_version, allow_untested=allow_untested)
-    except SwapError as error:
+        for hook in hooks:
+            if not is_replaced(hook.target):
+                check(hook, vllm_version, allow_untested=allow_untested)
+    except HookError as error:
         return str(error)
     return ""
 
@@ -189,25 +189,25 @@ def resolve_wrapper(make: str) -> Callable[..., Any]:
     return wrapper
 
 
-def _resolve(swap: Swap, vllm_version: str, allow_untested: bool) -> list[_Slot]:
-    if not allow_untested and not version_supported(vllm_version, swap.vllm):
+def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot]:
+    if not allow_untested and not version_supported(vllm_version, hook.vllm):
         raise VersionUnsupported(
-            f"vLLM {vllm_version} is not in the tested range {swap.vllm}; "
+            f"vLLM {vllm_version} is not in the tested range {hook.vllm}; "
             "install a tested version, or set MMCACHE_ALLOW_UNTESTED_VLLM=1 to try"
         )
-    for target in swap.reads:
+    for target in hook.reads:
         resolve_owner(target)
-    wrapper = resolve_wrapper(swap.make)
+    wrapper = resolve_wrapper(hook.make)
     slots = []
     original: Any = None
-    for target in (swap.target, *swap.also):
+    for target in (hook.target, *hook.also):
         owner, attribute = resolve_owner(target)
         raw = inspect.getattr_static(owner, attribute)
         if isinstance(raw, Replacement):
-            raise SymbolChanged(f"{target} already holds a replacement of mmcache ({raw._self_swap_name})")
+            raise SymbolChanged(f"{target} already holds a replacement of mmcache ({raw._self_hook_name})")
         if original is None:
             original = raw
-            _check_signature(swap, raw)
+            _check_signature(hook, raw)
             if mixin := mixin_for(target):
                 if attribute in vars(mixin):
                     raise SymbolChanged(f"{target} is overridden already")
@@ -215,10 +215,10 @@ def _resolve(swap: Swap, vllm_version: str, allow_untested: bool) -> list[_Slot]
                 continue
         elif raw is not original:
             raise SymbolChanged(
-                f"{target} is not the object that {swap.target} is; another plugin may have replaced one"
+                f"{target} is not the object that {hook.target} is; another plugin may have replaced one"
             )
         slots.append(
-            _Slot(owner, attribute, vars(owner).get(attribute, _INHERITED), Replacement(raw, wrapper, swap.name))
+            _Slot(owner, attribute, vars(owner).get(attribute, _INHERITED), Replacement(raw, wrapper, hook.name))
         )
     return slots
 
@@ -233,17 +233,17 @@ def _override(mixin: type, attribute: str, raw: Any, wrapper: Callable[..., Any]
     return method
 
 
-def _check_signature(swap: Swap, raw: Any) -> None:
+def _check_signature(hook: Hook, raw: Any) -> None:
     function = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
     if not callable(function):
-        raise SymbolChanged(f"{swap.target} is a {type(function).__name__}, expected a function")
+        raise SymbolChanged(f"{hook.target} is a {type(function).__name__}, expected a function")
     try:
         names = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
-        raise SymbolChanged(f"{swap.target} has no signature to check ({error})") from error
-    missing = [name for name in swap.args_used if name not in names]
+        raise SymbolChanged(f"{hook.target} has no signature to check ({error})") from error
+    missing = [name for name in hook.args_used if name not in names]
     if missing:
-        raise SymbolChanged(f"{swap.target} has no argument {', '.join(missing)} any more; it has {', '.join(names)}")
+        raise SymbolChanged(f"{hook.target} has no argument {', '.join(missing)} any more; it has {', '.join(names)}")
 
 
 def _confirm(slots: Iterable[_Slot]) -> None:
@@ -251,7 +251,7 @@ def _confirm(slots: Iterable[_Slot]) -> None:
         seen = vars(slot.owner).get(slot.attribute)
         if seen is not slot.replacement:
             owner = getattr(slot.owner, "__qualname__", getattr(slot.owner, "__name__", slot.owner))
-            raise SwapDisturbed(f"{owner}.{slot.attribute} now holds {seen!r}; take that away first")
+            raise HookDisturbed(f"{owner}.{slot.attribute} now holds {seen!r}; take that away first")
 
 
 def _put_back(slots: list[_Slot]) -> None:

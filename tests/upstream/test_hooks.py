@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mechanism of swaps on modules made for the test: atomic groups, aliases, undo, disturbance, versions."""
+"""The mechanism of hooks on modules made for the test: atomic groups, aliases, undo, disturbance, versions."""
 
 import sys
 import types
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from vllm_mmcache.errors import SwapDisturbed
-from vllm_mmcache.upstream import swap as machine
-from vllm_mmcache.upstream.swap import Swap
+from vllm_mmcache.errors import HookDisturbed
+from vllm_mmcache.upstream import hooks as machine
+from vllm_mmcache.upstream.hooks import Hook
 
 
 def loud(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     machine._installed.pop("g", None)
 
 
-def entry(target: str, **fields: Any) -> Swap:
+def entry(target: str, **fields: Any) -> Hook:
     defaults: dict[str, Any] = {
         "name": target,
         "group": "g",
@@ -50,7 +50,7 @@ def entry(target: str, **fields: Any) -> Swap:
         "upstream": "none",
         "remove_when": "never",
     }
-    return Swap(**{**defaults, **fields})
+    return Hook(**{**defaults, **fields})
 
 
 def test_install_and_undo_function_with_alias(owner: Any) -> None:
@@ -91,7 +91,7 @@ def test_methods_keep_their_kind_and_inherited_slots_are_deleted(owner: Any) -> 
         (entry("swap_owner:Child.static", also=("swap_owner:speak",)), "is not the object"),
     ],
 )
-def test_a_group_is_all_or_nothing(owner: Any, bad: Swap, reason: str) -> None:
+def test_a_group_is_all_or_nothing(owner: Any, bad: Hook, reason: str) -> None:
     original = owner.speak
     outcome = machine.install("g", [entry("swap_owner:speak"), bad], "0.32.0")
     assert outcome.state == "off"
@@ -118,7 +118,7 @@ def test_undo_refuses_when_someone_is_on_top(owner: Any) -> None:
     assert machine.install("g", [entry("swap_owner:speak")], "0.32.0").state == "on"
     ours = owner.speak
     owner.speak = lambda word: word
-    with pytest.raises(SwapDisturbed, match="speak"):
+    with pytest.raises(HookDisturbed, match="speak"):
         machine.undo("g")
     owner.speak = ours
     machine.undo("g")
