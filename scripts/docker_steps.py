@@ -36,7 +36,10 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 def context() -> list[str]:
-    """The files that a build gets: tracked or new ones that .dockerignore lets through (`*`, then `!path` lines)."""
+    """The files that a build gets: tracked or new ones that .dockerignore lets through.
+
+    Its lines are `*`, then `!path` for what goes through and `path` for what of that does not.
+    """
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=REPO,
@@ -44,8 +47,12 @@ def context() -> list[str]:
         text=True,
         check=True,
     ).stdout.splitlines()
-    through = [line[1:] for line in (REPO / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    return [file for file in listed if any(file == path or file.startswith(f"{path}/") for path in through)]
+    lines = [line for line in (REPO / ".dockerignore").read_text().splitlines() if not line.startswith(("#", "*"))]
+
+    def is_named(file: str, mark: str) -> bool:
+        return any(f"{mark}{file}/".startswith(f"{line}/") for line in lines)
+
+    return [file for file in listed if is_named(file, "!") and not is_named(file, "")]
 
 
 class Build:

@@ -137,9 +137,6 @@ class Settings(BaseSettings):
     allow_causal_images: bool = Field(
         default=False, description="Run images that attend both ways on backends that can't: wrong answers."
     )
-    attention_reference: bool = Field(
-        default=False, description="Naive attention over images: gather K and V, then mask. Slow, for tests, CPU only."
-    )
     features: bool | None = Field(default=None, description="Keep the vision tower's outputs: it runs once per image.")
     feature_ram_bytes: ByteSize = Field(
         default=ByteSize(2 * 1024**3),

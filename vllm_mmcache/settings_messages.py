@@ -19,7 +19,6 @@ _CONTRADICTIONS: tuple[tuple[tuple[str, bool], tuple[str, bool], str], ...] = (
     (("require_salt", True), ("identity", False), "nothing would keep tenants apart"),
     (("lifted_bodies", True), ("lazy_media", False), "what is lifted out of a body is opened by the lazy media"),
     (("observe", True), ("metrics", False), "records travel the way that the metrics do"),
-    (("attention_reference", True), ("image_spans", False), "the reference is a form of that attention"),
 )
 
 

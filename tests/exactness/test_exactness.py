@@ -125,12 +125,12 @@ def test_causal_images_are_detected(pool: EnginePool, config: EngineConfig, monk
 @pytest.mark.parametrize("config", [EngineConfig("gemma3")], ids=["gemma3"])
 def test_reference_form_is_exact(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The naive form of attention over images, on the same engine and after the fast form filled the cache."""
-    from vllm_mmcache import settings
+    from tests.image_spans.attention import reference
 
     rig = pool.get(config)
     ask = user(filler(60), picture(34), picture(35), "Compare.")
     fast = one(rig, ask)
-    monkeypatch.setattr(settings, "_current", settings.load_settings({"attention_reference": True}))
+    reference.put_in_place(monkeypatch)
     warm = one(rig, ask)
     assert warm.num_cached_tokens > 0
     rig.make_cold()

@@ -157,7 +157,7 @@ def test_weights_that_change_while_asleep(pool: EnginePool, config: EngineConfig
     before = weight.clone()
 
     def put(altered: torch.Tensor) -> Callable[[], None]:
-        def change() -> None:
+        def change(tags: list[str] | None = None) -> None:
             with torch.inference_mode():
                 weight.copy_(altered)
 

@@ -16,7 +16,8 @@ import pytest
 
 from vllm_mmcache.upstream import bodies, check, vllm_version
 from vllm_mmcache.upstream.hooks import Hook
-from vllm_mmcache.upstream.ledger import LEDGER
+from vllm_mmcache.upstream.ledger import LEDGER, OPT_IN
+from vllm_mmcache.upstream.subclasses import mixin_for
 
 ORDERINGS = {
     "import, install, undo": "IMPORT; before = raw(); INSTALL; assert ours(); UNDO; assert same(before)",
@@ -105,6 +106,13 @@ def test_orderings() -> None:
         )
     out = in_process(code + end)
     assert out.count("passed:") == len(ORDERINGS)
+
+
+def test_few_functions_are_replaced_on_v2() -> None:
+    """What no subclass overrides, without rooms that must be asked for, and what V1 or stages alone need."""
+    always = [member for member in LEDGER if member.group not in OPT_IN and not member.only]
+    replaced = [member for member in always if mixin_for(member.target) is None and member.group != "resumed_images"]
+    assert len(replaced) <= 32, "is there a subclass or an extension point for it?"
 
 
 def test_disable_leaves_stock_vllm() -> None:

@@ -301,11 +301,11 @@ def expose() -> None:
         gauge.expose()
 
 
-def show_engine_count(name: str, millionths: int) -> None:
+def show_engine_count(name: str, amount: float) -> None:
     """Show what an engine has counted; a name that only a newer engine knows is left out."""
     name, *tier = name.split("/")
     if name in _TRAVELLERS:
-        _TRAVELLERS[name].show(millionths / 1e6, *tier)
+        _TRAVELLERS[name].show(amount, *tier)
 
 
 def totals() -> dict[str, float]:

@@ -57,11 +57,11 @@ def receive_worker_news(news: Sequence[dict[str, Any]]) -> None:
         note_feature_source(identifier, source)
 
 
-def take_engine_counts() -> dict[str, int]:
-    """By name, in millionths, since only whole numbers travel, what was counted since the last call."""
+def take_engine_counts() -> dict[str, float]:
+    """By name, what was counted since the last call."""
     if not rooms.is_on("metrics"):
         return {}
     with _lock:
-        counts = {name: round(amount * 1e6) for name, amount in _counted.items()}
+        counts = {name: float(amount) for name, amount in _counted.items()}
         _counted.clear()
     return counts

@@ -21,6 +21,7 @@ from vllm_mmcache.arguments import argument
 from vllm_mmcache.metrics import counters, sizes, transport
 from vllm_mmcache.observe.engine import send_outcome
 
+_KEY = "mmcache"
 _PREFIX = "mmcache:"
 _NEWS = "mmcache_news"  # attribute of a step's ModelRunnerOutput
 
@@ -97,12 +98,12 @@ def hear(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def send(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler.make_stats: lays what the engine has counted into the statistics, where there are any.
 
-    It goes as further entries of num_kv_fetch_reqs_by_stage, whole numbers. Engine process, scheduler thread.
+    It goes as an entry of our own of ec_connector_stats, the statistics that a connector for encoder outputs makes up.
+    Engine process, scheduler thread.
     """
     stats = wrapped(*args, **kwargs)
-    if stats is not None:
-        for name, amount in (transport.take_engine_counts() | sizes.take_changed()).items():
-            stats.num_kv_fetch_reqs_by_stage[_PREFIX + name] = amount
+    if stats is not None and (counts := transport.take_engine_counts() | sizes.take_changed()):
+        stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), _KEY: counts}
     return stats
 
 
@@ -112,14 +113,13 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     API server, or the offline program.
     """
     stats = argument(wrapped, args, kwargs, "scheduler_stats")
-    if stats is not None:
-        by_name = stats.num_kv_fetch_reqs_by_stage
-        for key in [key for key in by_name if key.startswith(_PREFIX)]:
-            name, number = key.removeprefix(_PREFIX), by_name.pop(key)
+    if stats is not None and _KEY in (of_connector := stats.ec_connector_stats or {}):
+        for name, amount in of_connector.pop(_KEY).items():
             if name.startswith(sizes.PREFIX):
-                sizes.show_changed(name, number, kwargs.get("engine_idx") or 0)
+                sizes.show_changed(name, amount, kwargs.get("engine_idx") or 0)
             else:
-                counters.show_engine_count(name, number)
+                counters.show_engine_count(name, amount)
+        stats.ec_connector_stats = of_connector or None
     return wrapped(*args, **kwargs)
 
 

@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from tests.engine_configuration import CHOSEN
 from tests.exactness.measure import judge
+from tests.image_spans.attention import reference
 from vllm_mmcache import settings
 from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import TOLERANCE, Inexact, assert_exact
@@ -74,7 +75,7 @@ def test_windows(start: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> No
     """Both forms are Transformers'; in the fast form images longer than the window are computed again."""
     rig = start(window)
     assert_exact(rig, ask(rig))
-    monkeypatch.setattr(settings, "_current", settings.load_settings({"attention_reference": True}))
+    reference.put_in_place(monkeypatch)
     rig.make_cold()
     assert_exact(rig, ask(rig))
 
@@ -120,8 +121,6 @@ def test_right_side_of_a_short_window_ignored(start: Any) -> None:
 @in_spans
 def test_window_ignored_within_an_image(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with (causal and in the window) or of the same image, answers are wrong."""
-    from vllm_mmcache.image_spans.attention import reference
-
     clamped = reference.allowed
 
     def unclamped(start: int, end: int, spans: list[tuple[int, int]], window: int, device: Any = None) -> Any:
@@ -132,7 +131,7 @@ def test_window_ignored_within_an_image(start: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(reference, "allowed", unclamped)
     rig = start(SHORT)
-    monkeypatch.setattr(settings, "_current", settings.load_settings({"attention_reference": True}))
+    reference.put_in_place(monkeypatch)
     assert max(delta for delta, _ in judge(rig, ask(rig))) > WRONG
 
 

@@ -13,8 +13,8 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_mmcache.image_spans.attention import reference
-from vllm_mmcache.image_spans.attention.backend import page_orders, rewrite
+from tests.image_spans.attention import reference
+from vllm_mmcache.image_spans.attention.backend import rewrite
 from vllm_mmcache.image_spans.attention.spans import cut_step, wider
 
 HEADS, KV_HEADS = 4, 2
@@ -131,7 +131,7 @@ class Step:
 
     def naive(self, window: int) -> torch.Tensor:
         """The reference form: everything gathered back from the pages."""
-        orders = page_orders(self.isa, self.dtype, self.block_size, self.head_size)
+        orders = reference.page_orders(self.isa, self.dtype, self.block_size, self.head_size)
         out = []
         for i, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
             pages = (self.keys, self.values)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_mmcache.image_spans.attention.reference import allowed
+from tests.image_spans.attention.reference import allowed
 from vllm_mmcache.image_spans.attention.spans import Piece, cut, cut_step, wider
 
 Span = tuple[int, int]

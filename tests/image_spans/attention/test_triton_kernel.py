@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tests.image_spans.attention import reference
 from tests.image_spans.attention.triton_backend import granted
 from tests.sizes import scaled
-from vllm_mmcache.image_spans.attention import reference
 
 pytestmark = pytest.mark.interpreter
 

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU attention backend that honours image spans. Worker process; overrides CPU_ATTN through `register_backend`.
 
-Fast form: once per step and group of layers, the builder hands vLLM's own builder the step cut into pseudo-sequences
-(spans.py); the optimised kernel does the rest. Reference form (setting attention_reference): gathers everything and
-computes with a mask (reference.py). A step without image rows, and a layer in which the model's images do not attend
+Once per step and group of layers, the builder hands vLLM's own builder the step cut into pseudo-sequences (spans.py);
+the optimised kernel does the rest. A step without image rows, and a layer in which the model's images do not attend
 both ways (rules.py), are left exactly as they are.
 """
 
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
-from vllm import _custom_ops as ops
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -25,10 +22,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_mmcache import rooms, settings
+from vllm_mmcache import rooms
 from vllm_mmcache.errors import CausalImages
 from vllm_mmcache.image_spans import rules
-from vllm_mmcache.image_spans.attention import guard, reference
+from vllm_mmcache.image_spans.attention import guard
 from vllm_mmcache.image_spans.attention.spans import Piece, cut_step, wider
 
 
@@ -45,26 +42,10 @@ class Wider:
 
 
 @dataclass
-class Rows:
-    """A step for the reference form: what it computes of each request, and its spans.
-
-    query_start_loc: the first row of each request, and the end of all. starts, ends: positions [start, end) of each
-    request's rows in its sequence. spans: by request, (first, last) positions, both inclusive.
-    """
-
-    query_start_loc: list[int]
-    starts: list[int]
-    ends: list[int]
-    spans: dict[int, list[tuple[int, int]]]
-    block_table: torch.Tensor  # (requests, max_blocks) int32
-
-
-@dataclass
 class ImageSpanMetadata(CPUAttentionMetadata):
     """A step that is cut at its images."""
 
     wider: list[Wider] = field(default_factory=list)
-    reference: Rows | None = None  # None: the fast form
     causal_layers: frozenset[str] = frozenset()  # of the same group, where the model's images are causal
     uncut: CPUAttentionMetadata | None = None  # for these
 
@@ -114,8 +95,6 @@ class ImageSpanMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.image_window is not None:
             for window, again in wider(pieces, self.image_window).items():
                 metadata.wider.append(self._wider(step, window, again))
-        if settings.current().attention_reference:
-            metadata.reference = Rows(rows, starts, ends, spans, step.block_table_tensor)
         if self.causal_layers:
             metadata.causal_layers = self.causal_layers
             metadata.uncut = super().build(common_prefix_len, step, fast_build)
@@ -154,7 +133,7 @@ def rewrite(step: CommonAttentionMetadata, pieces: list[Piece]) -> CommonAttenti
 
 
 class ImageSpanImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention, with wider windows for some rows, or in the reference form, where a step asks for it."""
+    """vLLM's CPU attention, with wider windows for some rows."""
 
     def forward(
         self,
@@ -179,10 +158,6 @@ class ImageSpanImpl(CPUAttentionBackendImpl):
             )
         if layer.layer_name in attn_metadata.causal_layers:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata.uncut, output)
-        special = self.logits_soft_cap or self.alibi_slopes is not None or self.sinks is not None
-        if attn_metadata.reference is not None and not special and not self.is_fp8_kv_cache:
-            self._forward_reference(layer, query, kv_cache, attn_metadata.reference, output)
-            return output
         super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         for again in attn_metadata.wider if self.sliding_window > 0 else ():
             kernel = copy(self)
@@ -193,46 +168,6 @@ class ImageSpanImpl(CPUAttentionBackendImpl):
             )
             output[again.rows] = rows
         return output
-
-    def _forward_reference(
-        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: Rows, output: torch.Tensor
-    ) -> None:
-        blocks, kv_heads, block_size, _ = kv_cache.shape
-        keys, values = kv_cache.view(blocks, kv_heads, block_size * 2, -1).chunk(2, dim=2)
-        key_order, value_order = page_orders(layer.isa, keys.dtype, block_size, keys.shape[3])
-        for i, (start, end) in enumerate(zip(step.starts, step.ends, strict=True)):
-            if end <= start:
-                continue
-            table = step.block_table[i]
-            mask = reference.allowed(start, end, step.spans.get(i, []), self.sliding_window, query.device)
-            rows = slice(step.query_start_loc[i], step.query_start_loc[i + 1])
-            output[rows] = reference.attend(
-                query[rows],
-                reference.gather_pages(keys, table, end, key_order),
-                reference.gather_pages(values, table, end, value_order),
-                mask,
-                self.scale,
-            ).view_as(output[rows])
-
-
-@cache
-def page_orders(isa: str, dtype: torch.dtype, block_size: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the kernel of an instruction set keeps each element of a page, for keys and for values.
-
-    Found by writing numbered pages with vLLM's own kernel, so no packing is assumed. The numbers go in three digits
-    to base 128, which every dtype holds exactly. Returns two int64 (block_size * head_size,) on the CPU.
-    """
-    count = block_size * head_size
-    numbers = torch.arange(count)
-    slots = torch.arange(block_size)
-    found = [torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)]
-    for place in (1, 128, 128 * 128):
-        digit = ((numbers // place) % 128).to(dtype).view(block_size, 1, head_size)
-        pages = [torch.zeros(1, 1, block_size, head_size, dtype=dtype) for _ in found]
-        ops.cpu_attn_reshape_and_cache(digit, digit, *pages, slots, isa)
-        for where, page in zip(found, pages, strict=True):
-            where += page.flatten().long() * place
-    return found[0].argsort(), found[1].argsort()
 
 
 class ImageSpanBackend(CPUAttentionBackend):

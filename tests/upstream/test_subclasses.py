@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Subclasses of what vLLM's configuration and registry name: found by name, around the user's own, and gone again."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_mmcache.upstream import hooks, subclasses, vllm_version
+from vllm_mmcache.upstream.ledger import LEDGER
+from vllm_mmcache.upstream.subclasses import RendererMixin, SchedulerMixin, WorkerMixin, derived
+
+REPO = Path(__file__).parents[2]
+ENGINE = """
+import os
+from pathlib import Path
+from tests.engine_configuration import CHOSEN
+CHOSEN.apply()
+from vllm_mmcache.prove.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.expect import assert_exact
+from vllm_mmcache.prove.scenarios import same_again
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+class Own(AsyncScheduler if CHOSEN.is_async else Scheduler):
+    steps = 0
+    def schedule(self, *args, **kwargs):
+        Own.steps += 1
+        return super().schedule(*args, **kwargs)
+
+if __name__ == "__main__":
+    import sys
+    pool = EnginePool(Path(sys.argv[1]), CHOSEN.check)
+    rig = pool.get(EngineConfig("gemma3", more=(("scheduler_cls", Own),)))
+    assert_exact(rig, same_again(rig))
+    scheduler = rig.llm.llm_engine.engine_core.engine_core.scheduler
+    from vllm_mmcache.upstream.subclasses import SchedulerMixin
+    assert [one.__name__ for one in type(scheduler).__mro__[:3]] == ["Own", "SchedulerMixin", "Own"], type(scheduler)
+    assert Own.steps > 0
+    pool.close()
+    print("own scheduler, own steps")
+"""
+
+
+def test_a_worker_is_found_by_name() -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    def named(worker_cls: str) -> str:
+        parallel = SimpleNamespace(worker_cls=worker_cls)
+        for _ in range(2):  # a second time changes nothing
+            subclasses.use_worker(SimpleNamespace(parallel_config=parallel))
+        return parallel.worker_cls
+
+    found: Any = resolve_obj_by_qualname(named("vllm.v1.worker.cpu_worker.CPUWorker"))
+    assert found.__mro__[1:3] == (WorkerMixin, CPUWorker)
+    assert found is derived(WorkerMixin, CPUWorker)
+    assert (found.__name__, found.__module__) == ("CPUWorker", subclasses.__name__)
+    assert named("auto") == "auto"
+    with pytest.raises(AttributeError):
+        resolve_obj_by_qualname(f"{subclasses.__name__}.nothing")
+
+
+def test_overrides_come_and_go() -> None:
+    """Around what the base has, in a class that was derived before; vLLM's own class stays as it is."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    class Own(Scheduler):  # type: ignore[misc]
+        def __init__(self) -> None:
+            pass
+
+        def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+            return SimpleNamespace(ec_connector_stats={"own": 1})
+
+    (hook,) = [member for member in LEDGER if member.name == "metrics.send"]
+    before = vars(Scheduler)["make_stats"]
+    kind = derived(SchedulerMixin, Own)
+    scheduler = kind()
+    assert not hooks.is_replaced(hook.target)
+    assert hooks.install("a test", [hook], vllm_version()).state == "on"
+    try:
+        assert hooks.is_replaced(hook.target)
+        assert "overridden already" in hooks.install("another", [hook], vllm_version()).reason
+        assert vars(Scheduler)["make_stats"] is before
+        assert "make_stats" in vars(SchedulerMixin)
+        assert scheduler.make_stats().ec_connector_stats["own"] == 1
+    finally:
+        hooks.undo("a test")
+    assert "make_stats" not in vars(SchedulerMixin)
+    assert kind().make_stats().ec_connector_stats == {"own": 1}
+
+
+def test_renderers_of_the_registry() -> None:
+    """Also one that a third party has registered before; one that comes later is not ours, which the report sees."""
+    from vllm.renderers.hf import HfRenderer
+    from vllm.renderers.registry import RENDERER_REGISTRY
+
+    before = dict(RENDERER_REGISTRY.renderers)
+    RENDERER_REGISTRY.renderers["third"] = ("vllm.renderers.hf", "HfRenderer")
+    try:
+        for _ in range(2):
+            subclasses.use_renderers()
+        RENDERER_REGISTRY.renderers["later"] = ("vllm.renderers.hf", "HfRenderer")
+        ours = RENDERER_REGISTRY.load_renderer_cls("hf")
+        assert ours.__mro__[1:3] == (RendererMixin, HfRenderer)
+        assert RENDERER_REGISTRY.load_renderer_cls("third") is ours
+        assert RENDERER_REGISTRY.load_renderer_cls("later") is HfRenderer
+        assert subclasses.base_of(ours.__new__(ours)) is HfRenderer
+        assert subclasses.base_of(HfRenderer.__new__(HfRenderer)) is HfRenderer
+    finally:
+        subclasses.undo()
+        RENDERER_REGISTRY.renderers.pop("later")
+        RENDERER_REGISTRY.renderers.pop("third")
+    assert before == RENDERER_REGISTRY.renderers
+
+
+@pytest.mark.engine
+@pytest.mark.any_engine
+def test_the_users_own_scheduler_stays(tmp_path: Path) -> None:
+    """An engine whose configuration names a class already: its methods run, below ours, and answers are exact."""
+    (tmp_path / "own.py").write_text(ENGINE)
+    path = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "own.py"), str(tmp_path)],
+        capture_output=True, text=True, timeout=600, cwd=REPO, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+    )  # fmt: skip
+    assert "own scheduler, own steps" in done.stdout, done.stderr[-3000:]
