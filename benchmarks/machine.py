@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every committed result says about itself: commit, machine, versions, command; and where it lies."""
+"""What every result says of where it comes from: commit, machine, versions, command."""
 
-import argparse
-import json
 import os
 import platform
 import subprocess
@@ -49,22 +47,3 @@ def provenance() -> dict[str, Any]:
         "vllm": __version__,
         "command": " ".join(["python", "-m", module.name if module else "?", *sys.argv[1:]]),
     }
-
-
-def result_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add where the result goes; see save_result."""
-    parser.add_argument("--save", action="store_true", help="write the committed result: results/ beside the benchmark")
-    parser.add_argument("--output", type=Path, metavar="DIRECTORY", help="write the result into this directory")
-    return parser
-
-
-def save_result(run_file: str, options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Write <benchmark>.json where the options --save and --output of a benchmark's run.py ask for it."""
-    benchmark = Path(run_file).parent
-    folders = [benchmark / "results"] if options.save else []
-    folders += [options.output] if options.output else []
-    said = {name: value for name, value in vars(options).items() if name not in ("save", "output")}
-    payload = {**provenance(), "options": said, **result}
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{benchmark.name}.json").write_text(json.dumps(payload, indent=2) + "\n")

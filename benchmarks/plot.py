@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurements as a picture: mmcache by stock, row by row, and the shares of tokens that were reused.
+"""The measurements as a picture: mmcache by stock, row by row, and the shares of tokens that were reused."""
 
-python -m benchmarks.plot  # write docs/benchmarks.png from the committed results; a test compares
-"""
-
-import argparse
 import hashlib
 import io
 import json
@@ -15,7 +11,9 @@ from typing import Any
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from benchmarks.summary import ROOT, Point, Result, committed, rows_of
+from benchmarks.forms import Loaded, Point
+from benchmarks.results import ROOT
+from benchmarks.rows import ROWS
 
 PLOT = ROOT / "docs" / "benchmarks.png"
 KEY = "Points"  # of the text in the file that says what is shown
@@ -24,8 +22,8 @@ TITLES = {"time": "time and CPU, mmcache / stock", "work": "work and errors, mmc
 STOCK, BETTER, WORSE = "#7a7a7a", "#1a7f5a", "#c0562b"
 
 
-def points_of(results: Mapping[str, Result]) -> list[Point]:
-    return [point for row in rows_of(results) for point in row.points]
+def points_of(results: Mapping[str, Loaded]) -> list[Point]:
+    return [point for row in ROWS if row.benchmark in results for point in row.points(results[row.benchmark])]
 
 
 def digest(points: Iterable[Point]) -> str:
@@ -33,12 +31,11 @@ def digest(points: Iterable[Point]) -> str:
     return hashlib.sha256(json.dumps(list(points)).encode()).hexdigest()
 
 
-def draw(results: Mapping[str, Result], path: Path) -> None:
-    """Write the plot of these results as a PNG."""
+def draw(points: list[Point], path: Path) -> None:
+    """Write a plot of 32 colours, which is a third of the size, with the digest of its points as a text in the file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    points = points_of(results)
     groups = {name: [point for point in points if point.group == name] for name in (*TITLES, "reuse")}
     groups = {name: members for name, members in groups.items() if members}
     if not groups:
@@ -53,12 +50,11 @@ def draw(results: Mapping[str, Result], path: Path) -> None:
         panel.set_ylim(len(members) - 0.4, -0.6)
         panel.tick_params(axis="x", labelsize=8)
         panel.spines[["top", "right", "left"]].set_visible(False)
-    drawn = io.BytesIO()
+    drawn, info = io.BytesIO(), PngInfo()
     figure.savefig(drawn)
-    said = PngInfo()
-    said.add_text(KEY, digest(points))
+    info.add_text(KEY, digest(points))
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.open(drawn).convert("RGB").quantize(32).save(path, optimize=True, pnginfo=said)  # a third of the size
+    Image.open(drawn).convert("RGB").quantize(32).save(path, optimize=True, pnginfo=info)
 
 
 def show_ratios(panel: Any, points: list[Point], title: str) -> None:
@@ -100,14 +96,3 @@ def show_shares(panel: Any, points: list[Point]) -> None:
     panel.grid(axis="x", linewidth=0.3)
     panel.set_axisbelow(True)
     panel.set_title("tokens reused of the best possible (more is better)", fontsize=9, loc="left")
-
-
-def main() -> None:
-    """Draw the committed results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
-    parser.add_argument("--output", type=Path, default=PLOT, metavar="PNG")
-    draw(committed(), parser.parse_args().output)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from vllm_mmcache.demo.server import Server, living
@@ -54,13 +53,10 @@ def _by_process(server: Server, measure: Callable[[int], Number]) -> dict[str, N
     return found
 
 
-class MemoryWatch:
-    """Samples the memory of a server's processes in a thread, within the block."""
+class Sampler:
+    """Calls `look` again and again in a thread, within the block."""
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        self.start_s = time.monotonic()
-        self.samples: list[tuple[float, dict[str, int]]] = []  # (seconds since the start, bytes by process)
+    def __init__(self) -> None:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -68,14 +64,31 @@ class MemoryWatch:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            self.samples.append((time.monotonic() - self.start_s, server_memory(self.server)))
+            self.look()
             self._ended.wait(INTERVAL_S)
+
+    def look(self) -> None:
+        """Take a sample."""
+        raise NotImplementedError
+
+
+class MemoryWatch(Sampler):
+    """Samples the memory of a server's processes."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.server = server
+        self.start_s = time.monotonic()
+        self.samples: list[tuple[float, dict[str, int]]] = []  # (seconds since the start, bytes by process)
+
+    def look(self) -> None:
+        self.samples.append((time.monotonic() - self.start_s, server_memory(self.server)))
 
     def growth(self, warm_up_s: float) -> dict[str, dict[str, Any]]:
         """By process: MiB at the start, after the warm-up, at the end and at most, and the slope after the warm-up."""

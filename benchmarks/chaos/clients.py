@@ -5,6 +5,7 @@ An answer is compared token by token, with the log-probability of each. A reques
 was killed is excused, and asked again when there is a server; every other one has to be answered, and rightly.
 """
 
+import json
 import math
 import random
 import threading
@@ -13,16 +14,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
-from typing import Any, cast
+from typing import Any
 
-import openai
-
-from benchmarks.servers import MODEL
-from benchmarks.warm_turn.pictures import Kind, data_url, picture
+from benchmarks.pictures import Kind, url_of
+from benchmarks.servers import Reply, ask, image_part, request
 
 PICTURE = Kind("image/png", (256, 256), 20, {"format": "PNG"})
 QUESTIONS = ("What is this?", "Name the colours, from left to right.")
-ANSWER_TOKENS = 8
+MORE = {"max_tokens": 8, "ignore_eos": True, "logprobs": True}
 TIMEOUT_S = 60.0
 PAUSE_S = 0.5  # after a failure
 TOLERANCE = 1e-5  # of a log-probability, which is a float32 near 1
@@ -51,53 +50,27 @@ def confusable(answers: Mapping[Pair, Answer]) -> list[tuple[Pair, Pair]]:
     ]
 
 
-class Asker:
-    """Asks one server about pictures. Raises: openai.OpenAIError from `ask`."""
-
-    def __init__(self, url: str, pictures: Sequence[str]) -> None:
-        self._api = openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=TIMEOUT_S)
-        self._pictures = pictures
-
-    def ask(self, pair: Pair) -> Answer:
-        return tuple((one.token, one.logprob) for one in self._tokens(pair, 0))
-
-    def ask_surely(self, pair: Pair) -> tuple[Answer, bool]:
-        """The answer, and whether each of its tokens was far ahead of the next best."""
-        tokens = self._tokens(pair, 2)
-        sure = all(one.top_logprobs[0].logprob - one.top_logprobs[1].logprob > NEAR_TIE for one in tokens)
-        return tuple((one.token, one.logprob) for one in tokens), sure
-
-    def _tokens(self, pair: Pair, top: int) -> list[Any]:
-        content = [
-            {"type": "image_url", "image_url": {"url": self._pictures[pair[0]]}},
-            {"type": "text", "text": QUESTIONS[pair[1]]},
-        ]
-        done = self._api.chat.completions.create(
-            model=MODEL,
-            messages=cast(Any, [{"role": "user", "content": content}]),
-            temperature=0,
-            max_tokens=ANSWER_TOKENS,
-            logprobs=True,
-            top_logprobs=top,
-            extra_body={"ignore_eos": True},
-        )
-        logprobs = done.choices[0].logprobs
-        return list(logprobs.content or ()) if logprobs else []
+def asked(url: str, pictures: Sequence[str], pair: Pair, **more: Any) -> Reply:
+    """The reply of a server to one question about one picture. Raises: RuntimeError, OSError."""
+    content = [image_part(pictures[pair[0]]), {"type": "text", "text": QUESTIONS[pair[1]]}]
+    body = json.dumps(request([{"role": "user", "content": content}], **MORE, **more)).encode()
+    reply = ask(url, [body], TIMEOUT_S)
+    if not reply.is_finished:
+        raise RuntimeError(f"an answer that ends after {len(reply.answer)} tokens")
+    return reply
 
 
 def make_pictures(number: int) -> list[str]:
     """So many data URLs, the same in every run."""
-    return [data_url(PICTURE, picture(PICTURE, seed)) for seed in range(number)]
+    return [url_of(PICTURE, seed) for seed in range(number)]
 
 
 def cold_answers(url: str, pictures: Sequence[str]) -> tuple[dict[Pair, Answer], int]:
     """The answer of a server to each pair, asked one at a time; and how many are left out, as near ties."""
-    asker = Asker(url, pictures)
-    asked = {
-        (image, question): asker.ask_surely((image, question)) for image in range(len(pictures)) for question in (0, 1)
-    }
-    answers = {pair: answer for pair, (answer, sure) in asked.items() if sure}
-    return answers, len(asked) - len(answers)
+    pairs = [(image, question) for image in range(len(pictures)) for question in range(len(QUESTIONS))]
+    replies = {pair: asked(url, pictures, pair, top_logprobs=2) for pair in pairs}
+    answers = {pair: reply.answer for pair, reply in replies.items() if reply.margin > NEAR_TIE}
+    return answers, len(pairs) - len(answers)
 
 
 @dataclass
@@ -134,7 +107,7 @@ class Clients:
         self._pictures = pictures
         self._number = number
         self._changed = threading.Condition()
-        self._asker: Asker | None = None
+        self._url = ""  # of the server, where there is one
         self._kills = 0
         self._ended = False
         self._found = Found()
@@ -155,7 +128,7 @@ class Clients:
     def serve(self, url: str) -> None:
         """There is a server at `url` from now on."""
         with self._changed:
-            self._asker = Asker(url, self._pictures)
+            self._url = url
             self._changed.notify_all()
 
     def wait_for_an_answer(self, timeout_s: float) -> None:
@@ -166,7 +139,7 @@ class Clients:
     def down(self) -> None:
         """The server is about to be killed: what is under way is excused."""
         with self._changed:
-            self._asker = None
+            self._url = ""
             self._kills += 1
 
     def take(self) -> Found:
@@ -179,40 +152,38 @@ class Clients:
         pair = chance.choice(self._pairs)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ended or self._asker is not None)
-                asker, kills = self._asker, self._kills
-                if self._ended or asker is None:
+                self._changed.wait_for(lambda: self._ended or self._url)
+                url, kills = self._url, self._kills
+                if self._ended:
                     return
             start = time.monotonic()
-            answer: Answer | None = None
-            error = ""
             try:
-                answer = asker.ask(pair)
-            except Exception as raised:  # whatever it is: the request failed, the others go on
-                error = f"{type(raised).__name__}: {raised}"[:500]
-            self._note(pair, answer, error, time.monotonic() - start, kills)
-            if answer is None:
+                answer = asked(url, self._pictures, pair).answer
+            except Exception as error:  # whatever it is: the request failed, the others go on
+                self._note_failure(f"{type(error).__name__}: {error}"[:500], kills)
                 time.sleep(PAUSE_S)
             else:
+                self._note(pair, answer, time.monotonic() - start)
                 pair = chance.choice(self._pairs)
 
-    def _note(self, pair: Pair, answer: Answer | None, error: str, seconds: float, kills: int) -> None:
+    def _note_failure(self, error: str, kills: int) -> None:
+        with self._changed:
+            if kills != self._kills:
+                self._found.excused += 1
+            else:
+                self._found.failed += 1
+                self._found.errors = [*self._found.errors, error][:NUM_ERRORS]
+
+    def _note(self, pair: Pair, answer: Answer, seconds: float) -> None:
+        apart = difference(self._answers[pair], answer)
         with self._changed:
             found = self._found
-            if answer is None:
-                if kills != self._kills:
-                    found.excused += 1
-                    return
-                found.failed += 1
+            found.requests += 1
+            found.slowest_s = max(found.slowest_s, seconds)
+            if apart <= TOLERANCE:
+                found.largest_difference = max(found.largest_difference, apart)
             else:
-                found.requests += 1
-                self._changed.notify_all()
-                found.slowest_s = max(found.slowest_s, seconds)
-                apart = difference(self._answers[pair], answer)
-                if apart <= TOLERANCE:
-                    found.largest_difference = max(found.largest_difference, apart)
-                    return
                 found.wrong += 1
                 error = f"picture {pair[0]}, question {pair[1]}: {apart:.1e} apart"
-            if len(found.errors) < NUM_ERRORS:
-                found.errors.append(error)
+                found.errors = [*found.errors, error][:NUM_ERRORS]
+            self._changed.notify_all()

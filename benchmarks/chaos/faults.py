@@ -124,10 +124,6 @@ def fill_disk(scene: Scene, chance: random.Random) -> None:
             pass
 
 
-def empty_disk(scene: Scene, chance: random.Random) -> None:
-    scene.disk.ballast.unlink(missing_ok=True)
-
-
 def replace_by_file(scene: Scene, chance: random.Random) -> None:
     scene.disk.place.rename(scene.disk.root / "away")
     scene.disk.place.write_text("This was a directory.\n")
@@ -168,27 +164,11 @@ def let_go_of_locks(scene: Scene, chance: random.Random) -> None:
             one.close()  # type: ignore[attr-defined]
 
 
-def stop_valkey(scene: Scene, chance: random.Random) -> None:
-    os.kill(scene.valkey.pid, signal.SIGSTOP)
-
-
-def go_on_valkey(scene: Scene, chance: random.Random) -> None:
-    os.kill(scene.valkey.pid, signal.SIGCONT)
-
-
 def slow_valkey(scene: Scene, chance: random.Random) -> None:
     """It sleeps most of the time."""
-    stop_valkey(scene, chance)
+    os.kill(scene.valkey.pid, signal.SIGSTOP)
     time.sleep(chance.random() * 4 * REMOTE_TIMEOUT_S)
-    go_on_valkey(scene, chance)
-
-
-def kill_valkey(scene: Scene, chance: random.Random) -> None:
-    scene.valkey.kill()
-
-
-def start_valkey(scene: Scene, chance: random.Random) -> None:
-    scene.valkey.start()
+    os.kill(scene.valkey.pid, signal.SIGCONT)
 
 
 def restart_valkey(scene: Scene, chance: random.Random) -> None:
@@ -222,81 +202,64 @@ def exchange_values(scene: Scene, chance: random.Random) -> None:
         client.copy(other, name, replace=True)
 
 
-def flush_valkey(scene: Scene, chance: random.Random) -> None:
-    scene.valkey.client.flushall()
-
-
-def limit_valkey(scene: Scene, chance: random.Random) -> None:
-    scene.valkey.client.config_set("maxmemory", FULL_BYTES)
-
-
-def unlimit_valkey(scene: Scene, chance: random.Random) -> None:
-    scene.valkey.client.config_set("maxmemory", 0)
-
-
-def follow(scene: Scene, chance: random.Random) -> None:
-    """It follows a server that is not there: what it holds may be read, and nothing written."""
-    scene.valkey.client.replicaof("127.0.0.1", "1")
-
-
-def lead(scene: Scene, chance: random.Random) -> None:
-    scene.valkey.client.replicaof("NO", "ONE")
-
-
 def damage_all(scene: Scene, chance: random.Random) -> None:
     chance.choice((truncate, flip, exchange_files))(scene, chance)
     chance.choice((plant_garbage, exchange_values))(scene, chance)
-
-
-def make_read_only(scene: Scene, chance: random.Random) -> None:
-    scene.disk.make_read_only()
-
-
-def make_writable(scene: Scene, chance: random.Random) -> None:
-    scene.disk.make_writable()
 
 
 NO_FILE = ("features_set_aside", "record_corrupt", "record_errors")
 NO_DISK = ("features_errors{disk}", "record_errors{disk}", "record_dropped{disk}")
 NO_VALKEY = ("features_errors{remote}", "record_errors{remote}")
 NO_VALUE = ("features_set_aside{remote}", "record_corrupt{remote}")
+LOST_FILE = ("features_set_aside{disk}",)
+
+
+def signalled(number: int) -> Act:
+    return lambda scene, chance: os.kill(scene.valkey.pid, number)
+
+
+def sent(*command: str | int) -> Act:
+    """Valkey is sent a command."""
+    return lambda scene, chance: scene.valkey.client.execute_command(*command)
+
+
+def kill(scene: Scene, chance: random.Random) -> None:
+    scene.valkey.kill()
+
+
+def start(scene: Scene, chance: random.Random) -> None:
+    scene.valkey.start()
+
 
 # Those of the directory and those of Valkey in turn: what failed is left alone for a while, and would hide the next.
 FAULTS: dict[str, Fault] = {
     "nothing": Fault("the control", ("features_hits{disk}", "features_hits{remote}")),
-    "files truncated": Fault(
-        "packages, the database and its log, cut somewhere", ("features_set_aside{disk}",), again=truncate
-    ),
-    "Valkey stopped": Fault(
-        "SIGSTOP: it takes connections and never answers", NO_VALKEY, stop_valkey, end=go_on_valkey
-    ),
-    "files corrupted": Fault("bytes changed in place", ("features_set_aside{disk}",), again=flip),
-    "Valkey killed": Fault("nobody listens at its port", NO_VALKEY, kill_valkey, end=start_valkey),
-    "disk full": Fault("no byte is left", NO_DISK, again=fill_disk, end=empty_disk, needs_mount=True),
-    "Valkey slow": Fault(
-        "it sleeps, again and again, mostly longer than the server waits for it", NO_VALKEY, again=slow_valkey
-    ),
-    "files exchanged": Fault("whole packages of other pictures", ("features_set_aside{disk}",), again=exchange_files),
+    "files truncated": Fault("packages, the database and its log, cut somewhere", LOST_FILE, again=truncate),
+    "Valkey stopped": Fault("SIGSTOP: it takes connections and never answers", NO_VALKEY, signalled(signal.SIGSTOP),
+                            end=signalled(signal.SIGCONT)),
+    "files corrupted": Fault("bytes changed in place", LOST_FILE, again=flip),
+    "Valkey killed": Fault("nobody listens at its port", NO_VALKEY, kill, end=start),
+    "disk full": Fault("no byte is left", NO_DISK, again=fill_disk, needs_mount=True,
+                       end=lambda scene, chance: scene.disk.ballast.unlink(missing_ok=True)),
+    "Valkey slow": Fault("it sleeps, again and again, mostly longer than the server waits for it", NO_VALKEY,
+                         again=slow_valkey),
+    "files exchanged": Fault("whole packages of other pictures", LOST_FILE, again=exchange_files),
     "garbage in Valkey": Fault("noise, pieces and other types under our names", NO_VALUE, again=plant_garbage),
-    "directory read-only": Fault(
-        "a mount, which binds root, too", NO_DISK, make_read_only, end=make_writable, needs_mount=True
-    ),
+    "directory read-only": Fault("a mount, which binds root, too", NO_DISK, needs_mount=True,
+                                 begin=lambda scene, chance: scene.disk.make_read_only(),
+                                 end=lambda scene, chance: scene.disk.make_writable()),
     "values exchanged": Fault("what is whole, under names of others", NO_VALUE, again=exchange_values),
     "files removed": Fault("features and records, again and again", ("features_misses{disk}",), again=remove),
-    "Valkey full": Fault("maxmemory, and nothing may go", NO_VALKEY, limit_valkey, end=unlimit_valkey),
+    "Valkey full": Fault("maxmemory, and nothing may go", NO_VALKEY, sent("CONFIG SET", "maxmemory", FULL_BYTES),
+                         end=sent("CONFIG SET", "maxmemory", 0)),
     "a file for the directory": Fault("what root can't write to, either", NO_DISK, replace_by_file, end=put_back),
-    "Valkey flushed": Fault("again and again", ("features_misses{remote}",), again=flush_valkey),
-    "directory open to others": Fault(
-        "mode 0777: it is not to be trusted", NO_DISK, folders_mode(0o777), end=folders_mode(0o700)
-    ),
-    "Valkey read-only": Fault("it follows a server that is not there", NO_VALKEY, follow, end=lead),
-    "locks held": Fault(
-        "those of packages and database, by a process that hangs",
-        NO_DISK,
-        again=hold_locks,
-        end=let_go_of_locks,
-        least_s=LEAST_LOCKED_S,
-    ),
+    "Valkey flushed": Fault("again and again", ("features_misses{remote}",), again=sent("FLUSHALL")),
+    "directory open to others": Fault("mode 0777: it is not to be trusted", NO_DISK, folders_mode(0o777),
+                                      end=folders_mode(0o700)),
+    "Valkey read-only": Fault("it follows a server that is not there: what it holds may be read, and nothing written",
+                              NO_VALKEY, sent("REPLICAOF", "127.0.0.1", "1"), end=sent("REPLICAOF", "NO", "ONE")),
+    "locks held": Fault("those of packages and database, by a process that hangs", NO_DISK, again=hold_locks,
+                        end=let_go_of_locks, least_s=LEAST_LOCKED_S),
     "Valkey restarted": Fault("killed and started, again and again", NO_VALKEY, again=restart_valkey),
     "all damaged": Fault("files and values, in all these ways", NO_FILE, again=damage_all),
-}
+}  # fmt: skip

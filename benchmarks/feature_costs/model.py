@@ -6,75 +6,38 @@ are faster. The tower's time is its matrix products, counted, by what a GPU does
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-INPUTS = Path(__file__).with_name("inputs.json")
+INPUTS: dict[str, Any] = json.loads(Path(__file__).with_name("inputs.json").read_text())
 BYTES_PER_VALUE = 2  # bfloat16
 
 
 @dataclass(frozen=True)
 class Package:
-    """One image's features of a model."""
+    """One image's features of a model. `flops` are floating point operations of the tower."""
 
     model: str
     picture: str
     num_tokens: int
     num_bytes: int
     flops: float
-    """Floating point operations of the tower."""
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """inputs.json, with the bandwidths that were measured."""
-
-    said: Mapping[str, Any]
-    measured: Mapping[str, float]
-    """GB/s by name."""
-
-    def rate(self, name: str, gpu: str) -> float:
-        """Bytes a second of one medium; `h2d` is that of the GPU."""
-        if name == "h2d":
-            name = self.said["gpus"][gpu]["h2d"]
-        rate = self.said["rates"][name]
-        return 1e9 * float(rate["gb_s"] if "gb_s" in rate else self.measured[rate["measured"]] * rate.get("times", 1))
-
-    def load_s(self, tier: str, num_bytes: int, gpu: str) -> float:
-        """Seconds to load: a stage takes as long as the slowest of its media."""
-        return sum(num_bytes / min(self.rate(name, gpu) for name in stage) for stage in self.said["tiers"][tier])
-
-    def tower_s(self, flops: float, gpu: str) -> float:
-        """Seconds of the tower, derived from the GPU's data sheet."""
-        return flops / (self.said["gpus"][gpu]["tflops"] * 1e12 * self.said["efficiency"]["value"])
-
-    def break_even(self, tier: str, package: Package, gpu: str) -> float:
-        """How often the load fits into the tower's time; below 1 the tower is faster."""
-        return self.tower_s(package.flops, gpu) / self.load_s(tier, package.num_bytes, gpu)
-
-    def packages(self) -> list[Package]:
-        """All models at all pictures, or token budgets."""
-        return [package for name, model in self.said["models"].items() for package in self._of(name, model)]
-
-    def _of(self, name: str, model: Mapping[str, Any]) -> list[Package]:
-        tower = self.said["towers"][model["tower"]]
-        if "soft_tokens" in model:
-            shown = {f"{tokens:,} tokens": tokens for tokens in model["soft_tokens"]}
-        else:
-            side = tower["patch"] * tower["merge"]
-            shown = {
-                picture: round(width / side) * round(height / side)
-                for picture, (width, height) in self.said["pictures"].items()
-            }
-        return [
-            Package(
-                name, picture, tokens, tokens * model["width"] * BYTES_PER_VALUE,
-                tower_flops(tower, tokens, model["out"]),
-            )
-            for picture, tokens in shown.items()
-        ]  # fmt: skip
+def packages() -> Iterator[Package]:
+    """All models at all pictures, or token budgets."""
+    for name, model in INPUTS["models"].items():
+        tower = INPUTS["towers"][model["tower"]]
+        side = tower["patch"] * tower["merge"]
+        shown = {f"{tokens:,} tokens": tokens for tokens in model.get("soft_tokens", ())} or {
+            picture: round(width / side) * round(height / side)
+            for picture, (width, height) in INPUTS["pictures"].items()
+        }
+        for picture, tokens in shown.items():
+            num_bytes = tokens * model["width"] * BYTES_PER_VALUE
+            yield Package(name, picture, tokens, num_bytes, tower_flops(tower, tokens, model["out"]))
 
 
 def tower_flops(tower: Mapping[str, Any], num_tokens: int, out: int) -> float:
@@ -93,6 +56,16 @@ def tower_flops(tower: Mapping[str, Any], num_tokens: int, out: int) -> float:
     return float(blocks + embedding + mergers + projection)
 
 
-def inputs_with(measured: Mapping[str, float]) -> Inputs:
-    """The committed inputs, with these measured bandwidths."""
-    return Inputs(json.loads(INPUTS.read_text()), measured)
+def seconds(package: Package, gpu: str, measured: Mapping[str, float]) -> dict[str, float]:
+    """Of the tower, by the GPU's data sheet, and of a load by tier. `measured` are GB/s of this machine by name."""
+    said = INPUTS["gpus"][gpu]
+    times = {"tower": package.flops / (said["tflops"] * 1e12 * INPUTS["efficiency"]["value"])}
+    for tier, stages in INPUTS["tiers"].items():  # a stage takes as long as the slowest of its media
+        times[tier] = sum(package.num_bytes / min(rate(name, gpu, measured) for name in stage) for stage in stages)
+    return times
+
+
+def rate(name: str, gpu: str, measured: Mapping[str, float]) -> float:
+    """Bytes a second of one medium; `h2d` is that of the GPU."""
+    said = INPUTS["rates"][INPUTS["gpus"][gpu]["h2d"] if name == "h2d" else name]
+    return 1e9 * float(said["gb_s"] if "gb_s" in said else measured[said["measured"]] * said.get("times", 1))

@@ -6,7 +6,8 @@ Its features are also what compression is tried on. 0.58 billion parameters, 1.2
 
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -49,40 +50,31 @@ def features(model: Qwen3VLVisionModel, width: int, height: int) -> torch.Tensor
     return torch.cat([given.pooler_output, *given.deepstack_features], dim=1)
 
 
-def measure(model: Qwen3VLVisionModel, pictures: Mapping[str, tuple[int, int]], rounds: int) -> dict[str, Any]:
-    """Seconds and operations of each picture; the least of the rounds, for others use this machine, too."""
-    found: dict[str, Any] = {}
-    for name, (width, height) in pictures.items():
-        with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
-            made = features(model, width, height)
-        seconds = []
-        for _ in range(rounds):
-            start = time.perf_counter()
-            features(model, width, height)
-            seconds.append(time.perf_counter() - start)
-        found[name] = {
-            "num_tokens": len(made), "num_bytes": made.numel() * made.element_size(),
-            "seconds": min(seconds), "counted_flops": counter.get_total_flops(),
-        }  # fmt: skip
-        print(f"tower {name}: {found[name]}", flush=True)
-    return found
+def measure(model: Qwen3VLVisionModel, size: tuple[int, int]) -> dict[str, float]:
+    """Seconds and operations of a picture, the second of its size: the first takes longer."""
+    with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
+        made = features(model, *size)
+    start = time.perf_counter()
+    features(model, *size)
+    seconds = time.perf_counter() - start
+    num_bytes = made.numel() * made.element_size()
+    return {"time_s": seconds, "tokens": len(made), "bytes": num_bytes, "operations": counter.get_total_flops()}
 
 
-def compression(made: torch.Tensor, rounds: int) -> dict[str, Any]:
+def compression(made: torch.Tensor, rounds: int) -> dict[str, dict[str, float]]:
     """Ratio and GB/s of lossless codecs on features, as they are, and with the two bytes of each value apart."""
     plain = made.contiguous().view(torch.uint8).numpy()
     ways = {"plain": plain.tobytes(), "bytes apart": plain.reshape(-1, 2).T.tobytes()}
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, float]] = {}
     for codec, (pack, unpack) in codecs().items():
         for way, content in ways.items():
             packed, pack_s = timed(pack, content, 1)
             back, unpack_s = timed(unpack, packed, rounds)
             assert back == content
             found[f"{codec}, {way}"] = {
-                "ratio": len(packed) / len(content),
+                "bytes_left": len(packed) / len(content),
                 "pack_gb_s": len(content) / pack_s / 1e9, "unpack_gb_s": len(content) / unpack_s / 1e9,
             }  # fmt: skip
-            print(f"{codec}, {way}: {found[f'{codec}, {way}']}", flush=True)
     return found
 
 
@@ -91,18 +83,14 @@ def codecs() -> dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], byte
     found: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = {
         "zlib 1": (lambda content: zlib.compress(content, 1), zlib.decompress)
     }
-    try:
+    with suppress(ImportError):
         import zstandard
 
         found["zstd 1"] = (zstandard.ZstdCompressor(level=1).compress, zstandard.ZstdDecompressor().decompress)
-    except ImportError:
-        pass
-    try:
+    with suppress(ImportError):
         import lz4.frame
 
         found["lz4"] = (lz4.frame.compress, lz4.frame.decompress)
-    except ImportError:
-        pass
     return found
 
 

@@ -30,6 +30,7 @@ EVERY_PLATFORM = {
     "lazy_media, lifted_bodies, identity, pixels": "in the API server, which has no CUDA part; `make test` covers them",
     "more than one GPU": "every engine here has one",
 }
+BENCHMARK_S = 1800.0
 CPU = {
     "compiled": "--platform cpu runs eagerly",
     "Triton's compiler": "model runner V2 runs in Triton's interpreter here",
@@ -74,7 +75,9 @@ def parse() -> argparse.Namespace:
 
 def check(found: here.Found, options: argparse.Namespace) -> int:
     """Run the items and the benchmarks, and say what was found."""
-    from benchmarks.gpu_check import benches, results
+    from benchmarks import summary
+    from benchmarks.catalogue import BENCHMARKS
+    from benchmarks.gpu_check import results
     from vllm_mmcache.prove.items import OutOfTime
 
     path = (options.results or results.path_of(found.machine)).resolve()
@@ -87,12 +90,14 @@ def check(found: here.Found, options: argparse.Namespace) -> int:
 
     ran, not_reached = run_items(found, options, result["items"], keep, end)
     measured: dict[str, Any] = {}
-    wanted = [] if options.short else list(benches.SHORT) if options.benchmarks is None else options.benchmarks
+    wanted = options.benchmarks
+    if wanted is None:
+        wanted = [] if options.short else [name for name, one in BENCHMARKS.items() if not one.not_on_gpu]
     for name in wanted:
         if options.seconds and result["benchmarks"].get(name, {}).get("commit") == commit():
             continue
         try:
-            outcome = benches.run(name, end - time.monotonic())
+            outcome = benchmark(name, end - time.monotonic())
         except OutOfTime:
             not_reached.append(f"benchmark {name}")
             continue
@@ -104,7 +109,7 @@ def check(found: here.Found, options: argparse.Namespace) -> int:
 
     print("\n" + "\n".join(table(ran)))
     if any("result" in one for one in measured.values()):
-        print("\n" + "\n".join(benches.table(measured)))
+        print("\n" + summary.table({name: one["result"] for name, one in measured.items() if "result" in one}))
     print("\nNot checked:")
     print("\n".join(f"- {what}: {why}" for what, why in result["not_checked"].items()))
     if options.record:
@@ -120,6 +125,27 @@ def check(found: here.Found, options: argparse.Namespace) -> int:
         )
     code = exit_code(ran, measured)
     return 3 if not_reached and code != 1 else code
+
+
+def benchmark(name: str, left_s: float) -> dict[str, Any]:
+    """Run a benchmark in its short form, every room on: its state and reason, and its result where there is one.
+
+    Raises: OutOfTime after `left_s`.
+    """
+    from benchmarks import bench
+    from vllm_mmcache.prove.items import OutOfTime
+
+    if left_s <= 0:
+        raise OutOfTime
+    environ = {f"BENCH_MMCACHE_{room.upper()}": "1" for room in ENGINE_ROOMS} | {"VLLM_PLUGINS": "mmcache"}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            result = bench.run(name, Path(folder), environ, min(left_s, BENCHMARK_S))
+        except (bench.Failed, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and left_s < BENCHMARK_S:
+                raise OutOfTime from None
+            return {"state": "failed", "reason": " ".join(str(error).split())[-300:]}
+    return {"state": "passed", "reason": "ran to its end", "result": result}
 
 
 def run_items(
@@ -182,10 +208,10 @@ def environments(platform: str) -> dict[str, dict[str, str]]:
 
 def left_out(found: here.Found, platform: str) -> dict[str, str]:
     """What no run of this command checks here, and why."""
-    from benchmarks.gpu_check.benches import LEFT_OUT
+    from benchmarks.catalogue import BENCHMARKS
 
     runners = {} if "V2" in found.runners else {"model runner V2": here.why_no_v2(found.platform)}
-    benchmarks = {f"benchmark {name}": why for name, why in LEFT_OUT.items()}
+    benchmarks = {f"benchmark {name}": one.not_on_gpu for name, one in BENCHMARKS.items() if one.not_on_gpu}
     return EVERY_PLATFORM | (CPU if platform == "cpu" else {}) | runners | benchmarks
 
 

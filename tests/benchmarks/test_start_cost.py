@@ -13,9 +13,10 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from benchmarks.start_cost import page, run
-from benchmarks.start_cost.starts import (
+from benchmarks.results import ROOT
+from benchmarks.start_cost import (
     FUNCTIONS,
+    NUM_MOST,
     PROBE,
     PROCESSES,
     ROOMS,
@@ -26,7 +27,6 @@ from benchmarks.start_cost.starts import (
     rest_cpu_s,
     role,
 )
-from benchmarks.summary import ROOT
 from tests.sizes import larger
 
 
@@ -168,27 +168,17 @@ def test_the_probe_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert all(found["cpu_s"][module] > 0 for module in ("colorsys", "vllm_mmcache.plugin"))
 
 
-def test_the_page_shows_the_committed_result() -> None:
-    text = page.PAGE.read_text()
-    assert page.written(text) == text, "run: make bench-table"
-    measured = json.loads(run.COMMITTED.read_text())["measured"]
-    changed = json.loads(json.dumps(measured))
-    changed[list(changed)[-1]]["processes"]["engine"]["plugin_own_cpu_s"] += 1
-    assert page.table(changed) != page.table(measured)
-    assert set(measured) <= set(run.NAMES)
-
-
 @larger
 @pytest.mark.engine
 def test_a_pair_of_starts(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.start_cost.run", "--pairs", "1", "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.run", "start_cost", "--short", "--output", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    measured = json.loads((tmp_path / "start_cost.json").read_text())["measured"]
-    assert {"before", "after"} == set(measured), "what was measured before is kept"
+    content = json.loads((tmp_path / "start_cost.json").read_text())
     for process in PROCESSES:
-        found = measured["after"]["processes"][process]
-        assert found["cpu_s_stock"] > 1, "not a process that has imported vLLM"
-        assert found["own_modules"] > 1, "the plugin is not in this process"
-        assert "vllm_mmcache.plugin" in found["own_cost"] or found["own_modules"] > run.NUM_MOST
-        assert 0 < found["functions_cpu_s"] < found["plugin_own_cpu_s"] < found["cpu_s_plugin"]
+        found, details = content["found"][process], content["details"][process]
+        ours = {what: sides["mmcache"] for what, sides in found.items() if "mmcache" in sides}
+        assert found["cpu_s"]["stock"] > 1, "not a process that has imported vLLM"
+        assert ours["own_modules"] > 1, "the plugin is not in this process"
+        assert "vllm_mmcache.plugin" in details["own_cost"] or ours["own_modules"] > NUM_MOST
+        assert 0 < ours["functions_cpu_s"] < ours["plugin_own_cpu_s"] < ours["cpu_s"]

@@ -1,30 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page shows the committed comparison with vLLM's own connectors, and what is said there of their faults is so."""
+"""What docs/features.md says of vLLM's own connectors is in the committed result."""
 
-import json
-
-import pytest
-
-from benchmarks.upstream_connectors import compare, page
-
-
-def test_the_page_shows_the_committed_result() -> None:
-    shown = page.PAGE.read_text()
-    assert page.written(shown) == shown, "run: python -m benchmarks.upstream_connectors.page --write"
-    with pytest.raises(ValueError, match="lacks the marks"):
-        page.written("no marks")
+from benchmarks.catalogue import BENCHMARKS
+from benchmarks.results import committed
 
 
 def test_the_comparison_is_one() -> None:
     """Stock must have left its own cache, or rotation says nothing; a fault that upstream mends changes the page."""
-    found = json.loads(page.COMMITTED.read_text())
-    images = found["options"]["images"]
-    assert set(compare.SIDES) <= set(found)
-    assert [found["stock"][name]["tower_runs"] for name in ("first", "rotation", "restart")] == [images] * 3
-    assert [found["mmcache"][name]["tower_runs"] for name in ("first", "rotation", "restart")] == [images, 0, 0]
-    assert found["ECCPUConnector"]["restart"]["tower_runs"] == images
-    ours, theirs = found["mmcache"]["faults"], found["ECCPUConnector"]["faults"]
-    assert min(ours["changed_weights"], theirs["changed_weights"]) > 0
-    assert (ours["tower_runs_after_new_weights"], theirs["tower_runs_after_new_weights"]) == (1, 0)
-    assert ours["known_beside_new"].startswith("answered")
-    assert theirs["known_beside_new"].startswith("RuntimeError: Encoder cache miss")
+    content = committed("upstream_connectors")
+    images, found, sides = content["options"]["images"], content["found"], content["details"]
+    runs = {case: counted["tower_runs"] for case, counted in found.items() if "tower_runs" in counted}
+    assert set(BENCHMARKS["upstream_connectors"].options["sides"]) == set(runs["first"])
+    assert [runs[case]["stock"] for case in ("first", "rotation", "restart")] == [images] * 3
+    assert [runs[case]["mmcache"] for case in ("first", "rotation", "restart")] == [images, 0, 0]
+    assert runs["restart"]["ECCPUConnector"] == images
+    assert min(found["new weights"]["changed_weights"].values()) > 0
+    assert runs["new weights"] == {"ECCPUConnector": 0, "mmcache": 1}
+    assert found["memory full"]["answered"] == {"ECCPUConnector": 0, "mmcache": 1}
+    assert sides["mmcache"]["known_beside_new"].startswith("answered")
+    assert sides["ECCPUConnector"]["known_beside_new"].startswith("RuntimeError: Encoder cache miss")

@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_check import benches, found, results, run
+from benchmarks import summary
+from benchmarks.catalogue import BENCHMARKS
+from benchmarks.gpu_check import found, results, run
+from benchmarks.results import committed
 from scripts import matrix
 from tests.sizes import larger
 from vllm_mmcache import settings
@@ -265,21 +268,39 @@ def test_recording_switches_rooms_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert proven.rows() == before
 
 
-def test_the_benchmarks_table_is_the_readmes() -> None:
-    """Made from the same results, its rows are those of the README; what failed has none."""
+def test_the_benchmarks_table_is_the_pages() -> None:
+    """Made from the same results, its rows are those of docs/benchmarks.md."""
     names = ("block_keys", "gallery", "agents")
-    measured: dict[str, Any] = {
-        name: {"result": json.loads((found.REPO / "benchmarks" / name / "results" / f"{name}.json").read_text())}
-        for name in names
-    }
-    rows = [line for line in benches.table(measured | {"image_questions": dict(FAILED)}) if line.startswith("| ")][1:]
-    readme = (found.REPO / "README.md").read_text().splitlines()
-    assert rows == [row for row in readme if row in rows]
+    table = summary.table({name: committed(name) for name in names}).splitlines()
+    rows = [line for line in table if line.startswith("| ")][1:]
+    page = (found.REPO / "docs" / "benchmarks.md").read_text().splitlines()
+    assert rows == [row for row in page if row in rows]
     commands = {row.rpartition("`make ")[2].removesuffix("` |") for row in rows}
     assert commands == {"bench-block-keys", "bench-features", "bench-agents"}
-    assert not set(benches.SHORT) & set(benches.LEFT_OUT)
-    known = {path.parent.name for path in (found.REPO / "benchmarks").glob("*/run.py")} - {"gpu_check"}
-    assert known == set(benches.SHORT) | set(benches.LEFT_OUT), "a benchmark is run here, or says why not"
+    chosen = {name for name, one in BENCHMARKS.items() if not one.not_on_gpu}
+    assert chosen == {
+        "block_keys",
+        "image_questions",
+        "cold_requests",
+        "agents",
+        "computer_use",
+        "image_service",
+        "gallery",
+    }
+
+
+def test_a_benchmark_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import bench
+
+    def failing(name: str, output: Path, environ: Any, timeout_s: float) -> Any:
+        assert environ["BENCH_MMCACHE_FEATURES"] == "1"
+        raise (bench.Failed("with status 1:\n    no memory") if name == "agents" else TimeoutError("too long"))
+
+    monkeypatch.setattr(bench, "run", failing)
+    assert run.benchmark("agents", 9999) == {"state": "failed", "reason": "with status 1: no memory"}
+    assert run.benchmark("gallery", 9999) == {"state": "failed", "reason": "too long"}
+    with pytest.raises(items.OutOfTime):
+        run.benchmark("gallery", 5)
 
 
 @pytest.mark.parametrize("row", proven.rows(), ids=lambda row: f"{row.engine}")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.image_questions.worker import counted
-from benchmarks.image_questions.workloads import demos, growing, interleaved, shifted, unique
+from benchmarks.engines import counted
+from benchmarks.workloads import demos, growing, interleaved, shifted, unique
 from tests.engine_configuration import CHOSEN
 from tests.exactness.mixed import BATCH, ask_mixed, assert_all_cold
 from tests.sizes import WHOLE, larger, scaled

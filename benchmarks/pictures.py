@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures that clients send: screenshots in size and file size, the same in every run, and cheap variants of them.
+
+A variant is the same file with a comment in it: the same pixels at the same cost, but bytes that no server has seen.
+"""
+
+import base64
+import io
+import struct
+import tempfile
+import zlib
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+BEFORE_IEND = -12  # bytes: length, kind and checksum of a PNG's last chunk, which is empty
+
+
+class Kind(NamedTuple):
+    """One kind of picture. Units: size is (width, height) in pixels; noise in levels of 256, which sets the bytes."""
+
+    mime: str
+    size: tuple[int, int]
+    noise: int
+    options: dict[str, Any]
+
+
+PNG = Kind("image/png", (1280, 720), 20, {"format": "PNG", "compress_level": 6})
+JPEG = Kind("image/jpeg", (1920, 1080), 24, {"format": "JPEG", "quality": 86})
+SMALL = Kind("image/png", (96, 96), 20, {"format": "PNG"})
+SCREEN = Kind("image/png", (1280, 720), 2, {"format": "PNG", "compress_level": 6})  # about 0.6 MB, as screenshots are
+
+
+def picture(kind: Kind, number: int) -> bytes:
+    """The file of picture `number`: a slope of colours with bars and noise, the same in every run."""
+    random = np.random.default_rng(number)
+    width, height = kind.size
+    slope = np.linspace(0, 200, width)[None, :, None] + np.linspace(0, 30, height)[:, None, None]
+    pixels = slope * random.uniform(0.4, 1, 3) + random.integers(0, kind.noise, (height, width, 3))
+    for row in random.integers(0, height - 8, 24):
+        pixels[row : row + 8, : random.integers(1, width)] = random.integers(0, 255, 3)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(buffer, **kind.options)
+    return buffer.getvalue()
+
+
+def variant(kind: Kind, content: bytes, name: str) -> bytes:
+    """The same picture as other bytes: `name` goes into a comment of the file."""
+    comment = b"Comment\0" + name.encode()
+    if kind.options["format"] == "JPEG":
+        return content[:2] + b"\xff\xfe" + struct.pack(">H", len(comment) + 2) + comment + content[2:]
+    chunk = struct.pack(">I", len(comment)) + b"tEXt" + comment + struct.pack(">I", zlib.crc32(b"tEXt" + comment))
+    return content[:BEFORE_IEND] + chunk + content[BEFORE_IEND:]
+
+
+def data_url(kind: Kind, content: bytes) -> str:
+    return f"data:{kind.mime};base64,{base64.b64encode(content).decode()}"
+
+
+def url_of(kind: Kind, number: int) -> str:
+    """Picture `number` as a data URL."""
+    return data_url(kind, picture(kind, number))
+
+
+@cache
+def _drawn(size: tuple[int, int], noise: int) -> np.ndarray[Any, Any]:
+    """(height, width, 3) uint8."""
+    kind = Kind("image/png", size, noise, {"format": "PNG", "compress_level": 0})
+    return np.asarray(Image.open(io.BytesIO(picture(kind, 0))))
+
+
+def unlike(kind: Kind, number: int) -> bytes:
+    """The file of a picture with pixels of its own: one drawn picture, turned by `number` rows and columns."""
+    pixels = np.roll(_drawn(kind.size, kind.noise), (number, number), axis=(0, 1))  # 11,520 pictures of 1280x720
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, **kind.options)
+    return buffer.getvalue()
+
+
+def video(number: int, frames: int = 64, size: tuple[int, int] = (1280, 720)) -> bytes:
+    """An mp4 of 2 frames a second: a square that wanders over a slope. Needs OpenCV, which vLLM brings."""
+    import cv2
+
+    width, height = size
+    slope = np.linspace(0, 200, width, dtype=np.uint8)[None, :, None].repeat(height, 0).repeat(3, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "video.mp4"
+        writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 2.0, size)
+        if not writer.isOpened():
+            raise RuntimeError("OpenCV can't write mp4 here: its wheel brings ffmpeg; is opencv-python-headless there?")
+        for frame in range(frames):
+            pixels = slope.copy()
+            x, y = (number * 37 + frame * 8) % (width - 40), (number * 11 + frame * 4) % (height - 40)
+            pixels[y : y + 40, x : x + 40] = (number % 256, frame * 3, 255 - number % 256)
+            writer.write(pixels)
+        writer.release()
+        return path.read_bytes()

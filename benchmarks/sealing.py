@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What encryption at rest costs: a package from a directory and into it, and 1000 records, sealed and clear.
+
+Processor time of the thread that works, so that others on the machine count little; files are in the page cache, sides
+take turns, and each number is a median.
+"""
+
+import tempfile
+import time
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+
+from benchmarks.results import Result
+from benchmarks.timing import Action, medians
+from tests.features.packages import identity
+from vllm_mmcache.features.disk import DiskTier
+from vllm_mmcache.features.lasting import name_of
+from vllm_mmcache.features.package import Shape
+from vllm_mmcache.records.framing import frame, unframe
+from vllm_mmcache.sealing import CLEAR, Clear, Sealed
+
+KEYS = {"clear": CLEAR, "sealed": Sealed(b"k" * 32)}
+WIDTH = 16384
+RECORD, NAME = bytes(400), b"n" * 32
+
+
+def measure(options: Namespace) -> Result:
+    """CPU seconds by what is done."""
+    result = Result()
+    shape = Shape(options.mebibytes * 1024**2 // (2 * WIDTH), WIDTH, "bfloat16")
+    features, room = (memoryview(bytearray(shape.num_bytes)) for _ in range(2))
+    with tempfile.TemporaryDirectory(dir=Path.home()) as folder:  # /tmp may be RAM
+        tiers = {side: DiskTier(Path(folder) / side, 4 << 30, key=key) for side, key in KEYS.items()}
+
+        def save(side: str) -> Action:
+            tiers[side].directory.path_of(name_of(identity(), KEYS[side])).unlink(missing_ok=True)
+            return lambda: done(tiers[side].save(identity(), shape, features))
+
+        def load(side: str) -> Action:
+            return lambda: done(tiers[side].load(identity(), shape, lambda: room, time.monotonic() + 60))
+
+        kinds = {"save": save, "load": load, "1000 records": lambda side: partial(records, KEYS[side])}
+        work = {(what, side): partial(kind, side) for side in KEYS for what, kind in kinds.items()}
+        found = medians(work, options.rounds, clock=time.thread_time)
+    for what in kinds:
+        result.add(what, "cpu_s", {side: found[what, side] for side in KEYS})
+    return result
+
+
+def done(outcome: object) -> None:
+    assert outcome is not False
+
+
+def records(key: Clear) -> None:
+    """A thousand records, written and read, without the file."""
+    for _ in range(1000):
+        assert unframe(NAME, key.unseal(NAME, key.seal(NAME, frame(NAME, RECORD)))) == RECORD
