@@ -2,7 +2,7 @@
 """The table of measurements, made from results: the committed ones for the pages, others for `make bench`.
 
 python -m benchmarks.summary          # print the whole table
-python -m benchmarks.summary --write  # write README.md (a few rows), docs/benchmarks.md (all) and the plot
+python -m benchmarks.summary --write  # write README.md (a few rows), benchmarks/README.md (all) and the plot
 """
 
 import argparse
@@ -15,7 +15,7 @@ from benchmarks.results import FOLDER, ROOT, committed
 from benchmarks.rows import ROWS
 
 BEGIN, END = "<!-- made by python -m benchmarks.summary -->\n", "<!-- end -->\n"
-LINKS = "[All rows, and how to repeat and read them](docs/benchmarks.md); [as a plot](docs/benchmarks.png).\n"
+LINKS = "[All rows, and how to repeat and read them](benchmarks/README.md); [as a plot](docs/benchmarks.png).\n"
 
 
 def all_committed() -> dict[str, Loaded]:
@@ -60,7 +60,7 @@ def pages() -> dict[Path, str]:
     results = all_committed()
     return {
         ROOT / "README.md": table(results, in_readme=True) + LINKS,
-        ROOT / "docs" / "benchmarks.md": table(results),
+        ROOT / "benchmarks" / "README.md": table(results),
     }
 
 

@@ -119,7 +119,7 @@ def test_the_pages_show_the_committed_results() -> None:
     with pytest.raises(ValueError, match="lacks the marks"):
         summary.between_marks("no marks", summary.BEGIN, "")
     readme = [line for line in pages[results.ROOT / "README.md"].splitlines() if line.startswith("| ")][1:]
-    whole = pages[results.ROOT / "docs" / "benchmarks.md"].splitlines()
+    whole = pages[results.ROOT / "benchmarks" / "README.md"].splitlines()
     assert 0 < len(readme) <= 8
     assert set(readme) < set(whole)
 

@@ -269,11 +269,11 @@ def test_recording_switches_rooms_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_benchmarks_table_is_the_pages() -> None:
-    """Made from the same results, its rows are those of docs/benchmarks.md."""
+    """Made from the same results, its rows are those of benchmarks/README.md."""
     names = ("block_keys", "gallery", "agents")
     table = summary.table({name: committed(name) for name in names}).splitlines()
     rows = [line for line in table if line.startswith("| ")][1:]
-    page = (found.REPO / "docs" / "benchmarks.md").read_text().splitlines()
+    page = (found.REPO / "benchmarks" / "README.md").read_text().splitlines()
     assert rows == [row for row in page if row in rows]
     commands = {row.rpartition("`make ")[2].removesuffix("` |") for row in rows}
     assert commands == {"bench-block-keys", "bench-features", "bench-agents"}
