@@ -15,7 +15,7 @@ from benchmarks.forms import Loaded, Point
 from benchmarks.results import ROOT
 from benchmarks.rows import ROWS
 
-PLOT = ROOT / "docs" / "benchmarks.png"
+PLOT, IN_README = ROOT / "docs" / "benchmarks.png", ROOT / "docs" / "readme.png"
 KEY = "Points"  # of the text in the file that says what is shown
 LEAST = 0.01  # the left edge: what is below, down to nothing at all, is shown there
 TITLES = {"time": "time and CPU, mmcache / stock", "work": "work and errors, mmcache / stock"}
@@ -24,6 +24,13 @@ STOCK, BETTER, WORSE = "#7a7a7a", "#1a7f5a", "#c0562b"
 
 def points_of(results: Mapping[str, Loaded]) -> list[Point]:
     return [point for row in ROWS if row.benchmark in results for point in row.points(results[row.benchmark])]
+
+
+def points_in_readme(results: Mapping[str, Loaded]) -> list[Point]:
+    """One bar for each row of the README that is a time: of several families or cases the worst."""
+    rows = [row for row in ROWS if row.in_readme and row.form.group == "time" and row.benchmark in results]
+    found = [list(row.points(results[row.benchmark])) for row in rows]
+    return [max(points, key=lambda point: point.mmcache / point.stock) for points in found if points]
 
 
 def digest(points: Iterable[Point]) -> str:

@@ -76,6 +76,7 @@ def main() -> None:
     for path, content in pages().items():
         path.write_text(between_marks(path.read_text(), BEGIN, content))
     plot.draw(plot.points_of(all_committed()), plot.PLOT)
+    plot.draw(plot.points_in_readme(all_committed()), plot.IN_README)
 
 
 if __name__ == "__main__":
