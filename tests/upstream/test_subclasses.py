@@ -94,28 +94,25 @@ def test_overrides_come_and_go() -> None:
     assert kind().make_stats().ec_connector_stats == {"own": 1}
 
 
-def test_renderers_of_the_registry() -> None:
+def test_renderers_of_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that a third party has registered before; one that comes later is not ours, which the report sees."""
     from vllm.renderers.hf import HfRenderer
     from vllm.renderers.registry import RENDERER_REGISTRY
 
-    before = dict(RENDERER_REGISTRY.renderers)
-    RENDERER_REGISTRY.renderers["third"] = ("vllm.renderers.hf", "HfRenderer")
-    try:
-        for _ in range(2):
-            subclasses.use_renderers()
-        RENDERER_REGISTRY.renderers["later"] = ("vllm.renderers.hf", "HfRenderer")
-        ours = RENDERER_REGISTRY.load_renderer_cls("hf")
-        assert ours.__mro__[1:3] == (RendererMixin, HfRenderer)
-        assert RENDERER_REGISTRY.load_renderer_cls("third") is ours
-        assert RENDERER_REGISTRY.load_renderer_cls("later") is HfRenderer
-        assert subclasses.base_of(ours.__new__(ours)) is HfRenderer
-        assert subclasses.base_of(HfRenderer.__new__(HfRenderer)) is HfRenderer
-    finally:
-        subclasses.undo()
-        RENDERER_REGISTRY.renderers.pop("later")
-        RENDERER_REGISTRY.renderers.pop("third")
-    assert before == RENDERER_REGISTRY.renderers
+    stock = ("vllm.renderers.hf", "HfRenderer")
+    monkeypatch.setattr(RENDERER_REGISTRY, "renderers", {"hf": stock, "third": stock})
+    monkeypatch.setattr(subclasses, "_renderers", {})
+    for _ in range(2):
+        subclasses.use_renderers()
+    RENDERER_REGISTRY.renderers["later"] = stock
+    ours = RENDERER_REGISTRY.load_renderer_cls("hf")
+    assert ours.__mro__[1:3] == (RendererMixin, HfRenderer)
+    assert RENDERER_REGISTRY.load_renderer_cls("third") is ours
+    assert RENDERER_REGISTRY.load_renderer_cls("later") is HfRenderer
+    assert subclasses.base_of(ours.__new__(ours)) is HfRenderer
+    assert subclasses.base_of(HfRenderer.__new__(HfRenderer)) is HfRenderer
+    subclasses.undo()
+    assert RENDERER_REGISTRY.renderers == dict.fromkeys(("hf", "third", "later"), stock)
 
 
 @pytest.mark.engine

@@ -29,7 +29,7 @@ def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     if "api" not in rooms.roles() or said != _seen:  # vLLM makes some more than once
         _seen[:] = said
         start.take_on("api", instance)
-        subclasses.use_renderers()
+    subclasses.use_renderers()
     are_names_ours = rooms.of("api").get("identity") == rooms.ON and not configuration.has_rust_frontend()
     configuration.carry(instance, settings.current(), are_names_ours)
     return outcome
