@@ -98,11 +98,19 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         return metadata
 
     def compute(
-        self: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any
+        self: Any,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: Any,
+        output: Any,
+        **scales: Any,
     ) -> Any:
         rows = getattr(attn_metadata, "rows", None)
         if rows is None or layer.layer_name in attn_metadata.causal_layers:
-            return forward(self, layer, query, key, value, kv_cache, attn_metadata, output)
+            return forward(self, layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         compute_rows(self, layer, query, kv_cache, rows, output)
         return output
 
