@@ -47,10 +47,10 @@ How many tests pass on each vLLM, model runner and scheduling, on the CPU. Dates
 # The folders whose tests must have passed on an engine before a room is on by default there.
 EVIDENCE: dict[str, tuple[str, ...]] = {
     "block_keys": ("tests/exactness", "tests/block_keys"),
-    "image_spans": ("tests/exactness", "tests/attention", "tests/scheduler"),
-    "resumed_images": ("tests/exactness", "tests/scheduler"),
-    "image_checkpoints": ("tests/exactness", "tests/scheduler"),
-    "metrics": ("tests/observe",),
+    "image_spans": ("tests/exactness", "tests/image_spans"),
+    "resumed_images": ("tests/exactness", "tests/resumed_images"),
+    "image_checkpoints": ("tests/exactness", "tests/image_checkpoints"),
+    "metrics": ("tests/observe", "tests/metrics"),
     "features": ("tests/exactness", "tests/features"),
 }
 PROBE = """
