@@ -50,7 +50,7 @@ EVIDENCE: dict[str, tuple[str, ...]] = {
     "image_spans": ("tests/exactness", "tests/image_spans"),
     "resumed_images": ("tests/exactness", "tests/resumed_images"),
     "image_checkpoints": ("tests/exactness", "tests/image_checkpoints"),
-    "metrics": ("tests/observe", "tests/metrics"),
+    "metrics": ("tests/observe",),
     "features": ("tests/exactness", "tests/features"),
 }
 PROBE = """
