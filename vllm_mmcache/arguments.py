@@ -2,7 +2,7 @@
 """The arguments of a wrapped call by their names, however the caller passed them. Any process; imports no vLLM."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,34 +15,37 @@ def argument(wrapped: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     """
     if name in kwargs:
         return kwargs[name]
-    for parameters in _signatures(wrapped):
-        if name in parameters:
-            position = list(parameters).index(name)
-            return args[position] if position < len(args) else parameters[name].default
-    raise KeyError(name)
+    position, default = _place(*_called(wrapped), name)
+    return args[position] if position < len(args) else default
 
 
 def named(wrapped: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All that a call gives, by name, to call `wrapped(**named)`; defaults are left to it."""
-    for parameters in _signatures(wrapped):
+    for parameters in _signatures(*_called(wrapped)):
         if not any(one.kind is one.VAR_POSITIONAL for one in parameters.values()):
             return {**dict(zip(parameters, args, strict=False)), **kwargs}
     raise KeyError(f"{wrapped} names no arguments")
 
 
-def _signatures(wrapped: Callable[..., Any]) -> Iterator[Mapping[str, inspect.Parameter]]:
-    """The parameters of a function; of a bound method without self, then of those that it overrides."""
+def _called(wrapped: Callable[..., Any]) -> tuple[Callable[..., Any], type | None]:
+    """A function; of a bound method its function, and the class of the object."""
     instance = getattr(wrapped, "__self__", None)
-    if instance is None:
-        yield _parameters(wrapped, False)
-        return
-    yield _parameters(wrapped.__func__, True)  # type: ignore[attr-defined]
-    for base in type(instance).__mro__:
-        if inspect.isfunction(function := vars(base).get(wrapped.__name__)):
-            yield _parameters(function, True)
+    return (wrapped, None) if instance is None else (wrapped.__func__, type(instance))  # type: ignore[attr-defined]
 
 
 @cache
-def _parameters(function: Callable[..., Any], has_self: bool) -> dict[str, inspect.Parameter]:
-    found = list(inspect.signature(function).parameters.values())
-    return {one.name: one for one in found[has_self:]}
+def _place(function: Callable[..., Any], kind: type | None, name: str) -> tuple[int, Any]:
+    """Position and default of an argument; asked for every request in every step. Raises: KeyError."""
+    for parameters in _signatures(function, kind):
+        if name in parameters:
+            return list(parameters).index(name), parameters[name].default
+    raise KeyError(name)
+
+
+@cache
+def _signatures(function: Callable[..., Any], kind: type | None) -> tuple[dict[str, inspect.Parameter], ...]:
+    """The parameters of a function; of a method without self, then of those that it overrides."""
+    overridden = [vars(base).get(function.__name__) for base in kind.__mro__] if kind is not None else []
+    called: list[Any] = [function, *filter(inspect.isfunction, overridden)]
+    each = (list(inspect.signature(one).parameters.values())[kind is not None :] for one in called)
+    return tuple({parameter.name: parameter for parameter in found} for found in each)

@@ -6,16 +6,14 @@ When a request is looked up in the prefix cache, its checkpoints are chosen. A M
 positions to resume at. Which blocks that means is vLLM's own calculation. Never changes what a block key says.
 """
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from vllm_mmcache import rooms, settings
-from vllm_mmcache.arguments import argument
+from vllm_mmcache.arguments import argument, named
 from vllm_mmcache.guarded import guarded
 from vllm_mmcache.image_checkpoints.learner import Learner, Live
 from vllm_mmcache.image_checkpoints.positions import KINDS, Checkpoint, candidates, choose
@@ -24,7 +22,6 @@ from vllm_mmcache.rooms import State
 
 _ROOM = "_mmcache_checkpoints"
 _PLAN = "_mmcache_checkpoint_plan"
-_SPLIT = inspect.signature(Scheduler._mamba_block_aligned_split)
 
 
 def plan_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -44,11 +41,9 @@ def stop_at_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     checkpoints = _plan_of(request)
     if not checkpoints:  # most requests, in every step
         return wrapped(*args, **kwargs)
-    call = _SPLIT.bind(instance, *args, **kwargs)
-    call.apply_defaults()
-    given = dict(call.arguments)
-    given.pop("self")
-    start = request.num_computed_tokens + given["num_new_local_computed_tokens"] + given["num_external_computed_tokens"]
+    given = named(wrapped, args, kwargs)
+    found = [argument(wrapped, args, kwargs, f"num_{where}_computed_tokens") for where in ("new_local", "external")]
+    start = request.num_computed_tokens + sum(found)
     end = start + given["num_new_tokens"]
     for checkpoint in checkpoints:
         if start < checkpoint.tokens < end:
