@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_033 := $(VENV)-0.33/.installed
 ARGS ?=
+# Of `make test`: two processes, each with an engine or a server of its own (tests/conftest.py).
+WORKERS ?= --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 # The interpreter that has vLLM for CUDA: that of an active environment, if none is named here or as PYTHON.
 VLLM_PYTHON ?= $(if $(filter file,$(origin PYTHON)),python3,$(PYTHON))
 
@@ -28,8 +30,8 @@ demo: $(STAMP)  ## the same conversation with and without the plugin, side by si
 test: $(STAMP)  ## the tests on model runner V1, then on V2 those of engines; ARGS="-k block_keys" for some
 	@scripts/find_chromium
 	@scripts/find_programs
-	@TEST_PARTS=1 $(BIN)/python -m pytest $(ARGS); v1=$$?; \
-	TEST_ENGINE=v2-async $(BIN)/python -m pytest $(ARGS); v2=$$?; \
+	@TEST_PARTS=1 $(BIN)/python -m pytest $(WORKERS) $(ARGS); v1=$$?; \
+	TEST_ENGINE=v2-async $(BIN)/python -m pytest $(WORKERS) $(ARGS); v2=$$?; \
 	test $$v1 = 0 && test $$v2 = 0
 
 $(STAMP_033): pyproject.toml scripts/make_venv scripts/make_venv_033.py scripts/cpu_operators.py | $(STAMP)
