@@ -10,7 +10,8 @@ A test that fails is tried once more, and both are in the summary: processes, th
 have their own time. A wrong answer gets no second try: tests of `ANSWERS`, and those that use the engine pool.
 
 With pytest-xdist (`make test`), each worker has an engine pool of its own, and the tests of one engine configuration,
-like those of one file, go to one worker. Engines then take one thread each: the models are tiny.
+like those of one file or of a folder that shares servers, go to one worker. Engines then take one thread each: the
+models are tiny. Nothing is compiled, unless all is run: torch would take seconds in each engine, at its first answer.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ if TYPE_CHECKING:
 CHOSEN.apply()
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+if not WHOLE:
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 ANSWERS = ("block_keys", "composes", "exactness", "identity", "image_checkpoints", "image_spans", "resumed_images",
            "speculative")  # fmt: skip
-assert all(Path(__file__).with_name(name).is_dir() for name in ANSWERS)
+SHARE_SERVERS = ("deployments", "lifted_bodies")
+assert all(Path(__file__).with_name(name).is_dir() for name in (*ANSWERS, *SHARE_SERVERS))
 
 # The number is of the property tests that don't name their own. None is about how fast this machine is.
 settings.register_profile(
@@ -100,7 +104,10 @@ def engine_of(item: pytest.Item) -> str:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Say to pytest-xdist which tests go to one worker."""
     engine = engine_of(item)
-    group = f"engine-{zlib.crc32(engine.encode()):x}" if engine else item.nodeid.partition("::")[0]
+    if engine:
+        group = f"engine-{zlib.crc32(engine.encode()):x}"
+    else:
+        group = folder(item) if folder(item) in SHARE_SERVERS else item.nodeid.partition("::")[0]
     item.add_marker(pytest.mark.xdist_group(group))
 
 
