@@ -8,15 +8,20 @@ with TEST_PARTS=1 the one on V1 leaves to V2 what is marked so, but for the scen
 
 A test that fails is tried once more, and both are in the summary: processes, threads and sockets on a busy machine
 have their own time. A wrong answer gets no second try: tests of `ANSWERS`, and those that use the engine pool.
+
+With pytest-xdist (`make test`), each worker has an engine pool of its own, and the tests of one engine configuration,
+like those of one file or of a folder that shares servers, go to one worker. Engines then take one thread each: the
+models are tiny. Nothing is compiled, unless all is run: torch would take seconds in each engine, at its first answer.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,8 +33,15 @@ if TYPE_CHECKING:
     from vllm_mmcache.prove.engines import EnginePool
 
 CHOSEN.apply()
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+if not WHOLE:
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
-ANSWERS = ("attention", "block_keys", "composes", "exactness", "identity", "scheduler", "speculative")
+ANSWERS = ("block_keys", "composes", "exactness", "identity", "image_checkpoints", "image_spans", "resumed_images",
+           "speculative")  # fmt: skip
+SHARE_SERVERS = ("deployments", "lifted_bodies")
+assert all(Path(__file__).with_name(name).is_dir() for name in (*ANSWERS, *SHARE_SERVERS))
 
 # The number is of the property tests that don't name their own. None is about how fast this machine is.
 settings.register_profile(
@@ -81,6 +93,24 @@ def folder(item: pytest.Item) -> str:
     return item.path.relative_to(Path(__file__).parent).parts[0]
 
 
+def engine_of(item: pytest.Item) -> str:
+    """The engine configuration that a test takes from the pool; empty where it takes none."""
+    if "pool" not in getattr(item, "fixturenames", ()):
+        return ""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return str(params.get("config", item.path))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Say to pytest-xdist which tests go to one worker."""
+    engine = engine_of(item)
+    if engine:
+        group = f"engine-{zlib.crc32(engine.encode()):x}"
+    else:
+        group = folder(item) if folder(item) in SHARE_SERVERS else item.nodeid.partition("::")[0]
+    item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that share engines come last, grouped by configuration; the sort is stable, all else keeps its place."""
@@ -97,15 +127,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[item for item in items if not belongs(item)])
     items[:] = [item for item in items if belongs(item)]
 
-    def place(item: Any) -> tuple[bool, str]:
-        shares = "pool" in getattr(item, "fixturenames", ())
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        return shares, str(params.get("config", item.path)) if shares else ""
-
-    items.sort(key=place)
+    items.sort(key=engine_of)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if getattr(params.get("config"), "family", "") in LARGER_FAMILIES:
             item.add_marker(larger)
-        if folder(item) not in ANSWERS and "pool" not in getattr(item, "fixturenames", ()):
+        if folder(item) not in ANSWERS and not engine_of(item):
             item.add_marker(pytest.mark.flaky(reruns=1))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine_configuration import CHOSEN
+from tests.sizes import larger
 from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine
@@ -45,7 +46,7 @@ def answer(said: str) -> str:
 
 
 def test_processes(tmp_path: Path, model: Path) -> None:
-    """On by default; off by configuration, in the engine's process too; nothing at all when disabled."""
+    """On by default, in each process; what a disabled plugin says is in tests/deployments: nothing."""
     code, on = start(tmp_path, model)
     assert code == 0, on[-3000:]
     resumed = "resumed_images, " if CHOSEN.runner == 1 else ""
@@ -62,6 +63,11 @@ def test_processes(tmp_path: Path, model: Path) -> None:
     assert "lifted_bodies (no server here)" in line
     assert "mmcache block keys: cumulative layout" in on
 
+
+@larger
+def test_switched_off(tmp_path: Path, model: Path) -> None:
+    """Off by configuration, in the engine's process too; nothing at all when disabled; the answer is the same."""
+    _, on = start(tmp_path, model)
     code, off = start(tmp_path, model, more='additional_config={"mmcache": {"block_keys": False}}')
     assert code == 0, off[-3000:]
     assert "block_keys (switched off by the setting block_keys)" in off

@@ -26,6 +26,7 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Answer]
         for number in PICTURES:
             answers.append(server.ask(number))
             server.forget()
+    assert "mmcache" not in server.log()
     assert not any(answer.num_cached for answer in answers)
     assert not answers[0].equals(answers[1])
     assert not answers[1].equals(answers[2])

@@ -12,6 +12,12 @@ wrapt.when_imported("triton.runtime.interpreter")(bfloat16.calculate_in_float32)
 wrapt.when_imported("vllm.platforms.cpu")(async_scheduling.keep)
 
 
+@wrapt.when_imported("vllm.model_executor.models.qwen3_vl")
+def interpolate_in_torch(module: Any) -> None:
+    """Qwen3-VL's tower takes vLLM's other form of its one kernel: interpreted, it is seconds for each image."""
+    module.HAS_TRITON = False
+
+
 class InterpretedBackend(BaseBackend):
     """The backend of the target `cpu`."""
 
