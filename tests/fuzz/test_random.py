@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import soak
+from scripts import soak
 from tests.features.packages import identity, packed
 from tests.fuzz.cases import NUM, TOKENS, body, changed
 from tests.fuzz.checks import (

@@ -16,12 +16,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos import watch
-from benchmarks.chaos.clients import Clients, Found, cold_answers, confusable, make_pictures
-from benchmarks.chaos.faults import FAULTS, in_force
-from benchmarks.chaos.scene import ARGS, WAYS, Disk, Scene
 from benchmarks.results import Result
 from benchmarks.servers import running_valkey, zoo_server
+from scripts.chaos import watch
+from scripts.chaos.clients import Clients, Found, cold_answers, confusable, make_pictures
+from scripts.chaos.faults import FAULTS, in_force
+from scripts.chaos.scene import ARGS, WAYS, Disk, Scene
 from vllm_mmcache.demo.server import Server, is_healthy
 from vllm_mmcache.zoo import build_cached
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chaos import clients, faults, measure, scene, watch
 from benchmarks.results import ROOT, committed
 from benchmarks.servers import running_valkey
+from scripts.chaos import clients, faults, measure, scene, watch
 from tests.features.conftest import server_binary
 from tests.sizes import larger
 

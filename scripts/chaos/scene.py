@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.chaos.clients import Clients
 from benchmarks.servers import zoo_server
+from scripts.chaos.clients import Clients
 from tests.features.conftest import Server as Valkey
 from vllm_mmcache.demo.server import Server, living
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is slower than CI: the random tests larger and on all families, minutes of load, memory over many images, chaos.
 
-python -m benchmarks.soak [--parts NAME ...] [--save]
+python -m scripts.soak [--parts NAME ...] [--save]
 
 The tests are those of CI, so many times as large (TEST_SCALE). --save keeps what each part found in results/soak.json,
 with its commit and command, beside what is there of other parts.
@@ -54,7 +54,7 @@ PARTS: dict[str, Part] = {
 
 def main() -> None:
     """Run the parts one after the other; exit code 1 where one of them failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.soak", description=__doc__)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="NAME", help=", ".join(PARTS))
     parser.add_argument("--save", action="store_true", help="keep what was found in results/soak.json")
     options = parser.parse_args()

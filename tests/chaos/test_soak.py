@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import soak
+from scripts import soak
 
 CODE = "from tests.sizes import scaled; print(scaled(10))"
 

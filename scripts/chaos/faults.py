@@ -20,7 +20,7 @@ from pathlib import Path
 
 import redis
 
-from benchmarks.chaos.scene import REMOTE_TIMEOUT_S, Scene
+from scripts.chaos.scene import REMOTE_TIMEOUT_S, Scene
 
 Act = Callable[[Scene, random.Random], None]
 
