@@ -9,189 +9,203 @@ files must not grow. Exit code 1 for a wrong answer, a failed request, a fault t
 """
 
 import itertools
+import os
+import re
+import signal
 import tempfile
 import time
+import urllib.request
 from argparse import Namespace
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pictures import url_of
+from benchmarks.processes import MIB, server_memory, server_open_files
 from benchmarks.results import Result
 from benchmarks.servers import running_valkey, zoo_server
-from scripts.chaos import watch
-from scripts.chaos.clients import Clients, Found, cold_answers, confusable, make_pictures
-from scripts.chaos.faults import FAULTS, in_force
-from scripts.chaos.scene import ARGS, WAYS, Disk, Scene
-from vllm_mmcache.demo.server import Server, is_healthy
+from scripts.chaos.clients import PICTURE, Clients, Pair, cold_answers, confusable
+from scripts.chaos.faults import FAULTS, Fault, Scene, in_force
+from vllm_mmcache.demo.server import Server, is_healthy, living
 from vllm_mmcache.zoo import build_cached
 
 FAMILY = "qwen3-vl"
+# Little stays in RAM that could spare the stores a question, and all of them are asked, also where the tower is faster.
+SETTINGS = {
+    "MMCACHE_FEATURE_RAM_BYTES": "1MiB",
+    "MMCACHE_STORE_DISK_BYTES": "2MiB",  # less than there are
+    "MMCACHE_RECORDS_RAM_BYTES": "0",
+    "MMCACHE_RECORDS_DISK_BYTES": "1MiB",
+    "MMCACHE_MEDIA_RECORDS": "4",
+    "MMCACHE_STORE_REMOTE_TIMEOUT_S": "0.5",  # the default is for a machine that has a core to spare
+    "MMCACHE_STORE_WAIT_S": "1",
+}
+# A KV cache and an encoder cache that hold a few of the pictures.
+ARGS = (
+    *("--max-model-len", "1024", "--max-num-batched-tokens", "512", "--num-gpu-blocks-override", "64"),
+    *("--mm-processor-cache-gb", "0.01", "--enable-prompt-tokens-details"),
+)
+WAYS = ("all", "api server", "engine")
+"""Which processes are killed first; the rest has DYING_S to end, then it is killed, too."""
+DYING_S = 2.0
+LOOK_S = 0.5
 MOST_GROWTH_MIB = 300  # of a process, between the two times without a fault
-FIRST_ANSWER_S = 60  # of a new server, which loads late what it needs
-MOST_BAD_LINES = 3  # kept of a phase
 MOST_GROWTH_FILES = 16  # alike: a connection a client, and as many of ours
+MOST_BAD_LINES = 3  # kept of a phase
+NEVER = ("wrong", "failed", "deaths", "confusable_answers")
+COUNTER = re.compile(r"^mmcache:((?:features|record)_\w+)_total{(?:tier|place)=\"(\w+)\".*} (\S+)$", re.MULTILINE)
+# Ours, and of a kind that no fault of a store may cause.
+BAD_LINE = re.compile(r" ERROR .*\] mmcache|Traceback \(most recent call last\)|Fatal Python error")
+
+Phase = dict[str, Any]  # what clients and server showed: numbers, errors and bad lines
 
 
 def measure(options: Namespace) -> Result:
     """The faults, kills and phases; what must not be is a problem. Stock has the load alone, for as many phases."""
-    start, result = time.monotonic(), Result()
-    pictures = make_pictures(options.pictures)
+    result, stock = Result(), list[Phase]()
+    pictures = [url_of(PICTURE, number) for number in range(options.pictures)]
     with tempfile.TemporaryDirectory() as folder:
         model = build_cached(FAMILY, Path(folder))
         with zoo_server(model, "stock", images=1, args=(*ARGS, "--no-enable-prefix-caching")) as server:
-            answers, near_ties = cold_answers(server.url, pictures)
-        phases = []
+            answers = cold_answers(server.url, pictures)
+        clients = partial(Clients, answers=answers, pictures=pictures, number=options.clients)
         if "stock" in options.sides:
-            with Clients(answers, pictures, options.clients) as clients:
-                phases = stock_phases(model, clients, options)
-        with ExitStack() as stack:
-            disk = stack.enter_context(Disk(Path(folder)))
-            peaks = stack.enter_context(watch.Peaks())
-            valkey = stack.enter_context(running_valkey())
-            clients = stack.enter_context(Clients(answers, pictures, options.clients))
-            run = Run(Scene(model, disk, valkey, clients), peaks, options)
-            stack.callback(run.scene.close)
-            run.all()
-    result.details = {
-        "answers": len(answers),
-        "left_out_as_near_ties": near_ties,
-        "confusable_answers": len(confusable(answers)),
-        **run.result(),
-        "stock": {"phases": phases},
-        "seconds": round(time.monotonic() - start),
-    }
+            with zoo_server(model, "stock", images=1, args=(*ARGS, "--enable-prefix-caching")) as server:
+                for _ in range(len(options.faults or FAULTS) + 3):
+                    with clients(server.url) as load:
+                        most = most_taken(server, options.seconds)
+                    stock.append({**load.found, **most})
+        with running_valkey() as valkey, Scene(Path(folder), valkey) as scene:
+            details = Run(model, scene, clients, options).all()
+    result.details = {"answers": len(answers), "confusable_answers": len(confusable(answers)), **details}
+    result.details["stock"] = {"phases": stock}
     for what in ("requests", "wrong", "failed", "excused", "kills", "deaths", "slowest_s"):
-        stock = (
-            {"stock": sum(one[what] for one in phases)} if phases and what in ("requests", "wrong", "failed") else {}
-        )
-        result.add("chaos", what, {**stock, "mmcache": result.details[what]})
-    for what, number in growth(result.details["one_server"]).items():
-        stock = {"stock": growth(phases[1:])[what]} if phases else {}  # in the first one the caches fill
-        result.add("growth", what, {**stock, "mmcache": number})
+        compared = {"stock": total(stock, what)} if stock and what in ("requests", "wrong", "failed") else {}
+        result.add("chaos", what, {**compared, "mmcache": details[what]})
+    for what, grown in growth(details["one_server"]).items():
+        compared = {"stock": growth(stock[1:])[what]} if stock else {}  # in the first one the caches fill
+        result.add("growth", what, {**compared, "mmcache": grown})
     result.problems = problems(result.details)
     return result
 
 
-def stock_phases(model: Path, clients: Clients, options: Namespace) -> list[dict[str, Any]]:
-    """A stock server under the same load: its answers have to be right, and its growth is the measure for ours."""
-    phases = []
-    args = (*ARGS, "--enable-prefix-caching")
-    with zoo_server(model, "stock", images=1, args=args) as server, watch.Peaks() as peaks:
-        peaks.look_at(server)
-        clients.serve(server.url)
-        clients.wait_for_an_answer(FIRST_ANSWER_S)
-        for _ in range(len(options.faults or FAULTS) + 3):
-            time.sleep(options.seconds)
-            phases.append({**clients.take().as_dict(), **peaks.take()})
-        peaks.look_at(None)
-        clients.down()
-    return phases
+def most_taken(server: Server, seconds: float) -> Counter[str]:
+    """The most of memory and open files that a server's processes take within so long."""
+    most, end = Counter[str](), time.monotonic() + seconds
+    while time.monotonic() < end:
+        most |= Counter({f"{process}_mib": size // MIB for process, size in server_memory(server).items()})
+        most |= Counter({f"{process}_files": number for process, number in server_open_files(server).items()})
+        time.sleep(LOOK_S)
+    return most
 
 
-def growth(phases: list[dict[str, Any]]) -> dict[str, int]:
+def total(phases: Sequence[Phase], what: str) -> int:
+    return sum(one[what] for one in phases)
+
+
+def growth(phases: Sequence[Phase]) -> dict[str, int]:
     """Of memory and open files, from the first of some phases to the last."""
     first, last = phases[0], phases[-1]
-    return {name: last[name] - first[name] for name in first if name.endswith(("_mib", "_files"))}
+    return {name: last.get(name, 0) - first[name] for name in first if name.endswith(("_mib", "_files"))}
+
+
+def counters(url: str) -> Counter[str]:
+    """The counters of the stores as `name{place}`, without `mmcache:` and `_total`; empty where nobody answers."""
+    found = Counter[str]()
+    with suppress(OSError), urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        for name, place, value in COUNTER.findall(answer.read().decode()):
+            found[f"{name}{{{place}}}"] += round(float(value))
+    return found
+
+
+def has_left_a_trace(fault: Fault, grown: Iterable[str]) -> bool:
+    """Whether one of its counters is among those that have grown."""
+    return any(name.startswith(fault.seen) for name in grown)
 
 
 class Run:
-    """The phases, one after the other, and what was found in each."""
+    """The phases, one after the other, of a server that is started again after each kill."""
 
-    def __init__(self, scene: Scene, peaks: watch.Peaks, options: Namespace) -> None:
-        self.scene = scene
-        self.total = Found()
-        self.kills = 0
-        self.deaths = 0
-        self.killed: list[dict[str, Any]] = []
-        self.one_server: list[dict[str, Any]] = []
-        self._peaks = peaks
-        self._options = options
-        wanted = options.faults or list(FAULTS)
-        self._faults = [name for name in wanted if scene.disk.is_mounted or not FAULTS[name].needs_mount]
-        self._left_out = sorted(set(wanted) - set(self._faults))
-        self._before: dict[str, float] = {}
+    def __init__(self, model: Path, scene: Scene, clients: Callable[..., Clients], options: Namespace) -> None:
+        self._model, self._scene, self._clients, self._options = model, scene, clients, options
+        self._up = ExitStack()  # the server
+        self._excused: list[Pair] = []  # under way at the last kill
 
-    def all(self) -> None:
-        """Under each fault some load, a kill and a start; then all faults for one server."""
-        self._start()
-        self._phase("nothing", 0)  # fills the stores
-        for number, way in zip(range(self._options.kills), itertools.cycle(WAYS), strict=False):
-            self.killed.append(self._phase(self._faults[number % len(self._faults)], number, way))
-        self._phase("nothing", 0)
-        for number, name in enumerate(("nothing", *self._faults, "nothing")):
-            self.one_server.append(self._phase(name, number))
-
-    def result(self) -> dict[str, Any]:
-        """What was found, for JSON."""
+    def all(self) -> dict[str, Any]:
+        """Under each fault some load, a kill and a start; then all faults for one server. What was found, for JSON."""
+        wanted = self._options.faults or list(FAULTS)
+        faults = [name for name in wanted if self._scene.is_mounted or not FAULTS[name].needs_mount]
+        with self._up:
+            self._start()
+            first = self._phase("nothing", 0)  # fills the stores
+            ways = zip(range(self._options.kills), itertools.cycle(faults), itertools.cycle(WAYS))
+            killed = [self._phase(fault, number, way) for number, fault, way in ways]
+            again = self._phase("nothing", 0)
+            one_server = [self._phase(name, number) for number, name in enumerate(("nothing", *faults, "nothing"))]
+        phases = [first, *killed, again, *one_server]
         return {
-            **{name: value for name, value in self.total.as_dict().items() if name != "errors"},
-            "kills": self.kills,
-            "deaths": self.deaths,
-            "starts_s": self.scene.starts_s,
-            "faults_left_out": self._left_out,
-            "killed": self.killed,
-            "one_server": self.one_server,
+            **{what: total(phases, what) for what in ("requests", "wrong", "failed", "excused")},
+            "slowest_s": max(phase["slowest_s"] for phase in phases),
+            "kills": len(killed) - total(killed, "died"),
+            "deaths": total(phases, "died"),
+            "faults_left_out": sorted(set(wanted) - set(faults)),
+            "killed": killed,
+            "one_server": one_server,
         }
 
-    def _phase(self, name: str, seed: int, way: str = "") -> dict[str, Any]:
+    def _phase(self, name: str, seed: int, way: str = "") -> Phase:
         """A fault under load, and while it lasts a kill, if a way is named, and a start."""
         fault = FAULTS[name]
-        with in_force(fault, self.scene, seed):
-            seen = self._load(max(self._options.seconds, fault.least_s))
-            if way or not is_healthy(self._server.url):
-                self._deaths_or_kill(way)
-        found = self.scene.clients.take()
-        self.total.add(found)
-        phase = {"fault": name, "then_killed": way, **found.as_dict(), **seen}
-        phase["has_left_a_trace"] = watch.has_grown(fault.seen, phase["counters"])
+        with self._clients(self._server.url, first=self._excused) as clients, in_force(fault, self._scene, seed):
+            most = most_taken(self._server, max(self._options.seconds, fault.least_s))
+            now = counters(self._server.url)
+            grown, self._before = now - self._before, now
+            log = self._server.log_path.read_text(errors="replace")
+            if has_died := not is_healthy(self._server.url):
+                print(log[-5000:], flush=True)
+            if way or has_died:
+                clients.is_killed = True
+                kill(self._server, way or "all")
+                self._up.close()
+                self._start()
+        self._excused = clients.excused
+        phase = {"fault": name, "then_killed": way, "died": int(has_died), **clients.found, **most}
+        phase["errors"] = clients.errors
+        phase["bad_lines"] = [line for line in log.splitlines() if BAD_LINE.search(line)][:MOST_BAD_LINES]
+        phase |= {"has_left_a_trace": has_left_a_trace(fault, grown), "counters": grown}
         print({one: value for one, value in phase.items() if value not in ("", [])}, flush=True)
         return phase
 
-    def _load(self, seconds: float) -> dict[str, Any]:
-        """Let the clients ask for so long after the first answer; what is seen of the server meanwhile."""
-        server = self._server
-        self._peaks.take()
-        self.scene.clients.serve(server.url)
-        self.scene.clients.wait_for_an_answer(FIRST_ANSWER_S)
-        time.sleep(seconds)
-        after = watch.counters(server.url)
-        growth = watch.grown(self._before, after)
-        self._before = after
-        return {**self._peaks.take(), "counters": growth, "bad_lines": watch.bad_lines(server)[:MOST_BAD_LINES]}
-
-    def _deaths_or_kill(self, way: str) -> None:
-        if is_healthy(self._server.url):
-            self.kills += 1
-        else:
-            self.deaths += 1
-            print(self._server.log_path.read_text(errors="replace")[-5000:], flush=True)
-        self._peaks.look_at(None)
-        self.scene.kill(way or "all")
-        self._start()
-
     def _start(self) -> None:
-        """Raises: EnvironmentProblem where the server does not start, whatever fault is in force."""
-        server = self.scene.start()
-        self._peaks.look_at(server)
-        self._before = watch.counters(server.url)
-
-    @property
-    def _server(self) -> Server:
-        assert self.scene.server is not None
-        return self.scene.server
+        """A new server, healthy. Raises: EnvironmentProblem, whatever fault is in force."""
+        env = {**SETTINGS, "MMCACHE_STORE": f"{self._scene.place} {self._scene.valkey.url}"}
+        self._server = self._up.enter_context(zoo_server(self._model, "mmcache", images=1, args=ARGS, env=env))
+        self._before = counters(self._server.url)
 
 
-def problems(result: dict[str, Any]) -> list[str]:
+def kill(server: Server, way: str) -> None:
+    """End a server as `way` says, without a word to it."""
+    leader, deadline = server.process.pid, time.monotonic() + DYING_S
+    for pid in living(leader):
+        if way == "all" or (way == "api server") == (pid == leader):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    while living(leader) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def problems(details: Mapping[str, Any]) -> list[str]:
     """What must not be, in words; none where all is well."""
-    found = []
-    for name in ("wrong", "failed", "deaths", "confusable_answers"):
-        if result[name]:
-            found.append(f"{result[name]} {name.replace('_', ' ')}")
-    found += [f"no trace of: {one['fault']}" for one in result["killed"] if not one["has_left_a_trace"]]
-    phases = [*result["killed"], *result["one_server"]]
+    phases = [*details["killed"], *details["one_server"]]
+    found = [f"{details[what]} {what.replace('_', ' ')}" for what in NEVER if details[what]]
+    found += [f"no trace of: {one['fault']}" for one in details["killed"] if not one["has_left_a_trace"]]
     found += [f"{one['fault']}: {line}" for one in phases for line in one["bad_lines"]]
-    first, last = result["one_server"][0], result["one_server"][-1]
-    for name, number in growth(result["one_server"]).items():
+    for name, number in growth(details["one_server"]).items():
         if number > (MOST_GROWTH_MIB if name.endswith("_mib") else MOST_GROWTH_FILES):
-            found.append(f"{name} has grown from {first[name]} to {last[name]}")
+            found.append(f"{name} grew by {number}")
     return found
