@@ -24,7 +24,7 @@ def load(path: Path, found: Found) -> dict[str, Any]:
     """What earlier runs found on the same machine with the same vLLM; empty for another."""
     facts = asdict(found) | {"runners": list(found.runners)}
     before: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return before if facts.items() <= before.items() else {**facts, "items": {}, "benchmarks": {}, "not_checked": {}}
+    return before if facts.items() <= before.items() else {**facts, "items": {}, "not_checked": {}}
 
 
 def save(path: Path, result: dict[str, Any]) -> None:

@@ -28,21 +28,13 @@ from benchmarks.machine import commit
 from scripts.gpu_check import found as here
 from scripts.gpu_check import results
 from vllm_mmcache.errors import EnvironmentProblem
-from vllm_mmcache.prove.items import MORE, How, Item, OutOfTime, plan
+from vllm_mmcache.prove.items import MORE, How, OutOfTime, plan
 from vllm_mmcache.prove.runs import Runs
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS
 from vllm_mmcache.zoo import FIRST_FAMILIES
 
-EVERY_PLATFORM = {
-    "lazy_media, lifted_bodies, identity, pixels": "in the API server, which has no CUDA part; `make test` covers them",
-    "more than one GPU": "every engine here has one",
-    **{f"benchmark {name}": one.not_on_gpu for name, one in BENCHMARKS.items() if one.not_on_gpu},
-}
-CPU = {
-    "compiled": "--platform cpu runs eagerly",
-    "Triton's compiler": "model runner V2 runs in Triton's interpreter here",
-}
 BENCHMARK_S = 1800.0
+WORDS = {"stock vLLM": "stock", "all rooms": "all"}  # of --rooms
 
 Outcome = dict[str, Any]  # state, reason, commit, and what else was found
 
@@ -94,18 +86,19 @@ def check(found: here.Found, options: Namespace) -> int:
     run.result["not_checked"] = left_out(found)
     results.save(path, run.result)
 
-    items, measured = run.ran["items"], run.ran["benchmarks"]
     print("\n| family | rooms | model runner | engine | state | reason |", "|---|---|---|---|---|---|", sep="\n")
-    for name, outcome in items.items():
-        print("|", " | ".join([*name.split(", "), outcome["state"], outcome["reason"].replace("|", "\\|")]), "|")
-    print("\n" + summary.table({name: one["result"] for name, one in measured.items() if "result" in one}))
+    for name, outcome in run.ran.items():
+        if not name.startswith("benchmark "):
+            print("|", " | ".join([*name.split(", "), outcome["state"], outcome["reason"].replace("|", "\\|")]), "|")
+    measured = {name.partition(" ")[2]: one["result"] for name, one in run.ran.items() if "result" in one}
+    print("\n" + summary.table(measured))
     print("Not checked:", *(f"- {what}: {why}" for what, why in run.result["not_checked"].items()), sep="\n")
     if options.record:
         results.record(run.result, path)
     if run.not_reached:
         print(f"\nNot reached in {options.seconds} s; the same command again goes on: {'; '.join(run.not_reached)}")
     print(f"\nwritten: {path}")
-    code = exit_code(items, measured)
+    code = exit_code(run.ran)
     return 3 if run.not_reached and code != 1 else code
 
 
@@ -117,7 +110,7 @@ class Run:
 
     def __init__(self, found: here.Found, options: Namespace, path: Path) -> None:
         self.result = results.load(path, found)
-        self.ran: dict[str, dict[str, Outcome]] = {"items": {}, "benchmarks": {}}
+        self.ran: dict[str, Outcome] = {}
         self.not_reached: list[str] = []
         self._found, self._options, self._path = found, options, path
         self._end = time.monotonic() + (options.seconds or math.inf)
@@ -130,8 +123,8 @@ class Run:
         whole = plan(options.families, runners, self._found.platform != "cpu", options.short)
         for _, group in itertools.groupby(whole, key=lambda item: (item.runner, bool(item.rooms))):
             items = list(group)
-            wanted = [item for item in items if not options.rooms or word_of(item) in options.rooms]
-            self._go("items", {item.name: partial(runs.run, item) for item in wanted}, options.jobs)
+            wanted = [one for one in items if not options.rooms or WORDS.get(one.what, one.what) in options.rooms]
+            self._go({item.name: partial(runs.run, item) for item in wanted}, options.jobs)
             runs.stocks |= {item.setting: known[item.name] for item in items if not item.rooms and item.name in known}
 
     def benchmarks(self) -> None:
@@ -139,11 +132,11 @@ class Run:
         names = self._options.benchmarks
         if names is None:
             names = [] if self._options.short else [name for name, one in BENCHMARKS.items() if not one.not_on_gpu]
-        self._go("benchmarks", {name: partial(benchmark, name, self._end) for name in names})
+        self._go({f"benchmark {name}": partial(benchmark, name, self._end) for name in names})
 
-    def _go(self, kind: str, tasks: Mapping[str, Callable[[], Outcome]], jobs: int = 1) -> None:
+    def _go(self, tasks: Mapping[str, Callable[[], Outcome]], jobs: int = 1) -> None:
         """Run tasks by name: a line for each, and the file is written after each."""
-        ran, known = self.ran[kind], self.result[kind]
+        ran, known = self.ran, self.result["items"]
         if self._options.seconds:
             ran |= {name: known[name] for name in tasks if known.get(name, {}).get("commit") == commit()}
 
@@ -161,11 +154,6 @@ class Run:
                     self.not_reached.append(name)
                     continue
                 results.save(self._path, self.result)
-
-
-def word_of(item: Item) -> str:
-    """What --rooms calls it."""
-    return "all" if item.what == "all rooms" else item.rooms[0] if item.rooms else "stock"
 
 
 def benchmark(name: str, end: float) -> Outcome:
@@ -200,14 +188,21 @@ def environments(platform: str) -> dict[str, dict[str, str]]:
 
 def left_out(found: here.Found) -> dict[str, str]:
     """What no run of this command checks here, and why."""
-    runners = {} if "V2" in found.runners else {"model runner V2": here.why_no_v2(found.platform)}
-    return EVERY_PLATFORM | (CPU if found.platform == "cpu" else {}) | runners
+    left = {
+        "lazy_media, lifted_bodies, identity, pixels": "in the API server, without a CUDA part; `make test` has them",
+        "more than one GPU": "every engine here has one",
+    }
+    if found.platform == "cpu":
+        left["compiled"] = "--platform cpu runs eagerly"
+        left["Triton's compiler"] = "model runner V2 runs in Triton's interpreter here"
+    if "V2" not in found.runners:
+        left["model runner V2"] = here.why_no_v2(found.platform)
+    return left | {f"benchmark {name}": one.not_on_gpu for name, one in BENCHMARKS.items() if one.not_on_gpu}
 
 
-def exit_code(ran: Mapping[str, Outcome], measured: Mapping[str, Outcome]) -> int:
+def exit_code(ran: Mapping[str, Outcome]) -> int:
     """0 where something was checked and none of it failed; stock's own failures are shown, not counted."""
     states = [outcome["state"] for name, outcome in ran.items() if ", stock vLLM, " not in name]
-    states += [outcome["state"] for outcome in measured.values()]
     return 1 if "failed" in states else 0 if "passed" in states else 2
 
 

@@ -16,6 +16,7 @@ gpu-check.
 """
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -25,15 +26,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu_check import pieces
 from scripts.gpu_check.found import REPO, project, seen_of_gpu
 
 SENT = Path(".artifacts/ship")
 ARRIVED = Path(".artifacts/arrived")
+DIGESTS = "digests.json"  # of the pieces, by name; beside each of them
 STORE, ENVIRONMENT = ARRIVED / "pieces", ARRIVED / "environment"
 MIB = 1 << 20
 MODULE = "scripts.gpu_check.ship"
@@ -112,7 +114,7 @@ def pack(options: argparse.Namespace) -> int:
             print(f"{path.stat().st_size / MIB:8.1f} MiB  {path.name}")
         for name, why in ({} if options.whole else wheels.prune(environment)).items():
             print(f"left out: {name}: {why}")
-        number = pieces.split(environment, SENT, int(options.piece_mib * MIB))
+        number = split(environment, SENT, int(options.piece_mib * MIB))
     print(f"{len(needed)} wheels in {number} pieces; for each, there: {receiving('python3', SENT / '01')}")
     if not there["can_compile"]:
         print("There is no C compiler there, or no Python.h: Triton can't compile its launchers, so V2 won't start.")
@@ -137,16 +139,14 @@ def receiving(python: str, folder: Path) -> str:
 
 def receive(options: argparse.Namespace) -> int:
     """Keep the pieces of these folders; with the last one, unpack. The same piece again changes nothing."""
-    try:
-        for folder in options.folders:
-            pieces.take(folder, STORE)
-    except pieces.Damaged as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if left := pieces.missing(STORE):
+    for folder in options.folders:
+        if not take(folder, STORE):
+            print(f"error: piece {folder.name} is damaged: its digest is another; send it again", file=sys.stderr)
+            return 1
+    if left := missing(STORE):
         print(f"missing: {' '.join(left)}")
         return 2
-    pieces.join(STORE, ENVIRONMENT)
+    join(STORE, ENVIRONMENT)
     print(f"unpacked: {ENVIRONMENT}")
     return 0
 
@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
     """Run gpu-check with what arrived before this interpreter's own packages."""
     environment, log = REPO / ENVIRONMENT, REPO / ARRIVED / "gpu_check.log"
     if not environment.is_dir():
-        print(f"error: pieces are missing: {' '.join(pieces.missing(STORE))}", file=sys.stderr)
+        print(f"error: pieces are missing: {' '.join(missing(STORE))}", file=sys.stderr)
         return 2
     environ = os.environ | {"BENCH_COMMIT": options.commit}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(environment), os.environ.get("PYTHONPATH")]))
@@ -177,6 +177,67 @@ def record(options: argparse.Namespace) -> int:
     results.save(path, result)
     results.record(result, path)
     return 0
+
+
+def split(folder: Path, into: Path, piece_bytes: int) -> int:
+    """Pack a folder into pieces of at most so many bytes, in place of what `into` held. Returns their number.
+
+    A piece lies in a folder of its own (`01`, `02`, ...) beside the SHA-256 of all, so that any one of them can be sent
+    by itself, in any order, and again. What arrives is kept in a store under its digest.
+    """
+    shutil.rmtree(into, ignore_errors=True)
+    into.mkdir(parents=True)
+    whole, digests = into / "whole", dict[str, str]()
+    # Most of it are libraries whose GPU code is compressed already: higher levels take long and gain little.
+    with tarfile.open(whole, "w:gz", compresslevel=3) as archive:
+        archive.add(folder, ".")
+    with whole.open("rb") as file:
+        while part := file.read(piece_bytes):
+            place = into / f"{len(digests) + 1:02}"
+            place.mkdir()
+            (place / "piece").write_bytes(part)
+            digests[place.name] = hashlib.sha256(part).hexdigest()
+    whole.unlink()
+    for name in digests:
+        (into / name / DIGESTS).write_text(json.dumps(digests))
+    return len(digests)
+
+
+def take(sent: Path, store: Path) -> bool:
+    """Keep a piece; the same again changes nothing. Whether it is what was sent."""
+    digest = digest_of(sent / "piece")
+    if digest not in json.loads((sent / DIGESTS).read_text()).values():
+        return False
+    shutil.copyfile(sent / DIGESTS, made(store) / DIGESTS)
+    shutil.copyfile(sent / "piece", store / digest)
+    return True
+
+
+def missing(store: Path) -> list[str]:
+    """The names of the pieces that are not there, or are damaged there."""
+    if not (store / DIGESTS).is_file():
+        return ["all"]
+    digests = json.loads((store / DIGESTS).read_text())
+    return [name for name, digest in digests.items() if digest_of(store / digest) != digest]
+
+
+def join(store: Path, into: Path) -> None:
+    """Unpack the folder that was sent, of which nothing is missing, in place of one that is there."""
+    whole, unpacking = store / "whole", into.with_name(into.name + ".unpacking")
+    with whole.open("wb") as file:
+        for digest in json.loads((store / DIGESTS).read_text()).values():
+            file.write((store / digest).read_bytes())
+    shutil.rmtree(unpacking, ignore_errors=True)
+    with tarfile.open(whole) as archive:
+        archive.extractall(unpacking, filter="data")
+    whole.unlink()
+    shutil.rmtree(into, ignore_errors=True)
+    unpacking.rename(into)
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file; empty without one."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def made(folder: Path) -> Path:

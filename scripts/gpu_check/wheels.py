@@ -6,12 +6,11 @@ are followed here one level at a time: what the machine has and fits is left the
 dependencies, and they come next.
 """
 
-import re
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Mapping
-from email.parser import HeaderParser
+from importlib.metadata import PathDistribution
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +89,12 @@ def pip(command: str, facts: Facts, *arguments: str) -> None:
 
 def needs(wheel: Path, extras: Iterable[str], facts: Facts) -> list[Requirement]:
     """What a wheel requires on the machine, less what is left out."""
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)]
-        lines = HeaderParser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []
+    (info,) = [path for path in zipfile.Path(wheel).iterdir() if path.name.endswith(".dist-info")]
     environment = {**default_environment(), "python_version": facts["python"], "platform_machine": facts["machine"]}
     environment |= {"python_full_version": f"{facts['python']}.0"}
     return [
         one
-        for one in map(Requirement, lines)
+        for one in map(Requirement, PathDistribution(info).requires or ())
         if canonicalize_name(one.name) not in LEFT_OUT
         and (one.marker is None or any(one.marker.evaluate({**environment, "extra": extra}) for extra in ["", *extras]))
     ]

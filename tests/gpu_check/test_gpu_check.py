@@ -142,7 +142,7 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
     item = items.Item("qwen3-vl", proven.ENGINE_ROOMS, "V1")
     outcome = items.judge(item, said, None)
     assert (outcome["state"], outcome["reason"].partition(" ")[0]) == ("failed", "spoiled:")
-    assert run.exit_code({item.name: outcome}, {}) == 1
+    assert run.exit_code({item.name: outcome}) == 1
 
     row = checks.row_of("engine", lambda: checks.assert_engine(rig, "V2"))
     assert (row.state, "not V2: vllm.v1.worker.cpu_model_runner" in row.reason) == ("failed", True), row
@@ -202,9 +202,9 @@ def test_stock_is_not_counted_and_excuses_a_room_alone() -> None:
     idle = {"check": "block_keys is on", "state": "not checked", "reason": "not for this runner", "inexact": False}
     outcome = items.judge(alone, {**said, "rows": [idle, right]}, None)
     assert (outcome["state"], "not for this runner" in outcome["reason"]) == ("not checked", True)
-    assert run.exit_code({items.Item("gemma3", (), "V1").name: FAILED, alone.name: PASSED}, {}) == 0
-    assert run.exit_code({alone.name: PASSED}, {"gallery": FAILED}) == 1
-    assert run.exit_code({alone.name: {"state": "not checked", "reason": "no engine"}}, {}) == 2
+    assert run.exit_code({items.Item("gemma3", (), "V1").name: FAILED, alone.name: PASSED}) == 0
+    assert run.exit_code({alone.name: PASSED, "benchmark gallery": FAILED}) == 1
+    assert run.exit_code({alone.name: {"state": "not checked", "reason": "no engine"}}) == 2
 
 
 def result_of(platform: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def test_the_order_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         started.clear()
         one = run.Run(FOUND, options, tmp_path / "result.json")
         one.items()
-        return one.ran["items"], one.not_reached
+        return one.ran, one.not_reached
 
     ran, not_reached = call()
     assert stop_at in not_reached
