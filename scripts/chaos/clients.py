@@ -88,8 +88,7 @@ class Clients:
     def __enter__(self) -> "Clients":
         """Returns when one has been answered."""
         self._running = [self._pool.submit(self._run) for _ in range(self._number)]
-        while not self.found["requests"] + self.found["failed"]:
-            time.sleep(0.05)
+        self.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -97,6 +96,12 @@ class Clients:
         for one in self._running:
             one.result()
         self._pool.shutdown()
+
+    def wait(self) -> None:
+        """For one more that is answered, or fails."""
+        before = self.found["requests"] + self.found["failed"]
+        while self.found["requests"] + self.found["failed"] == before:
+            time.sleep(0.05)
 
     def _run(self) -> None:
         pairs = sorted(self._answers)

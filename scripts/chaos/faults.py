@@ -45,11 +45,9 @@ class Scene:
     """The store's directory, `place`, which exists within the block, and Valkey; `held` is what a fault holds open."""
 
     def __init__(self, folder: Path, valkey: Any) -> None:
-        self.root = folder / "disk"
-        self.place = self.root / "store"
-        self.ballast = self.root / "ballast"
-        self.valkey = valkey
-        self.held = ExitStack()
+        self.root, self.valkey = folder / "disk", valkey
+        self.place, self.ballast = self.root / "store", self.root / "ballast"
+        self.held, self.chance = ExitStack(), random.Random(0)
 
     def __enter__(self) -> Self:
         self.root.mkdir()
@@ -59,7 +57,12 @@ class Scene:
 
     def __exit__(self, *_: object) -> None:
         if self.is_mounted:
-            subprocess.run(["umount", "--lazy", self.root], check=False)
+            unmount(self.root)
+
+    def some_packages(self) -> list[Path]:
+        """A quarter of them, one at least if there is one."""
+        found = self.files(PACKAGES)
+        return self.chance.sample(found, -(-len(found) // 4))
 
     def files(self, *patterns: str) -> list[Path]:
         """What of the store matches one of the patterns."""
@@ -73,7 +76,11 @@ def mount(*arguments: str | Path) -> bool:
     return False
 
 
-Act = Callable[[Scene, random.Random], object]
+def unmount(path: Path) -> None:
+    subprocess.run(["umount", "--lazy", path], check=True)
+
+
+Act = Callable[[Scene], object]
 
 
 @dataclass(frozen=True)
@@ -81,9 +88,9 @@ class Fault:
     """See above. `seen`: what names of counters begin with, `name{place}`, as in measure.py."""
 
     seen: tuple[str, ...]
-    begin: Act = lambda scene, chance: None
-    again: Act = lambda scene, chance: None
-    end: Act = lambda scene, chance: None
+    begin: Act = lambda scene: None
+    again: Act = lambda scene: None
+    end: Act = lambda scene: None
     needs_mount: bool = False
     least_s: float = 0.0
     """Seconds before which it can't leave a trace."""
@@ -92,14 +99,13 @@ class Fault:
 @contextmanager
 def in_force(fault: Fault, scene: Scene, seed: int) -> Iterator[None]:
     """The fault, from the begin to the end of the block, in which another thread goes on with it."""
-    chance = random.Random(seed)
-    ended = threading.Event()
-    fault.begin(scene, chance)
+    scene.chance, ended = random.Random(seed), threading.Event()
+    fault.begin(scene)
 
     def go_on() -> None:
         while not ended.wait(EVERY_S):
             with suppress(OSError, redis.RedisError, sqlite3.Error):  # the server changes the same things
-                fault.again(scene, chance)
+                fault.again(scene)
 
     thread = threading.Thread(target=go_on)
     thread.start()
@@ -108,75 +114,69 @@ def in_force(fault: Fault, scene: Scene, seed: int) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        fault.end(scene, chance)
+        fault.end(scene)
 
 
-def some(found: list[Path], chance: random.Random) -> list[Path]:
-    """A quarter of them, one at least if there is one."""
-    return chance.sample(found, -(-len(found) // 4))
-
-
-def truncate(scene: Scene, chance: random.Random) -> None:
+def truncate(scene: Scene) -> None:
     """Cut packages, the database and its log, somewhere."""
-    for path in (*some(scene.files(PACKAGES), chance), *scene.files(*DATABASE)):
+    for path in (*scene.some_packages(), *scene.files(*DATABASE)):
         with suppress(OSError):
-            os.truncate(path, chance.randrange(path.stat().st_size + 1))
+            os.truncate(path, scene.chance.randrange(path.stat().st_size + 1))
 
 
-def flip(scene: Scene, chance: random.Random) -> None:
+def flip(scene: Scene) -> None:
     """Change bytes in place: a few in a package, more in the database and its log."""
-    packages = some(scene.files(PACKAGES), chance)
-    for path, number in {**dict.fromkeys(packages, 3), **dict.fromkeys(scene.files(*DATABASE), 50)}.items():
+    for path in (*scene.some_packages(), *scene.files(*DATABASE)):
+        number = 3 if path.suffix == ".safetensors" else 50
         with suppress(OSError, ValueError), path.open("r+b") as file:
             for _ in range(number):
-                at = chance.randrange(path.stat().st_size)  # ValueError: it is empty
+                at = scene.chance.randrange(path.stat().st_size)  # ValueError: it is empty
                 (old,) = os.pread(file.fileno(), 1, at) or b"\0"
-                os.pwrite(file.fileno(), bytes([old ^ chance.randrange(1, 256)]), at)
+                os.pwrite(file.fileno(), bytes([old ^ scene.chance.randrange(1, 256)]), at)
 
 
-def exchange_files(scene: Scene, chance: random.Random) -> None:
+def exchange_files(scene: Scene) -> None:
     """Put packages of other pictures, each whole, under a package's name."""
-    found = scene.files(PACKAGES)
-    for path in some(found, chance):
+    for path, other in zip(scene.some_packages(), scene.some_packages(), strict=False):
         with suppress(OSError):
-            shutil.copyfile(chance.choice(found), path.with_suffix(".other"))
+            shutil.copyfile(other, path.with_suffix(".other"))
             path.with_suffix(".other").rename(path)
 
 
-def remove(scene: Scene, chance: random.Random) -> None:
+def remove(scene: Scene) -> None:
     for path in scene.files("features", "records"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def folders_mode(mode: int) -> Act:
-    return lambda scene, chance: [path.chmod(mode) for path in scene.files("features", "records")]
+    return lambda scene: [path.chmod(mode) for path in scene.files("features", "records")]
 
 
-def fill_disk(scene: Scene, chance: random.Random) -> None:
+def fill_disk(scene: Scene) -> None:
     """To the last byte, and again whenever the server has made room."""
     with scene.ballast.open("ab", buffering=0) as file:
         while file.write(bytes(4096)) == 4096:
             pass
 
 
-def make_read_only(scene: Scene, chance: random.Random) -> None:
+def make_read_only(scene: Scene) -> None:
     """For whoever opens a file from now on, root too."""
     if not (mount("--bind", scene.place, scene.place) and mount("-o", "remount,bind,ro", scene.place)):
         raise OSError(f"{scene.place} can't be made read-only")
 
 
-def replace_by_file(scene: Scene, chance: random.Random) -> None:
+def replace_by_file(scene: Scene) -> None:
     """Root can't write to it, either."""
     scene.place.rename(scene.root / "away")
     scene.place.write_text("This was a directory.\n")
 
 
-def put_back(scene: Scene, chance: random.Random) -> None:
+def put_back(scene: Scene) -> None:
     scene.place.unlink()
     (scene.root / "away").rename(scene.place)
 
 
-def hold_locks(scene: Scene, chance: random.Random) -> None:
+def hold_locks(scene: Scene) -> None:
     """Those of the packages and of the database, as a process that hangs would."""
     with suppress(OSError):  # the server has it for a moment, or has none yet; the next round gets it
         lock = scene.held.enter_context((scene.place / "features" / "lock").open("r+b"))
@@ -186,56 +186,56 @@ def hold_locks(scene: Scene, chance: random.Random) -> None:
         scene.held.enter_context(closing(connection)).execute("BEGIN IMMEDIATE")
 
 
-def slow_valkey(scene: Scene, chance: random.Random) -> None:
+def slow_valkey(scene: Scene) -> None:
     """It sleeps most of the time, mostly longer than the server waits for it."""
     os.kill(scene.valkey.pid, signal.SIGSTOP)
-    time.sleep(chance.random() * MOST_ASLEEP_S)
+    time.sleep(scene.chance.random() * MOST_ASLEEP_S)
     os.kill(scene.valkey.pid, signal.SIGCONT)
 
 
-def restart_valkey(scene: Scene, chance: random.Random) -> None:
+def restart_valkey(scene: Scene) -> None:
     scene.valkey.kill()
     time.sleep(EVERY_S)
     scene.valkey.start()
 
 
-def plant_garbage(scene: Scene, chance: random.Random) -> None:
+def plant_garbage(scene: Scene) -> None:
     """Noise, a piece of what was there, nothing at all, and other types, under our names; some stay as they are."""
     client = scene.valkey.client
     for name in client.scan_iter(KEYS, count=1000):
-        match chance.randrange(5):
+        match scene.chance.randrange(5):
             case 0:
-                client.set(name, chance.randbytes(chance.randrange(1, 100_000)))
+                client.set(name, scene.chance.randbytes(scene.chance.randrange(1, 100_000)))
             case 1:
-                client.setrange(name, chance.randrange(1000), chance.randbytes(16))
+                client.setrange(name, scene.chance.randrange(1000), scene.chance.randbytes(16))
             case 2:
-                client.set(name, client.getrange(name, 0, chance.randrange(1000)))
+                client.set(name, client.getrange(name, 0, scene.chance.randrange(1000)))
             case 3:
                 client.delete(name)
                 client.rpush(name, "a", "b")
 
 
-def exchange_values(scene: Scene, chance: random.Random) -> None:
+def exchange_values(scene: Scene) -> None:
     """Put what is whole under the name of another."""
     client = scene.valkey.client
     names = list(client.scan_iter(KEYS, count=1000))
-    chance.shuffle(names)
+    scene.chance.shuffle(names)
     for name, other in zip(names[::2], names[1::2], strict=False):
         client.copy(other, name, replace=True)
 
 
-def damage_all(scene: Scene, chance: random.Random) -> None:
-    chance.choice((truncate, flip, exchange_files))(scene, chance)
-    chance.choice((plant_garbage, exchange_values))(scene, chance)
+def damage_all(scene: Scene) -> None:
+    scene.chance.choice((truncate, flip, exchange_files))(scene)
+    scene.chance.choice((plant_garbage, exchange_values))(scene)
 
 
 def signalled(number: int) -> Act:
-    return lambda scene, chance: os.kill(scene.valkey.pid, number)
+    return lambda scene: os.kill(scene.valkey.pid, number)
 
 
 def sent(*command: str | int) -> Act:
     """Valkey is sent a command."""
-    return lambda scene, chance: scene.valkey.client.execute_command(*command)
+    return lambda scene: scene.valkey.client.execute_command(*command)
 
 
 # Those of the directory and those of Valkey in turn: what failed is left alone for a while, and would hide the next.
@@ -244,14 +244,12 @@ FAULTS: dict[str, Fault] = {
     "files truncated": Fault(LOST_FILE, again=truncate),
     "Valkey stopped": Fault(NO_VALKEY, signalled(signal.SIGSTOP), end=signalled(signal.SIGCONT)),
     "files corrupted": Fault(LOST_FILE, again=flip),
-    "Valkey killed": Fault(NO_VALKEY, lambda scene, _: scene.valkey.kill(), end=lambda scene, _: scene.valkey.start()),
-    "disk full": Fault(NO_DISK, again=fill_disk, needs_mount=True,
-                       end=lambda scene, _: scene.ballast.unlink(missing_ok=True)),
+    "Valkey killed": Fault(NO_VALKEY, lambda scene: scene.valkey.kill(), end=lambda scene: scene.valkey.start()),
+    "disk full": Fault(NO_DISK, again=fill_disk, end=lambda scene: scene.ballast.unlink(True), needs_mount=True),
     "Valkey slow": Fault(NO_VALKEY, again=slow_valkey),
     "files exchanged": Fault(LOST_FILE, again=exchange_files),
     "garbage in Valkey": Fault(NO_VALUE, again=plant_garbage),
-    "directory read-only": Fault(NO_DISK, make_read_only, needs_mount=True,
-                                 end=lambda scene, _: subprocess.run(["umount", "--lazy", scene.place], check=True)),
+    "directory read-only": Fault(NO_DISK, make_read_only, end=lambda scene: unmount(scene.place), needs_mount=True),
     "values exchanged": Fault(NO_VALUE, again=exchange_values),
     "files removed": Fault(("features_misses{disk}",), again=remove),
     "Valkey full": Fault(NO_VALKEY, sent("CONFIG SET", "maxmemory", FULL), end=sent("CONFIG SET", "maxmemory", 0)),
@@ -259,7 +257,7 @@ FAULTS: dict[str, Fault] = {
     "Valkey flushed": Fault(("features_misses{remote}",), again=sent("FLUSHALL")),
     "directory open to others": Fault(NO_DISK, folders_mode(0o777), end=folders_mode(0o700)),
     "Valkey read-only": Fault(NO_VALKEY, sent("REPLICAOF", "127.0.0.1", "1"), end=sent("REPLICAOF", "NO", "ONE")),
-    "locks held": Fault(NO_DISK, again=hold_locks, end=lambda scene, _: scene.held.close(), least_s=LEAST_LOCKED_S),
+    "locks held": Fault(NO_DISK, again=hold_locks, end=lambda scene: scene.held.close(), least_s=LEAST_LOCKED_S),
     "Valkey restarted": Fault(NO_VALKEY, again=restart_valkey),
     "all damaged": Fault(NO_FILE, again=damage_all),
 }  # fmt: skip

@@ -160,6 +160,7 @@ class Run:
         """A fault under load, and while it lasts a kill, if a way is named, and a start."""
         fault = FAULTS[name]
         with self._clients(self._server.url, first=self._excused) as clients, in_force(fault, self._scene, seed):
+            clients.wait()
             most = most_taken(self._server, max(self._options.seconds, fault.least_s))
             now = counters(self._server.url)
             grown, self._before = now - self._before, now

@@ -4,7 +4,6 @@
 import itertools
 import json
 import math
-import random
 import subprocess
 import sys
 import threading
@@ -157,14 +156,14 @@ def values(stage: faults.Scene) -> list[Any]:
 @pytest.mark.parametrize("name", ["files truncated", "files corrupted", "files exchanged", "files removed"])
 def test_files_are_damaged(stage: faults.Scene, name: str) -> None:
     before = contents(stage)
-    faults.FAULTS[name].again(stage, random.Random(1))
+    faults.FAULTS[name].again(stage)
     assert contents(stage) != before
 
 
 @pytest.mark.parametrize("name", ["garbage in Valkey", "values exchanged", "Valkey flushed"])
 def test_values_are_damaged(stage: faults.Scene, name: str) -> None:
     before = values(stage)
-    faults.FAULTS[name].again(stage, random.Random(1))
+    faults.FAULTS[name].again(stage)
     assert values(stage) != before
 
 
@@ -174,15 +173,15 @@ def test_a_directory_that_takes_nothing_takes_it_afterwards(stage: faults.Scene,
     if fault.needs_mount and not stage.is_mounted:
         pytest.skip("this user may not mount a file system")
     before = contents(stage)
-    fault.begin(stage, random.Random(1))
+    fault.begin(stage)
     try:
         if name == "disk full":
             with pytest.raises(OSError, match="No space left"):
-                fault.again(stage, random.Random(1))
+                fault.again(stage)
         with pytest.raises(OSError):  # noqa: PT011 -- each fault has its own
             (stage.place / "new").write_bytes(bytes(5000))
     finally:
-        fault.end(stage, random.Random(1))
+        fault.end(stage)
     (stage.place / "new").write_bytes(bytes(5000))
     assert contents(stage) == before
 
@@ -191,7 +190,7 @@ def test_a_fault_goes_on_until_its_end(stage: faults.Scene) -> None:
     rounds: list[str] = []
     done = threading.Event()
 
-    def again(stage: faults.Scene, chance: random.Random) -> None:
+    def again(stage: faults.Scene) -> None:
         rounds.append("again")
         done.set()
         raise FileNotFoundError
