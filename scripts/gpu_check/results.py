@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.found import REPO, Found
+from scripts.gpu_check.found import REPO, Found
 from vllm_mmcache.prove.items import plan
 from vllm_mmcache.upstream import proven
 from vllm_mmcache.zoo import FIRST_FAMILIES
@@ -23,15 +23,11 @@ def path_of(machine: str) -> Path:
 def load(path: Path, found: Found) -> dict[str, Any]:
     """What earlier runs found on the same machine with the same vLLM; empty for another."""
     facts = asdict(found) | {"runners": list(found.runners)}
-    if path.is_file():
-        before: dict[str, Any] = json.loads(path.read_text())
-        if all(before.get(name) == value for name, value in facts.items()):
-            return before
-    return {**facts, "items": {}, "benchmarks": {}, "not_checked": {}}
+    before: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return before if facts.items() <= before.items() else {**facts, "items": {}, "not_checked": {}}
 
 
 def save(path: Path, result: dict[str, Any]) -> None:
-    """Write the file; items in the order of the plan."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -43,21 +39,15 @@ def rooms_proven(result: dict[str, Any], runner: str) -> list[str]:
     hinders nothing; but the room alone, all rooms, and all rooms compiled must each have passed somewhere.
     """
     items = plan(tuple(FIRST_FAMILIES), [runner], result["platform"] != "cpu", short=False)
-    found = []
-    for room in proven.ENGINE_ROOMS:
-        kinds: dict[tuple[bool, bool], list[dict[str, Any]]] = {}
-        for item in items:
-            if room in item.rooms:
-                outcome = result["items"].get(item.name, {"state": "not run"})
-                kinds.setdefault((item.rooms == (room,), item.compiled), []).append(outcome)
-        if all(map(_prove, kinds.values())):
-            found.append(room)
-    return found
-
-
-def _prove(outcomes: list[dict[str, Any]]) -> bool:
-    run = [one["state"] for one in outcomes if one["state"] != "not checked" or "engine" in one]
-    return set(run) == {"passed"}
+    states: dict[tuple[str, bool, bool], set[str]] = {}
+    for item in items:
+        outcome = result["items"].get(item.name, {"state": "not run"})
+        is_unrunnable = outcome["state"] == "not checked" and "engine" not in outcome
+        for room in item.rooms:
+            kind = states.setdefault((room, len(item.rooms) == 1, item.compiled), set())
+            kind |= set() if is_unrunnable else {outcome["state"]}
+    return [room for room in proven.ENGINE_ROOMS
+            if all(found == {"passed"} for kind, found in states.items() if kind[0] == room)]  # fmt: skip
 
 
 def engine_of(result: dict[str, Any], runner: str) -> proven.Engine:
@@ -70,11 +60,13 @@ def engine_of(result: dict[str, Any], runner: str) -> proven.Engine:
     return proven.Engine(proven.minor_of(result["vllm"]), result["platform"], number, scheduling.pop())  # type: ignore[arg-type]
 
 
-def record(result: dict[str, Any], path: Path) -> dict[str, list[str]]:
-    """Put what is proven into the plugin's table, in place of what this file proved before; the rooms by runner."""
+def record(result: dict[str, Any], path: Path) -> None:
+    """Put what is proven into the plugin's table, in place of what this file proved before, and say it."""
     evidence = str(path.relative_to(REPO))
     table = [row for row in proven.rows() if row.evidence != evidence]
-    rooms = {runner: rooms_proven(result, runner) for runner in result["runners"]}
-    table += [proven.Row(engine_of(result, runner), tuple(found), evidence) for runner, found in rooms.items() if found]
+    for runner in result["runners"]:
+        rooms = rooms_proven(result, runner)
+        print(f"proven on {result['platform']}, model runner {runner}: {', '.join(rooms) or 'nothing'}")
+        if rooms:
+            table.append(proven.Row(engine_of(result, runner), tuple(rooms), evidence))
     proven.FILE.write_text(proven.written(table))
-    return rooms

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import soak
+from scripts import soak
 
 CODE = "from tests.sizes import scaled; print(scaled(10))"
 
 
 def test_the_tests_are_there() -> None:
-    named = [one for part in soak.PARTS.values() for one in part.arguments if one.endswith(".py")]
+    named = [one for _, tests in soak.TESTS.values() for one in tests.split() if one.endswith(".py")]
     assert named
     assert all((soak.ROOT / one).is_file() for one in named)
 
@@ -26,21 +26,12 @@ def test_the_scale_reaches_the_tests() -> None:
     assert done.stdout == "30\n", done.stderr
 
 
-def test_counts_of_a_report(tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    assert soak.counts_of(report) == {"passed": 0, "failed": 0, "skipped": 0}
-    report.write_text(
-        "<testsuites><testsuite><testcase name='a'/><testcase name='b'><failure/></testcase><testcase name='c'>"
-        "<error/></testcase><testcase name='d'><skipped/></testcase></testsuite></testsuites>"
-    )
-    assert soak.counts_of(report) == {"passed": 1, "failed": 2, "skipped": 1}
-
-
 def test_a_run_that_collects_nothing_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit status 4 of pytest, with no test that failed; and one part leaves the others in the result."""
     monkeypatch.setattr(soak, "OUTPUT", tmp_path)
-    monkeypatch.setattr(soak, "RESULT", tmp_path / "results" / "soak.json")
-    found = soak.run("lost", soak.Part(("tests/no_such_file.py",), scale=2))
+    monkeypatch.setattr(soak, "RESULT", tmp_path / "soak.json")
+    monkeypatch.setitem(soak.TESTS, "lost", (2, "tests/no_such_file.py"))
+    found = soak.run("lost")
     assert (found["passed"], found["failed"]) == (0, 1)
     assert found["command"] == "TEST_SCALE=2 python -m pytest -q --timeout=3600 tests/no_such_file.py"
     soak.keep("memory", {"failed": 0})
