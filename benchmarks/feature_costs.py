@@ -1,22 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What loading an image's features costs beside making them: a model whose inputs are bandwidths and operations.
+"""What loading an image's features costs beside making them: a model of bandwidths and operations.
 
 A load is a chain of stages, one after the other, which is the worst case: pieces that are read while others are copied
-are faster. The tower's time is its matrix products, counted, by what a GPU does of them in a second. No torch.
+are faster. The tower's time is its matrix products, counted, by what a GPU does of them in a second. What this machine
+can measure of it is the bandwidth of BLAKE3, of the page cache and of a Valkey.
 """
 
 import json
+import os
+import socket
+import tempfile
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-INPUTS: dict[str, Any] = json.loads(Path(__file__).with_name("inputs.json").read_text())
+from blake3 import blake3
+
+from benchmarks.results import Action, Result, medians
+from benchmarks.servers import running_valkey
+
+INPUTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
 BYTES_PER_VALUE = 2  # bfloat16
+CHUNK = 4 * 1024**2
 
 
-@dataclass(frozen=True)
-class Package:
+def measure(options: Namespace) -> Result:
+    """Bandwidths, then what the model makes of them."""
+    result = Result()
+    num_bytes = options.mebibytes * 1024**2
+    with running_valkey() as server, tempfile.TemporaryDirectory(dir=Path.home()) as folder:  # /tmp may be RAM
+        content = os.urandom(num_bytes)
+        (path := Path(folder) / "package").write_bytes(content)
+        names = [f"chunk-{number}" for number in range(num_bytes // CHUNK)]
+        for name in names:
+            server.client.set(name, content[:CHUNK])
+        target = memoryview(bytearray(num_bytes))
+        with path.open("rb", buffering=0) as file, socket.create_connection(("127.0.0.1", server.port)) as connection:
+
+            def read_file() -> None:
+                file.seek(0)
+                fill(file.readinto, target)
+
+            def read_valkey() -> None:  # in chunks, from the socket straight into memory that is there
+                for name in names:
+                    connection.sendall(f"GET {name}\r\n".encode())
+                    fill(connection.recv_into, memoryview(bytearray(len(f"${CHUNK}\r\n"))))
+                    fill(connection.recv_into, target[:CHUNK])
+                    fill(connection.recv_into, memoryview(bytearray(2)))
+
+            hashed = lambda: blake3(content).digest()  # noqa: E731
+            actions: dict[str, Action] = {"blake3": hashed, "read_warm": read_file, "valkey": read_valkey}
+            work = {name: partial(lambda action: action, action) for name, action in actions.items()}
+            found = {name: num_bytes / time_s / 1e9 for name, time_s in medians(work, options.rounds, 1).items()}
+    for name, rate in found.items():
+        result.add(name, "gb_s", {"here": rate})
+    add_model(result, found)
+    return result
+
+
+def fill(read_into: Any, target: memoryview) -> None:
+    while target:
+        target = target[read_into(target) :]
+
+
+def add_model(result: Result, measured: Mapping[str, float]) -> None:
+    """Derived, not measured: seconds of the tower, and to load what it makes, of each model and picture on each GPU."""
+    for package in packages():
+        for gpu in INPUTS["gpus"]:
+            result.add(f"{package.model}, {package.picture}, {gpu}", "time_s", seconds(package, gpu, measured))
+
+
+class Package(NamedTuple):
     """One image's features of a model. `flops` are floating point operations of the tower."""
 
     model: str
