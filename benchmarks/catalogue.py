@@ -2,29 +2,26 @@
 """Every benchmark, as catalogue.toml has it."""
 
 import tomllib
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 CATALOGUE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-ABOUT = CATALOGUE.pop("about")
+ABOUT: dict[str, Any] = CATALOGUE["about"]
 NOT_ON_GPU = {name: reason for reason, names in ABOUT["not_on_gpu"].items() for name in names}
 
 
-@dataclass(frozen=True)
-class Benchmark:
+class Benchmark(NamedTuple):
     """`short` are the options that differ in the short form. `not_on_gpu`: why `make gpu-check` leaves it out."""
 
     what: str
     options: dict[str, Any]
     short: dict[str, Any]
-    rows: list[Any]
     not_on_gpu: str
     in_bench: bool  # `make bench` runs it unless others are named
-    targets: list[Any] = field(default_factory=list)
 
 
 BENCHMARKS = {
-    name: Benchmark(**entry, not_on_gpu=NOT_ON_GPU.get(name, ""), in_bench=name not in ABOUT["not_in_bench"])
-    for name, entry in CATALOGUE.items()
-}
+    name: Benchmark(what, CATALOGUE["options"][name], CATALOGUE["short"][name], NOT_ON_GPU.get(name, ""),
+                    name not in ABOUT["not_in_bench"])
+    for name, what in CATALOGUE["what"].items()
+}  # fmt: skip

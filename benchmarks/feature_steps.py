@@ -6,9 +6,12 @@ Decoding: the time of every step of four requests, without loads and while 20 pa
 the same files and does nothing with them. Stock has no store: what is compared is the plugin with and without loads.
 """
 
+import asyncio
 import contextlib
 import itertools
+import multiprocessing
 import os
+import socket
 import threading
 import time
 from argparse import Namespace
@@ -17,12 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vllm import SamplingParams
-
 from benchmarks.replays import started
 from benchmarks.results import Result, run_worker
 from benchmarks.servers import stored
-from benchmarks.slow import slow
 from tests.engine_configuration import CONFIGURATIONS
 from vllm_mmcache import background, settings
 from vllm_mmcache.features import runner
@@ -34,28 +34,27 @@ from vllm_mmcache.prove.scenarios import filler, picture, user
 A_CORE_TO_SPARE = {"OMP_NUM_THREADS": "1"}  # for the engine to decode on one of two, as a GPU leaves cores
 PACKAGE = Shape(2048, 16384, "bfloat16")  # 64 MiB: about an image of 1080p to Qwen3-VL-8B
 QUIET_STEPS = 1500
+SPREAD = ("median_ms", "p99_ms", "most_ms")
 IsOver = Callable[[int], bool]  # after so many steps
 
 
 def measure(options: Namespace) -> Result:
     """The store's own time by engine, then decoding beside loads by tier. Units: milliseconds of a step."""
-    result = Result()
-    task = {"images": options.images, "rounds": options.rounds, "size": options.size, "family": options.family}
+    result, module = Result(), "benchmarks.feature_steps"
+    given = {name: getattr(options, name) for name in ("family", "images", "rounds", "size")}
     for engine in options.engines:
-        environ = CONFIGURATIONS[engine].environment()
-        for which, times in run_worker("benchmarks.feature_steps:steps", "mmcache", environ, **task).items():
-            for what, number in times.items():
-                result.add(f"{engine}, {which}", what, {"mmcache": number})
-    task = {"packages": options.packages, "repeats": options.repeats, "family": options.family}
+        found = run_worker(f"{module}:steps", "mmcache", CONFIGURATIONS[engine].environment(), **given)
+        for (which, times), what in itertools.product(found.items(), SPREAD):
+            result.add(f"{engine}, {which}", what, {"mmcache": times[what]})
+    given = {name: getattr(options, name) for name in ("family", "packages", "repeats")}
     for tier in ("disk", "valkey"):
         with contextlib.ExitStack() as stack:
             chosen = {"store": stack.enter_context(stored(tier, nice=19))}  # Valkey stands for another machine
             if tier == "valkey":
                 port = stack.enter_context(slow(int(chosen["store"].rpartition(":")[2]), options.bandwidth))
                 chosen = {"store": f"redis://127.0.0.1:{port}", "store_remote_timeout_s": 2}
-            call = "benchmarks.feature_steps:loading"
-            found = run_worker(call, "mmcache", A_CORE_TO_SPARE, chosen=chosen, **task)
-        for what in found["without"]:
+            found = run_worker(f"{module}:loading", "mmcache", A_CORE_TO_SPARE, chosen=chosen, **given)
+        for what in SPREAD:
             result.add(f"decoding, {tier}", what, {which: times[what] for which, times in found.items()})
     return result
 
@@ -71,24 +70,20 @@ class Stopwatch:
         self._now, self._depth, self._took_images = 0.0, 0, False
         for name in ("arrive", "ensure_cache_available", "update_state_after_alloc", "build_connector_meta"):
             setattr(Connector, name, self._timed(getattr(Connector, name)))
-        encoding, schedule = runner.Side.encoding, rig.scheduler.schedule
+        encoding, schedule = runner.Side.encoding.__wrapped__, rig.scheduler.schedule  # type: ignore[attr-defined]
 
-        @contextlib.contextmanager
         def timed_encoding(side: Any, message: Any, outputs: Any) -> Iterator[set[str]]:
             self._took_images |= message is not None
-            inside = encoding(side, message, outputs)
-            taken = self._timed(inside.__enter__)()
-            try:
-                yield taken
-            finally:
-                self._timed(inside.__exit__)(None, None, None)
+            inside, on = encoding(side, message, outputs), self._timed(next)
+            yield on(inside)
+            on(inside, None)
 
         def next_step(*args: Any, **kwargs: Any) -> Any:
             self.steps.append((self._now, self._took_images))
             self._now, self._took_images = 0.0, False
             return schedule(*args, **kwargs)
 
-        runner.Side.encoding = timed_encoding  # type: ignore[method-assign, assignment]
+        runner.Side.encoding = contextlib.contextmanager(timed_encoding)  # type: ignore[method-assign, assignment]
         rig.scheduler.schedule = next_step
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,12 +104,13 @@ def steps(root: Path, family: str, images: int, rounds: int, size: int) -> dict[
     with started(root, family, {}, max_tokens=2048) as rig:
         rig.make_cold()
         watch = Stopwatch(rig)
-        for number, image in itertools.product(range(rounds + 1), range(0, images, 2)):
-            if number and not image:  # all were asked about
-                rig.forget_all_but_features()
-                if number == 1:  # so far it was to warm up
-                    watch.steps.clear()
-            rig.ask([user(*(picture(image + n, (size, size)) for n in range(2)), f"{number}?")], max_tokens=8)
+        for number in range(rounds + 1):
+            for image in range(0, images, 2):
+                pictures = (picture(image + n, (size, size)) for n in range(2))
+                rig.ask([user(*pictures, f"{number}?")], max_tokens=8)
+            rig.forget_all_but_features()
+            if number == 0:  # it was to warm up
+                watch.steps.clear()
         with_images = [seconds for seconds, took_images in watch.steps if took_images]
     return {"all steps": spread([seconds for seconds, _ in watch.steps]), "with images": spread(with_images)}
 
@@ -130,6 +126,7 @@ def loading(root: Path, family: str, chosen: dict[str, Any], packages: int, repe
         assert all(tier.save(identity, PACKAGE, content) for identity in identities)
 
         def load() -> IsOver:
+            files()
             fetches.extend(store.fetch(identity, PACKAGE) for identity in identities)
             return lambda num_steps: all(one.is_done for one in fetches)
 
@@ -138,7 +135,6 @@ def loading(root: Path, family: str, chosen: dict[str, Any], packages: int, repe
             found["without"] += decode(rig, lambda: lambda num_steps: num_steps == QUIET_STEPS)
             found["reading"] += decode(rig, read)
             store.ram.clear()
-            drop_from_page_cache()
             found["loading"] += decode(rig, load)
             assert all(fetch.source == tier.name for fetch in fetches), [fetch.source for fetch in fetches]
     return {which: spread(seconds) for which, seconds in found.items() if seconds}
@@ -146,22 +142,18 @@ def loading(root: Path, family: str, chosen: dict[str, Any], packages: int, repe
 
 def decode(rig: Rig, begin: Callable[[], IsOver]) -> list[float]:
     """Seconds of each step of as many requests as fit into one, from `begin` until what it gives is true."""
-    engine, seconds, names = rig.llm.llm_engine, list[float](), itertools.count()
-    prompts = itertools.cycle(rig.render([user(filler(10 + number))])[0] for number in range(rig.config.num_seqs))
-
-    def ask() -> None:
-        params = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
-        engine.add_request(f"{time.monotonic_ns()} {next(names)}", next(prompts), params)
+    engine, seconds = rig.llm.llm_engine, list[float]()
+    asks = itertools.cycle([user(filler(10 + number))] for number in range(rig.config.num_seqs))
 
     def step() -> None:
         start = time.perf_counter()
         outputs = engine.step()
         seconds.append(time.perf_counter() - start)
-        for _ in [output for output in outputs if output.finished]:  # makes room for the next
-            ask()
+        for _ in [output for output in outputs if output.finished]:  # it makes room for the next
+            rig.enqueue(next(asks), max_tokens=1000)
 
     for _ in range(rig.config.num_seqs):
-        ask()
+        rig.enqueue(next(asks), max_tokens=1000)
     for _ in range(20):
         step()
     seconds.clear()
@@ -175,26 +167,22 @@ def decode(rig: Rig, begin: Callable[[], IsOver]) -> list[float]:
 
 
 def files() -> list[Path]:
-    """Those of the store's directory, where it has one."""
+    """Those of the store's directory, if it has one; they are read from the disk, as after a restart of the machine."""
     place, _ = settings.store_places(settings.current().store)
-    return list(Path(place).glob("features/??/*")) if place is not None else []
-
-
-def drop_from_page_cache() -> None:
-    """Files of the store are read from the disk, as after a restart of the machine."""
-    for path in files():
+    found = list(Path(place).glob("features/??/*")) if place is not None else []
+    for path in found:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return found
 
 
 def read() -> IsOver:
     """The control: a thread reads the same files once and does nothing with them."""
-    drop_from_page_cache()
-    piece = memoryview(bytearray(4 * 1024**2))
+    piece, paths = memoryview(bytearray(4 * 1024**2)), files()
 
     def work() -> None:
         background.step_back()
-        for path in files():
+        for path in paths:
             with path.open("rb", buffering=0) as file:
                 while file.readinto(piece):
                     pass
@@ -204,8 +192,42 @@ def read() -> IsOver:
     return lambda num_steps: not thread.is_alive()
 
 
+@contextlib.contextmanager
+def slow(port: int, bytes_per_s: float) -> Iterator[int]:
+    """The port of a proxy, a process of its own: so many bytes a second come from the server, over all connections."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=lambda: asyncio.run(proxy(listening, port, bytes_per_s)))
+        process.start()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            process.kill()
+
+
+async def proxy(listening: socket.socket, port: int, bytes_per_s: float) -> None:
+    os.nice(19)  # it stands for a network
+    free_at = time.monotonic()  # when the line has carried all that it was given
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_slow: bool) -> None:
+        nonlocal free_at
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(64 * 1024):
+                if is_slow:
+                    free_at = max(free_at, time.monotonic()) + len(piece) / bytes_per_s
+                    await asyncio.sleep(free_at - time.monotonic())
+                writer.write(piece)
+                await writer.drain()
+        writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(carry(reader, to_server, False), carry(from_server, writer, True))
+
+    await (await asyncio.start_server(connected, sock=listening)).serve_forever()
+
+
 def spread(seconds: list[float]) -> dict[str, float]:
     """Median, 99th percentile and most, in milliseconds."""
     ranked = sorted(1000 * one for one in seconds)
-    p99 = ranked[min(len(ranked) - 1, int(0.99 * len(ranked)))]
-    return {"median_ms": median(ranked), "p99_ms": p99, "most_ms": ranked[-1]}
+    return dict(zip(SPREAD, (median(ranked), ranked[int(0.99 * len(ranked))], ranked[-1]), strict=True))

@@ -10,10 +10,9 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL.ImageFile import ImageFile
 
@@ -33,11 +32,10 @@ LARGE_IMAGES = {"gemma4": {"mm_processor_kwargs": {"max_soft_tokens": 560}}}
 ZOO = {"gemma4": ZooOptions(sliding_window=1024)}
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(NamedTuple):
     """`asks`: workloads by case, given the options and the family. `engine`: of EngineConfig.
 
-    Cases share a process, and each is asked from cold; but those of `stores` keep features in that tier, each in a
+    Cases share a process, and each is asked from cold; but those of STORES keep features in that tier, each in a
     process of its own, and where it is `restarted`, another process with the same store was asked the same before.
     """
 
@@ -45,53 +43,36 @@ class Replay:
     engine: Mapping[str, Any]
     max_tokens: int = 1
     zoo: ZooOptions | None = None
-    stores: Mapping[str, str] | None = None
     restarted: bool = False
 
 
-LONG = {"max_tokens": 9216, "num_images": 10}
-WHOLE_SCREENS = {"max_tokens": 16384, "num_images": 9}
-REPLAYS: dict[str, Replay] = {
-    "image_questions": Replay(
-        lambda options, family: {
-            "20 images x 2 questions": questions(SHAPES[family], 20, 2),
-            "20 images x 5 questions, interleaved": workloads.interleaved(SHAPES[family], 20, 5),
-            "two demo images, varying query image, 20 queries": workloads.demos(SHAPES[family], 20),
-        },
-        LONG, max_tokens=4,
-    ),
-    "cold_requests": Replay(lambda options, family: {"cold": workloads.cold(family, options.rounds)}, LONG),
-    "agents": Replay(
-        lambda options, family: {
-            "agent replay, 18 turns": workloads.agent(18),
-            "window of 5 screenshots, 15 turns": workloads.window(15, 5),
-            "photographs, each once": workloads.photos(options.photos),
-        },
-        {"max_tokens": 9216, "num_images": 8}, max_tokens=4,
-    ),
-    "computer_use": Replay(
-        lambda options, family: {
-            f"{live} live": workloads.computer_use(options.steps, live) for live in options.windows
-        },
-        WHOLE_SCREENS, max_tokens=8,
-    ),
-    "image_service": Replay(
-        lambda options, family: {
-            f"{again:.0%} again": workloads.image_service(options.requests, again) for again in (0.0, 0.5)
-        },
-        WHOLE_SCREENS, max_tokens=8, zoo=ZooOptions(max_pixels=1300 * 1024),
-    ),
-    "gallery": Replay(
-        lambda options, family: {
-            "in rotation": rotation(options.images, options.size, 3),
-            "unknown": workloads.all_new(options.images, options.size),
-        },
-        {"max_tokens": 4096}, stores={"unknown": "disk"},
-    ),
-    "restart": Replay(
-        lambda options, family: {tier: rotation(options.images, options.size, 1, 0) for tier in options.tiers},
-        {"max_tokens": 4096}, stores={"disk": "disk", "valkey": "valkey"}, restarted=True,
-    ),
+STORES = {"unknown": "disk", "disk": "disk", "valkey": "valkey"}
+LONG, SCREENS = {"max_tokens": 9216, "num_images": 10}, {"max_tokens": 16384, "num_images": 9}
+REPLAYS = {
+    "image_questions": Replay(lambda _, family: {
+        "20 images x 2 questions": questions(SHAPES[family], 20, 2),
+        "20 images x 5 questions, interleaved": workloads.interleaved(SHAPES[family], 20, 5),
+        "two demo images, varying query image, 20 queries": workloads.demos(SHAPES[family], 20),
+    }, LONG, max_tokens=4),
+    "cold_requests": Replay(lambda given, family: {"cold": workloads.cold(family, given.rounds)}, LONG),
+    "agents": Replay(lambda given, _: {
+        "agent replay, 18 turns": workloads.agent(18),
+        "window of 5 screenshots, 15 turns": workloads.window(15, 5),
+        "photographs, each once": workloads.photos(given.photos),
+    }, {"max_tokens": 9216, "num_images": 8}, max_tokens=4),
+    "computer_use": Replay(lambda given, _: {
+        f"{live} live": workloads.computer_use(given.steps, live) for live in given.windows
+    }, SCREENS, max_tokens=8),
+    "image_service": Replay(lambda given, _: {
+        f"{again:.0%} again": workloads.image_service(given.requests, again) for again in (0.0, 0.5)
+    }, SCREENS, max_tokens=8, zoo=ZooOptions(max_pixels=1300 * 1024)),
+    "gallery": Replay(lambda given, _: {
+        "in rotation": rotation(given.images, given.size, 3),
+        "unknown": workloads.all_new(given.images, given.size),
+    }, {"max_tokens": 4096}),
+    "restart": Replay(lambda given, _: {
+        tier: rotation(given.images, given.size, 1, 0) for tier in given.tiers
+    }, {"max_tokens": 4096}, restarted=True),
 }  # fmt: skip
 
 
@@ -110,18 +91,15 @@ def measure(name: str, options: Namespace) -> Result:
 
 def one_side(name: str, side: str, family: str, options: Namespace) -> dict[str, list[dict[str, Any]]]:
     """The requests of all cases, in as few processes as there may be."""
-    replay = REPLAYS[name]
-    stores, cases = replay.stores or {}, list(replay.asks(options, family))
-
-    def work(cases: list[str], **more: Any) -> Any:
-        task = {"benchmark": name, "family": family, "options": vars(options), "cases": cases}
-        return run_worker("benchmarks.replays:replayed", side, **task, **more) if cases else {}
-
-    found: dict[str, list[dict[str, Any]]] = work([case for case in cases if case not in stores], settings={})
-    for case in [case for case in cases if case in stores]:
-        with stored(stores[case]) as store, tempfile.TemporaryDirectory() as root:
-            for _ in range(1 + replay.restarted):
-                found |= work([case], settings={"store": store}, root=root)
+    task: dict[str, Any] = {"benchmark": name, "family": family, "options": vars(options)}
+    call, cases = "benchmarks.replays:replayed", list(REPLAYS[name].asks(options, family))
+    found: dict[str, list[dict[str, Any]]] = {}
+    if together := [case for case in cases if case not in STORES]:
+        found = run_worker(call, side, cases=together, settings={}, **task)
+    for case in [case for case in cases if case in STORES]:
+        with stored(STORES[case]) as store, tempfile.TemporaryDirectory() as root:
+            for _ in range(1 + REPLAYS[name].restarted):
+                found |= run_worker(call, side, cases=[case], settings={"store": store}, root=root, **task)
     return found
 
 
