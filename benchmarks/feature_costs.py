@@ -6,13 +6,13 @@ are faster. The tower's time is its matrix products, counted, by what a GPU does
 can measure of it is the bandwidth of BLAKE3, of the page cache and of a Valkey.
 """
 
+import contextlib
 import json
 import os
 import socket
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,40 +27,40 @@ CHUNK = 4 * 1024**2
 
 
 def measure(options: Namespace) -> Result:
-    """Bandwidths, then what the model makes of them."""
-    result = Result()
-    num_bytes = options.mebibytes * 1024**2
-    with running_valkey() as server, tempfile.TemporaryDirectory(dir=Path.home()) as folder:  # /tmp may be RAM
-        content = os.urandom(num_bytes)
-        (path := Path(folder) / "package").write_bytes(content)
-        names = [f"chunk-{number}" for number in range(num_bytes // CHUNK)]
-        for name in names:
-            server.client.set(name, content[:CHUNK])
-        target = memoryview(bytearray(num_bytes))
-        with path.open("rb", buffering=0) as file, socket.create_connection(("127.0.0.1", server.port)) as connection:
+    """Bandwidths in GB/s, then what the model makes of them."""
+    result, num_bytes = Result(), options.mebibytes * 1024**2
+    content, room = os.urandom(num_bytes), memoryview(bytearray(num_bytes))
+    reply = memoryview(bytearray(len(f"${CHUNK}\r\n") + CHUNK + 2))
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(running_valkey())
+        file = stack.enter_context(tempfile.TemporaryFile(dir=Path.home(), buffering=0))  # /tmp may be RAM
+        file.write(content)
+        chunks = range(0, num_bytes, CHUNK)
+        server.client.mset({start: content[start : start + CHUNK] for start in chunks})
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
 
-            def read_file() -> None:
-                file.seek(0)
-                fill(file.readinto, target)
+        def read_valkey() -> None:  # from the socket straight into memory that is there
+            for start in chunks:
+                connection.sendall(f"GET {start}\r\n".encode())
+                fill(connection.recv_into, reply)
 
-            def read_valkey() -> None:  # in chunks, from the socket straight into memory that is there
-                for name in names:
-                    connection.sendall(f"GET {name}\r\n".encode())
-                    fill(connection.recv_into, memoryview(bytearray(len(f"${CHUNK}\r\n"))))
-                    fill(connection.recv_into, target[:CHUNK])
-                    fill(connection.recv_into, memoryview(bytearray(2)))
+        def read_warm() -> Action:
+            file.seek(0)
+            return lambda: fill(file.readinto, room)
 
-            hashed = lambda: blake3(content).digest()  # noqa: E731
-            actions: dict[str, Action] = {"blake3": hashed, "read_warm": read_file, "valkey": read_valkey}
-            work = {name: partial(lambda action: action, action) for name, action in actions.items()}
-            found = {name: num_bytes / time_s / 1e9 for name, time_s in medians(work, options.rounds, 1).items()}
+        work = {
+            "blake3": lambda: lambda: blake3(content).digest(),
+            "read_warm": read_warm,
+            "valkey": lambda: read_valkey,
+        }
+        found = {name: num_bytes / time_s / 1e9 for name, time_s in medians(work, options.rounds, warm_up=1).items()}
     for name, rate in found.items():
         result.add(name, "gb_s", {"here": rate})
     add_model(result, found)
     return result
 
 
-def fill(read_into: Any, target: memoryview) -> None:
+def fill(read_into: Callable[[memoryview], int], target: memoryview) -> None:
     while target:
         target = target[read_into(target) :]
 
