@@ -30,14 +30,6 @@ class Point(NamedTuple):
     mmcache: float
 
 
-class Form(NamedTuple):
-    """How numbers are shown in a row's two cells; its group in the plot, and what a point has of a number."""
-
-    cells: Callable[[Groups], tuple[str, str]]
-    group: str = ""
-    in_plot: Callable[[float], float] = float
-
-
 def times(groups: Groups) -> tuple[str, str]:
     """In milliseconds, with the ratio to stock."""
     shown = [[f"{1000 * s:.1f}" if s < 0.02 else f"{1000 * s:.0f}" for s in pairs[0]] for pairs in groups]
@@ -71,10 +63,10 @@ def numbers(said: str) -> Callable[[Groups], tuple[str, str]]:
     return lambda groups: (cell([pairs[0][0] for pairs in groups]), cell([pairs[0][1] for pairs in groups]))
 
 
+# How the numbers of a row are shown in its two cells, and their group in the plot.
 FORMS = {
-    "time": Form(times, "time"), "ratio": Form(ratios, "time"), "rate": Form(rates, "time", lambda rate: 1 / rate),
-    "count": Form(numbers(",.0f"), "work"), "error": Form(numbers(".2g"), "work"),
-    "share": Form(numbers(".2f"), "reuse"),
+    "time": (times, "time"), "ratio": (ratios, "time"), "rate": (rates, "time"), "count": (numbers(",.0f"), "work"),
+    "error": (numbers(".2g"), "work"), "share": (numbers(".2f"), "reuse"),
 }  # fmt: skip
 
 
@@ -97,8 +89,9 @@ class Row:
     sides: tuple[str, str] | list[str] = ("stock", "mmcache")
 
     @property
-    def shown(self) -> Form:
-        return FORMS.get(self.form) or Form(numbers(self.form))
+    def group(self) -> str:
+        """Of the plot."""
+        return FORMS[self.form][1] if self.form in FORMS else ""
 
     def groups(self, found: Loaded) -> dict[str, list[Pair]]:
         """The numbers that a result has for this row, by what their cell is called; empty where it has none."""
@@ -129,16 +122,18 @@ class Row:
         values = {what: sides.get("mmcache") for one in counted for what, sides in one.items()} | dict(found["options"])
         families = " / ".join(name for name in groups if name in FAMILIES.values())
         said = self.text.format(**values) + (f", {families}" if families else "")
+        cells = FORMS[self.form][0] if self.form in FORMS else numbers(self.form)
         command = ABOUT["commands"].get(self.benchmark, f"bench-{self.benchmark.replace('_', '-')}")
-        return f"| {said} | {' | '.join(self.shown.cells(list(groups.values())))} | `make {command}` |"
+        return f"| {said} | {' | '.join(cells(list(groups.values())))} | `make {command}` |"
 
     def points(self, found: Loaded) -> Iterator[Point]:
         """Where a point stands for several cases it is the worst, by stock's."""
-        if self.label and self.shown.group:
+        if self.label and self.group:
             label = self.label.format(**found["options"])
             for name, pairs in self.groups(found).items():
                 worst = max(pairs, key=lambda pair: pair[1] / pair[0] if pair[0] else 0)
-                yield Point(self.shown.group, f"{label}, {name}" if name else label, *map(self.shown.in_plot, worst))
+                stock, ours = (1 / number for number in worst) if self.form == "rate" else map(float, worst)
+                yield Point(self.group, f"{label}, {name}" if name else label, stock, ours)
 
 
 class Target(NamedTuple):
@@ -148,10 +143,6 @@ class Target(NamedTuple):
     number: list[str]
     by: list[str]
     limit: float
-
-    @property
-    def said(self) -> str:
-        return f"{self.text} (at most {self.limit:g})"
 
 
 def spread(members: list[Any]) -> Iterator[list[Any]]:
@@ -172,7 +163,10 @@ def rows() -> Iterator[Row]:
             listed = ([one] if isinstance(one, str) else one for one in (cases, whats))
             yield Row(name, text, *listed, *rest, **more)
         if name == "processor":
-            yield from (Row(name, target.said, [target.text], ["ratio"], "own .3f") for target in TARGETS)
+            yield from (
+                Row(name, f"{target.text} (at most {target.limit:g})", [target.text], ["ratio"], "own .3f")
+                for target in TARGETS
+            )
 
 
 TARGETS = tuple(Target(*target) for target in spread(CATALOGUE["targets"]["processor"]))

@@ -81,7 +81,7 @@ def points_of(results: Mapping[str, Loaded]) -> list[Point]:
 
 def points_in_readme(results: Mapping[str, Loaded]) -> list[Point]:
     """One bar for each row of the README that is a time: of several families or cases the worst."""
-    rows = [row for row in ROWS if row.in_readme and row.shown.group == "time" and row.benchmark in results]
+    rows = [row for row in ROWS if row.in_readme and row.group == "time" and row.benchmark in results]
     found = [list(row.points(results[row.benchmark])) for row in rows]
     return [max(points, key=lambda point: point.mmcache / point.stock) for points in found if points]
 

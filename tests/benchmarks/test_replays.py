@@ -23,7 +23,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     def url_of(kind: Any, number: int) -> str:
         sizes.append(kind.size)
-        return f"picture {number}"
+        return f"data:picture {number}"
 
     monkeypatch.setattr(workloads, "url_of", url_of)
     return sizes
