@@ -133,7 +133,7 @@ def loading(root: Path, family: str, chosen: dict[str, Any], packages: int, repe
         for _ in range(repeats):
             fetches: list[Any] = []
             found["without"] += decode(rig, lambda: lambda num_steps: num_steps == QUIET_STEPS)
-            found["reading"] += decode(rig, read)
+            found["reading"] += decode(rig, read) if files() else []
             store.ram.clear()
             found["loading"] += decode(rig, load)
             assert all(fetch.source == tier.name for fetch in fetches), [fetch.source for fetch in fetches]

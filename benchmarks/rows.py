@@ -3,7 +3,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ FAMILIES = {
     "qwen2-vl": "Qwen2-VL", "qwen2.5-vl": "Qwen2.5-VL", "qwen3-vl": "Qwen3-VL", "qwen3-vl-moe": "Qwen3-VL MoE",
     "qwen3.5": "Qwen3.5", "qwen3.5-moe": "Qwen3.5 MoE", "gemma3": "Gemma 3", "gemma4": "Gemma 4",
 }  # fmt: skip
+# Of the plot, by form.
+GROUPS = {"time": "time", "ratio": "time", "rate": "time", "count": "work", "error": "work", "share": "reuse"}
 FALLEN_OUT = "rotation, fallen out"
 
 Loaded = Mapping[str, Any]  # a result, as results.py writes it
@@ -30,44 +32,28 @@ class Point(NamedTuple):
     mmcache: float
 
 
-def times(groups: Groups) -> tuple[str, str]:
-    """In milliseconds, with the ratio to stock."""
-    shown = [[f"{1000 * s:.1f}" if s < 0.02 else f"{1000 * s:.0f}" for s in pairs[0]] for pairs in groups]
-    unit, end = (" ms", "") if len(groups) == 1 else ("", " ms")
-    ours = (f"{our}{unit} ({pairs[0][1] / pairs[0][0]:.2f})" for (_, our), pairs in zip(shown, groups, strict=True))
-    return " / ".join(stock for stock, _ in shown) + " ms", " / ".join(ours) + end
+def cells(form: str, groups: Groups) -> tuple[str, str]:
+    """What stands under stock and mmcache.
 
-
-def ratios(groups: Groups) -> tuple[str, str]:
-    """By stock's; the least and the most where there are several."""
-    each = [sorted(ours / stock for stock, ours in pairs) for pairs in groups]
-    return "1", " / ".join(f"{one[0]:.2f}" + (f" to {one[-1]:.2f}" if len(one) > 1 else "") for one in each)
-
-
-def rates(groups: Groups) -> tuple[str, str]:
-    """With the ratio to stock."""
+    A form is one of GROUPS, or of numbers: `.1f`, `1e-6*.1f` for millions, `own .2f s` with a unit where stock has
+    nothing of the kind, which shows the most of several.
+    """
     firsts = [pairs[0] for pairs in groups]
-    stock, ours = (f"{s:.1f}" for s, _ in firsts), (f"{our:.1f} ({our / s:.1f} x)" for s, our in firsts)
-    return " / ".join(stock), " / ".join(ours)
-
-
-def numbers(said: str) -> Callable[[Groups], tuple[str, str]]:
-    """`.1f`, `1e-6*.1f` for millions, `own .2f s` with a unit where stock has nothing: the most of several."""
-    own, factor, form, unit = re.fullmatch(r"(own )?(?:(\S+)\*)?(\S+)( \w+)?", said).groups("")  # type: ignore[union-attr]
-
-    def cell(values: list[float]) -> str:
-        return " / ".join(f"{float(factor or 1) * value:{form}}" for value in values) + unit
-
-    if own:
-        return lambda groups: ("-", cell([max(pairs)[1] for pairs in groups]))
-    return lambda groups: (cell([pairs[0][0] for pairs in groups]), cell([pairs[0][1] for pairs in groups]))
-
-
-# How the numbers of a row are shown in its two cells, and their group in the plot.
-FORMS = {
-    "time": (times, "time"), "ratio": (ratios, "time"), "rate": (rates, "time"), "count": (numbers(",.0f"), "work"),
-    "error": (numbers(".2g"), "work"), "share": (numbers(".2f"), "reuse"),
-}  # fmt: skip
+    if form == "time":  # in milliseconds, with the ratio to stock
+        unit, end = (" ms", "") if len(groups) == 1 else ("", " ms")
+        stock = " / ".join(f"{1000 * s:.{int(s < 0.02)}f}" for s, _ in firsts)
+        ours = (f"{1000 * our:.{int(our < 0.02)}f}{unit} ({our / s:.2f})" for s, our in firsts)
+        return f"{stock} ms", " / ".join(ours) + end
+    if form == "ratio":  # to stock; the least and the most where there are several
+        each = [sorted(our / s for s, our in pairs) for pairs in groups]
+        return "1", " / ".join(f"{one[0]:.2f}" + (f" to {one[-1]:.2f}" if len(one) > 1 else "") for one in each)
+    if form == "rate":
+        return cells(".1f", groups)[0], " / ".join(f"{our:.1f} ({our / s:.1f} x)" for s, our in firsts)
+    named = {"count": ",.0f", "error": ".2g", "share": ".2f"}.get(form, form)
+    own, factor, said, unit = re.fullmatch(r"(own )?(?:(\S+)\*)?(\S+)( \w+)?", named).groups("")  # type: ignore[union-attr]
+    shown = [max(pairs) for pairs in groups] if own else firsts
+    stock, ours = (" / ".join(f"{float(factor or 1) * pair[side]:{said}}" for pair in shown) for side in (0, 1))
+    return "-" if own else stock, ours + unit
 
 
 @dataclass(frozen=True)
@@ -75,8 +61,8 @@ class Row:
     """A row of the table. `cases`: a number for each; where one begins with `*, `, one for each family.
 
     `text` may name options and what was counted, in braces. What is counted may be a part and its whole, `a/b`.
-    `form`: of FORMS, or as numbers() takes it. `label`: in the plot, where a row without one is not. `sides`: whose
-    numbers stand under stock and mmcache.
+    `form`: see cells(). `label`: in the plot, where a row without one is not. `sides`: whose numbers
+    stand under stock and mmcache.
     """
 
     benchmark: str
@@ -91,7 +77,7 @@ class Row:
     @property
     def group(self) -> str:
         """Of the plot."""
-        return FORMS[self.form][1] if self.form in FORMS else ""
+        return GROUPS.get(self.form, "")
 
     def groups(self, found: Loaded) -> dict[str, list[Pair]]:
         """The numbers that a result has for this row, by what their cell is called; empty where it has none."""
@@ -122,9 +108,8 @@ class Row:
         values = {what: sides.get("mmcache") for one in counted for what, sides in one.items()} | dict(found["options"])
         families = " / ".join(name for name in groups if name in FAMILIES.values())
         said = self.text.format(**values) + (f", {families}" if families else "")
-        cells = FORMS[self.form][0] if self.form in FORMS else numbers(self.form)
         command = ABOUT["commands"].get(self.benchmark, f"bench-{self.benchmark.replace('_', '-')}")
-        return f"| {said} | {' | '.join(cells(list(groups.values())))} | `make {command}` |"
+        return f"| {said} | {' | '.join(cells(self.form, list(groups.values())))} | `make {command}` |"
 
     def points(self, found: Loaded) -> Iterator[Point]:
         """Where a point stands for several cases it is the worst, by stock's."""
