@@ -10,21 +10,18 @@ fewer images, rounds and families. A benchmark that fails is reported, the other
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks import plot, summary
+from benchmarks import summary
 from benchmarks.catalogue import BENCHMARKS
 from benchmarks.results import ROOT
+from benchmarks.rows import Loaded
 
-OUTPUT = ROOT / ".artifacts" / "bench"
 TIMEOUT_S = 600
-STOP_S = 60
-NUM_LINES = 15  # of the log of a benchmark that failed
 
 
 class Failed(Exception):
@@ -34,61 +31,46 @@ class Failed(Exception):
 def main() -> None:
     """Run them, print the table, and say what failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description=__doc__)
-    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIRECTORY")
+    parser.add_argument("--output", type=Path, default=ROOT / ".artifacts" / "bench", metavar="DIRECTORY")
     names = [name for name, benchmark in BENCHMARKS.items() if benchmark.in_bench]
     parser.add_argument("--only", nargs="+", default=names, metavar="NAME", help=", ".join(BENCHMARKS))
     options = parser.parse_args()
     output, start, found, failed = options.output.resolve(), time.monotonic(), {}, []
     for name in options.only:
-        began = time.monotonic()
+        began, said = time.monotonic(), ""
         try:
             found[name] = run(name, output)
-            print(f"{name:18} {time.monotonic() - began:5.0f} s", flush=True)
         except (Failed, TimeoutError) as error:
             failed.append(name)
-            print(f"{name:18} {time.monotonic() - began:5.0f} s  FAILED {error}", flush=True)
+            said = f"  FAILED {error}"
+        print(f"{name:18} {time.monotonic() - began:5.0f} s{said}", flush=True)
     if table := summary.table(found):
         (output / "table.md").write_text(table)
         print(f"\n{table}")
-    if points := plot.points_of(found):
-        plot.draw(points, output / "plot.png")
+    if points := summary.points_of(found):
+        summary.draw(points, output / "plot.png")
     print(f"{len(found)} of {len(options.only)} in {time.monotonic() - start:.0f} s; see {output}")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
-def run(
-    name: str, output: Path, environ: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S
-) -> summary.Loaded:
+def run(name: str, output: Path, environ: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S) -> Loaded:
     """The result of one in its short form. Raises: Failed with the end of its log; TimeoutError."""
     output.mkdir(parents=True, exist_ok=True)
     result, log_path = output / f"{name}.json", output / f"{name}.log"
     result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.run", name, "--short", "--output", str(output)]
+    interrupt = ["timeout", "--foreground", "--signal=INT", "--kill-after=60", str(timeout_s)]  # it ends its servers
+    command = [*interrupt, sys.executable, "-m", "benchmarks.run", name, "--short", "--output", str(output)]
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, **(environ or {})}
-        )
-        try:
-            status = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            stop(process)
-            raise TimeoutError(f"{name} took longer than {timeout_s:.0f} s") from None
+        environment = {**os.environ, **(environ or {})}
+        status = subprocess.run(command, stdout=log, stderr=log, cwd=ROOT, env=environment, check=False).returncode
+    if status in (124, 137):  # as timeout says that it ended it
+        raise TimeoutError(f"{name} took longer than {timeout_s:.0f} s")
     if status or not result.exists():
-        lines = log_path.read_text(errors="replace").splitlines()[-NUM_LINES:]
+        lines = log_path.read_text(errors="replace").splitlines()[-15:]
         raise Failed("\n    ".join([f"with status {status}:", *lines]))
-    found: summary.Loaded = json.loads(result.read_text())
+    found: Loaded = json.loads(result.read_text())
     return found
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt it, so that it ends its servers."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 if __name__ == "__main__":

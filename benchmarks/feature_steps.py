@@ -6,8 +6,12 @@ Decoding: the time of every step of four requests, without loads and while 20 pa
 the same files and does nothing with them. Stock has no store: what is compared is the plugin with and without loads.
 """
 
+import asyncio
 import contextlib
+import itertools
+import multiprocessing
 import os
+import socket
 import threading
 import time
 from argparse import Namespace
@@ -16,13 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vllm import SamplingParams
-
-from benchmarks.engines import started
-from benchmarks.results import Result
+from benchmarks.replays import started
+from benchmarks.results import Result, run_worker
 from benchmarks.servers import stored
-from benchmarks.sides import run_worker
-from benchmarks.slow import SlowProxy
 from tests.engine_configuration import CONFIGURATIONS
 from vllm_mmcache import background, settings
 from vllm_mmcache.features import runner
@@ -33,32 +33,29 @@ from vllm_mmcache.prove.scenarios import filler, picture, user
 
 A_CORE_TO_SPARE = {"OMP_NUM_THREADS": "1"}  # for the engine to decode on one of two, as a GPU leaves cores
 PACKAGE = Shape(2048, 16384, "bfloat16")  # 64 MiB: about an image of 1080p to Qwen3-VL-8B
-
 QUIET_STEPS = 1500
+SPREAD = ("median_ms", "p99_ms", "most_ms")
+IsOver = Callable[[int], bool]  # after so many steps
 
 
 def measure(options: Namespace) -> Result:
     """The store's own time by engine, then decoding beside loads by tier. Units: milliseconds of a step."""
-    result = Result()
+    result, module = Result(), "benchmarks.feature_steps"
+    given = {name: getattr(options, name) for name in ("family", "images", "rounds", "size")}
     for engine in options.engines:
-        task = {"images": options.images, "rounds": options.rounds, "size": options.size, "family": options.family}
-        found = run_worker("benchmarks.feature_steps:steps", "mmcache", CONFIGURATIONS[engine].environment(), **task)
-        for which, spread_ in found.items():
-            for what, number in spread_.items():
-                result.add(f"{engine}, {which}", what, {"mmcache": number})
-    task = {"packages": options.packages, "repeats": options.repeats, "family": options.family}
-    call = "benchmarks.feature_steps:loading"
+        found = run_worker(f"{module}:steps", "mmcache", CONFIGURATIONS[engine].environment(), **given)
+        for (which, times), what in itertools.product(found.items(), SPREAD):
+            result.add(f"{engine}, {which}", what, {"mmcache": times[what]})
+    given = {name: getattr(options, name) for name in ("family", "packages", "repeats")}
     for tier in ("disk", "valkey"):
         with contextlib.ExitStack() as stack:
-            store = stack.enter_context(stored(tier, nice=19))  # Valkey stands for another machine
-            chosen: dict[str, Any] = {"store": store}
+            chosen = {"store": stack.enter_context(stored(tier, nice=19))}  # Valkey stands for another machine
             if tier == "valkey":
-                proxy = stack.enter_context(SlowProxy(int(store.rpartition(":")[2]), options.bandwidth))
-                chosen = {"store": f"redis://127.0.0.1:{proxy.port}", "store_remote_timeout_s": 2}
-            found = run_worker(call, "mmcache", A_CORE_TO_SPARE, chosen=chosen, **task)
-        result.details[tier] = {"load_s": found.pop("load_s")}
-        for what in found["without"]:
-            result.add(f"decoding, {tier}", what, {which: spread_[what] for which, spread_ in found.items()})
+                port = stack.enter_context(slow(int(chosen["store"].rpartition(":")[2]), options.bandwidth))
+                chosen = {"store": f"redis://127.0.0.1:{port}", "store_remote_timeout_s": 2}
+            found = run_worker(f"{module}:loading", "mmcache", A_CORE_TO_SPARE, chosen=chosen, **given)
+        for what in SPREAD:
+            result.add(f"decoding, {tier}", what, {which: times[what] for which, times in found.items()})
     return result
 
 
@@ -69,193 +66,168 @@ class Stopwatch:
     """
 
     def __init__(self, rig: Rig) -> None:
-        self.steps: list[float] = []
-        self.took_images = False
-        self.with_images: list[float] = []
-        self._now = 0.0
-        self._depth = 0
+        self.steps: list[tuple[float, bool]] = []  # whether it took images in the step
+        self._now, self._depth, self._took_images = 0.0, 0, False
         for name in ("arrive", "ensure_cache_available", "update_state_after_alloc", "build_connector_meta"):
             setattr(Connector, name, self._timed(getattr(Connector, name)))
-        encoding = runner.Side.encoding
+        encoding, schedule = runner.Side.encoding.__wrapped__, rig.scheduler.schedule  # type: ignore[attr-defined]
 
-        @contextlib.contextmanager
         def timed_encoding(side: Any, message: Any, outputs: Any) -> Iterator[set[str]]:
-            self.took_images |= message is not None
-            inside = encoding(side, message, outputs)
-            with self._running():
-                taken = inside.__enter__()
-            try:
-                yield taken
-            finally:
-                with self._running():
-                    inside.__exit__(None, None, None)
-
-        runner.Side.encoding = timed_encoding  # type: ignore[method-assign, assignment]
-        schedule = rig.scheduler.schedule
+            self._took_images |= message is not None
+            inside, on = encoding(side, message, outputs), self._timed(next)
+            yield on(inside)
+            on(inside, None)
 
         def next_step(*args: Any, **kwargs: Any) -> Any:
-            self._end_step()
+            self.steps.append((self._now, self._took_images))
+            self._now, self._took_images = 0.0, False
             return schedule(*args, **kwargs)
 
+        runner.Side.encoding = contextlib.contextmanager(timed_encoding)  # type: ignore[method-assign, assignment]
         rig.scheduler.schedule = next_step
-
-    def forget(self) -> None:
-        """What was counted so far was to warm up."""
-        self.steps, self.with_images, self._now, self.took_images = [], [], 0.0, False
-
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        start, self._depth = time.perf_counter(), self._depth + 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if not self._depth:
-                self._now += time.perf_counter() - start
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            with self._running():
+            start, self._depth = time.perf_counter(), self._depth + 1
+            try:
                 return method(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self._now += time.perf_counter() - start
 
         return timed
-
-    def _end_step(self) -> None:
-        self.steps.append(self._now)
-        if self.took_images:
-            self.with_images.append(self._now)
-        self._now, self.took_images = 0.0, False
 
 
 def steps(root: Path, family: str, images: int, rounds: int, size: int) -> dict[str, Any]:
     """Milliseconds of the store's code in each step, with every image in RAM: all steps, and those with images."""
     with started(root, family, {}, max_tokens=2048) as rig:
-        return steps_of(rig, images, rounds, size)
-
-
-def steps_of(rig: Rig, images: int, rounds: int, size: int) -> dict[str, Any]:
-    rig.make_cold()
-    watch = Stopwatch(rig)
-    for round_ in range(rounds + 1):
-        for number in range(0, images, 2):
-            pictures = [picture(number + n, (size, size)) for n in range(2)]
-            rig.ask([user(*pictures, f"{round_}?")], max_tokens=8)
-        rig.forget_all_but_features()
-        if not round_:
-            watch.forget()
-    return {"all steps": spread(watch.steps), "with images": spread(watch.with_images)}
+        rig.make_cold()
+        watch = Stopwatch(rig)
+        for number in range(rounds + 1):
+            for image in range(0, images, 2):
+                pictures = (picture(image + n, (size, size)) for n in range(2))
+                rig.ask([user(*pictures, f"{number}?")], max_tokens=8)
+            rig.forget_all_but_features()
+            if number == 0:  # it was to warm up
+                watch.steps.clear()
+        with_images = [seconds for seconds, took_images in watch.steps if took_images]
+    return {"all steps": spread([seconds for seconds, _ in watch.steps]), "with images": spread(with_images)}
 
 
 def loading(root: Path, family: str, chosen: dict[str, Any], packages: int, repeats: int) -> dict[str, Any]:
     """Milliseconds of the steps of requests that decode, without loads and while packages of 64 MiB load, in turn."""
+    found: dict[str, list[float]] = {"without": [], "loading": [], "reading": []}
     with started(root, family, chosen, max_tokens=2048) as rig:
-        return loading_of(rig, packages, repeats)
+        rig.ask([user(filler(20))])  # the first request lets the connector in
+        store, (tier,) = rig.features.store, rig.features.store.below
+        identities = [rig.features.ranks.identity(f"package {number}") for number in range(packages)]
+        content = memoryview(os.urandom(PACKAGE.num_bytes))
+        assert all(tier.save(identity, PACKAGE, content) for identity in identities)
+
+        def load() -> IsOver:
+            files()
+            fetches.extend(store.fetch(identity, PACKAGE) for identity in identities)
+            return lambda num_steps: all(one.is_done for one in fetches)
+
+        for _ in range(repeats):
+            fetches: list[Any] = []
+            found["without"] += decode(rig, lambda: lambda num_steps: num_steps == QUIET_STEPS)
+            found["reading"] += decode(rig, read) if files() else []
+            store.ram.clear()
+            found["loading"] += decode(rig, load)
+            assert all(fetch.source == tier.name for fetch in fetches), [fetch.source for fetch in fetches]
+    return {which: spread(seconds) for which, seconds in found.items() if seconds}
 
 
-def loading_of(rig: Rig, packages: int, repeats: int) -> dict[str, Any]:
-    rig.ask([user(filler(20))])  # the first request lets the connector in
-    connector = rig.features
-    identities = [connector.ranks.identity(f"package {number}") for number in range(packages)]
-    (tier,) = connector.store.below
-    content = memoryview(os.urandom(PACKAGE.num_bytes))
-    for identity in identities:
-        assert tier.save(identity, PACKAGE, content)
-    without: list[float] = []
-    beside_reads: list[float] = []
-    busy: list[float] = []
-    load_s: list[float] = []
-    for _ in range(repeats):
-        with Decoding(rig) as decoding:
-            without += decoding.step_until(lambda num_steps: num_steps == QUIET_STEPS)
-        with Decoding(rig) as decoding, reading() as is_over:
-            beside_reads += decoding.step_until(is_over)
-        connector.store.ram.clear()
-        drop_from_page_cache()
-        with Decoding(rig) as decoding:
-            fetches = [connector.store.fetch(identity, PACKAGE) for identity in identities]
-            seconds = decoding.step_until(lambda num_steps, under_way=fetches: all(one.is_done for one in under_way))
-        assert all(fetch.source == tier.name for fetch in fetches), [fetch.source for fetch in fetches]
-        busy += seconds
-        load_s.append(sum(seconds))
-    control = {"reading": spread(beside_reads)} if beside_reads else {}
-    return {"without": spread(without), "loading": spread(busy), **control, "load_s": load_s}
+def decode(rig: Rig, begin: Callable[[], IsOver]) -> list[float]:
+    """Seconds of each step of as many requests as fit into one, from `begin` until what it gives is true."""
+    engine, seconds = rig.llm.llm_engine, list[float]()
+    asks = itertools.cycle([user(filler(10 + number))] for number in range(rig.config.num_seqs))
 
+    def step() -> None:
+        start = time.perf_counter()
+        outputs = engine.step()
+        seconds.append(time.perf_counter() - start)
+        for _ in [output for output in outputs if output.finished]:  # it makes room for the next
+            rig.enqueue(next(asks), max_tokens=1000)
 
-class Decoding:
-    """As many requests as fit into a step, within the block; one that ends makes room for the next."""
-
-    def __init__(self, rig: Rig) -> None:
-        self._engine = rig.llm.llm_engine
-        self._prompts = [rig.render([user(filler(10 + number))])[0] for number in range(rig.config.num_seqs)]
-        self._names: dict[str, str] = {}
-
-    def __enter__(self) -> "Decoding":
-        for prompt in self._prompts:
-            self._add(prompt)
-        self.step_until(lambda num_steps: num_steps == 20)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._engine.abort_request(list(self._names))
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
-
-    def step_until(self, is_over: Callable[[int], bool]) -> list[float]:
-        """Seconds of each step."""
-        seconds: list[float] = []
-        while not is_over(len(seconds)):
-            start = time.perf_counter()
-            outputs = self._engine.step()
-            seconds.append(time.perf_counter() - start)
-            for output in outputs:
-                if output.finished:
-                    self._add(self._names.pop(output.request_id))
-        return seconds
-
-    def _add(self, prompt: str) -> None:
-        name = str(time.monotonic_ns())
-        self._names[name] = prompt
-        self._engine.add_request(name, prompt, SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True))
+    for _ in range(rig.config.num_seqs):
+        rig.enqueue(next(asks), max_tokens=1000)
+    for _ in range(20):
+        step()
+    seconds.clear()
+    is_over = begin()
+    while not is_over(len(seconds)):
+        step()
+    engine.abort_request(list(rig.scheduler.requests), internal=True)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return seconds
 
 
 def files() -> list[Path]:
-    """Those of the store's directory, where it has one."""
+    """Those of the store's directory, if it has one; they are read from the disk, as after a restart of the machine."""
     place, _ = settings.store_places(settings.current().store)
-    return list(Path(place).glob("features/??/*")) if place is not None else []
-
-
-def drop_from_page_cache() -> None:
-    """Files of the store are read from the disk, as after a restart of the machine."""
-    for path in files():
+    found = list(Path(place).glob("features/??/*")) if place is not None else []
+    for path in found:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return found
 
 
-@contextlib.contextmanager
-def reading() -> Iterator[Callable[[int], bool]]:
-    """The control: a thread reads the same files once and does nothing with them. Yields whether it is over."""
-    drop_from_page_cache()
-    piece = memoryview(bytearray(4 * 1024**2))
+def read() -> IsOver:
+    """The control: a thread reads the same files once and does nothing with them."""
+    piece, paths = memoryview(bytearray(4 * 1024**2)), files()
 
-    def read() -> None:
+    def work() -> None:
         background.step_back()
-        for path in files():
+        for path in paths:
             with path.open("rb", buffering=0) as file:
                 while file.readinto(piece):
                     pass
 
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(target=work)
     thread.start()
-    yield lambda num_steps: not thread.is_alive()
-    thread.join()
+    return lambda num_steps: not thread.is_alive()
+
+
+@contextlib.contextmanager
+def slow(port: int, bytes_per_s: float) -> Iterator[int]:
+    """The port of a proxy, a process of its own: so many bytes a second come from the server, over all connections."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=lambda: asyncio.run(proxy(listening, port, bytes_per_s)))
+        process.start()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            process.kill()
+
+
+async def proxy(listening: socket.socket, port: int, bytes_per_s: float) -> None:
+    os.nice(19)  # it stands for a network
+    free_at = time.monotonic()  # when the line has carried all that it was given
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_slow: bool) -> None:
+        nonlocal free_at
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(64 * 1024):
+                if is_slow:
+                    free_at = max(free_at, time.monotonic()) + len(piece) / bytes_per_s
+                    await asyncio.sleep(free_at - time.monotonic())
+                writer.write(piece)
+                await writer.drain()
+        writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(carry(reader, to_server, False), carry(from_server, writer, True))
+
+    await (await asyncio.start_server(connected, sock=listening)).serve_forever()
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
     """Median, 99th percentile and most, in milliseconds."""
-    ranked = sorted(seconds)
-    return {
-        "count": len(ranked),
-        "median_ms": 1000 * median(ranked),
-        "p99_ms": 1000 * ranked[min(len(ranked) - 1, int(0.99 * len(ranked)))],
-        "most_ms": 1000 * ranked[-1],
-    }
+    ranked = sorted(1000 * one for one in seconds)
+    return dict(zip(SPREAD, (median(ranked), ranked[int(0.99 * len(ranked))], ranked[-1]), strict=True))

@@ -1,128 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks that are requests to one engine of each side: what is asked, and what stays between two processes.
+"""The benchmarks that are requests to one engine of each side, and the engine itself, for others, too.
 
 Of each case and family the result has the median time of a request, tokens cached and the best possible, runs of the
 vision tower, pictures decoded, and how many answers are another than stock's, over the requests that count.
 """
 
+import contextlib
 import tempfile
+import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
+
+from PIL.ImageFile import ImageFile
 
 from benchmarks import workloads
-from benchmarks.results import Result
+from benchmarks.results import SIDES, Result, in_turn, run_worker
 from benchmarks.servers import stored
-from benchmarks.sides import SIDES, in_turn, run_worker
-from benchmarks.workloads import SHAPES, Asks, image_service, marked, rotation
-from vllm_mmcache.prove.workloads import questions
-from vllm_mmcache.zoo import ZooOptions
+from benchmarks.workloads import SHAPES, Asks, rotation
+from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, EngineConfig, Rig
+from vllm_mmcache.prove.workloads import put, questions, reusable, shared
+from vllm_mmcache.zoo import ZooOptions, build_cached
 
-WORKER = "benchmarks.engines:replay"
-COUNTED = ("cached_tokens", "best_tokens", "whole_request_tokens", "prompt_tokens", "tower_runs", "decodes")
-ROOMS = ("image_checkpoints", "features")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One workload. Cases of a benchmark without a store share a process, and each is asked from cold."""
-
-    asks: Callable[[Namespace, str], Asks]
-    """Called with the options and the family, in the worker."""
-    store: str = ""
-    """`disk` or `valkey`: where the plugin keeps features."""
-    restarted: bool = False
-    """Another process with the same store is asked the same before."""
-    kv_share: float = 0.0
-    """Of the KV that all requests take together: the size of the cache; 0 is vLLM's default."""
+COUNTED = ("cached_tokens", "best_tokens", "tower_runs", "decodes")
+# Qwen's towers see as many patches as the picture has: 4,096 of 1024x1024 pixels. Gemma 4's is a setting of servers;
+# the zoo's 70 tokens are 630 patches, too few to show. 560 tokens are 5,040, and 20 pictures are more than vLLM's own
+# encoder cache, which has room for the tokens of a step. The window holds an image, as in the published larger models.
+LARGE_IMAGES = {"gemma4": {"mm_processor_kwargs": {"max_soft_tokens": 560}}}
+ZOO = {"gemma4": ZooOptions(sliding_window=1024)}
 
 
-@dataclass(frozen=True)
-class Replay:
-    """Cases by name. `engine`: of EngineConfig, beside vLLM's own block size and token budget."""
+class Replay(NamedTuple):
+    """`asks`: workloads by case, given the options and the family. `engine`: of EngineConfig.
 
-    cases: Mapping[str, Case]
+    Cases share a process, and each is asked from cold; but those of STORES keep features in that tier, each in a
+    process of its own, and where it is `restarted`, another process with the same store was asked the same before.
+    """
+
+    asks: Callable[[Namespace, str], Mapping[str, Asks]]
     engine: Mapping[str, Any]
-    zoo: ZooOptions | None = None
     max_tokens: int = 1
-    wanted: Callable[[Namespace, str], bool] = field(default=lambda options, case: True)
+    zoo: ZooOptions | None = None
+    restarted: bool = False
 
 
-def about_images(make: Callable[..., Any], *numbers: int) -> Case:
-    return Case(lambda options, family: marked(make(SHAPES[family], *numbers)))
-
-
-LONG = {"max_tokens": 9216, "num_images": 10}
-WHOLE_SCREENS = {"max_tokens": 16384, "num_images": 9}
-
-REPLAYS: dict[str, Replay] = {
-    "image_questions": Replay(
-        {
-            "20 images x 2 questions": about_images(questions, 20, 2),
-            "20 images x 5 questions, interleaved": about_images(workloads.interleaved, 20, 5),
-            "two demo images, varying query image, 20 queries": about_images(workloads.demos, 20),
-            "conversation that adds an image each turn, 10 turns": about_images(workloads.growing, 10),
-            "text first, then image, then question": about_images(workloads.shifted, 6, 3),
-            "every picture once, KV for a tenth": Case(
-                lambda options, family: marked(workloads.unique(SHAPES[family], options.unique)), kv_share=0.1
-            ),
-        },
-        LONG,
-        max_tokens=4,
-        wanted=lambda options, case: bool(options.unique) or "once" not in case,
-    ),
-    "cold_requests": Replay(
-        {
-            "cold": Case(lambda options, family: workloads.cold(family, options.rounds)),
-            "rooms in turn": Case(lambda options, family: workloads.rooms_in_turn(family, options.pairs, ROOMS)),
-        },
-        LONG,
-    ),
-    "agents": Replay(
-        {
-            "agent replay, 18 turns": Case(lambda options, family: workloads.agent(18)),
-            "window of 5 screenshots, 15 turns": Case(lambda options, family: workloads.window(15, 5)),
-            "8 tenants x 3 questions": Case(lambda options, family: workloads.tenants(3)),
-            "photographs, each once": Case(lambda options, family: workloads.photos(options.photos)),
-        },
-        {"max_tokens": 9216, "num_images": 8},
-        max_tokens=4,
-    ),
-    "computer_use": Replay(
-        {
-            f"{live} live": Case(lambda options, family, live=live: workloads.computer_use(options.steps, live))
-            for live in (1, 3, 5)
-        },
-        WHOLE_SCREENS,
-        max_tokens=8,
-        wanted=lambda options, case: int(case.split()[0]) in options.windows,
-    ),
-    "image_service": Replay(
-        {
-            f"{again:.0%} again": Case(lambda options, family, again=again: image_service(options.requests, again))
-            for again in (0.0, 0.5)
-        },
-        WHOLE_SCREENS,
-        ZooOptions(max_pixels=1300 * 1024),
-        max_tokens=8,
-    ),
-    "gallery": Replay(
-        {
-            "in rotation": Case(lambda options, family: rotation(options.images, options.size, 3)),
-            "unknown": Case(lambda options, family: workloads.all_new(options.images, options.size), store="disk"),
-        },
-        {"max_tokens": 4096},
-    ),
-    "restart": Replay(
-        {
-            tier: Case(lambda options, family: rotation(options.images, options.size, 1, 0), tier, restarted=True)
-            for tier in ("disk", "valkey")
-        },
-        {"max_tokens": 4096},
-        wanted=lambda options, case: case in options.tiers,
-    ),
+STORES = {"unknown": "disk", "disk": "disk", "valkey": "valkey"}
+LONG, SCREENS = {"max_tokens": 9216, "num_images": 10}, {"max_tokens": 16384, "num_images": 9}
+REPLAYS = {
+    "image_questions": Replay(lambda _, family: {
+        "20 images x 2 questions": questions(SHAPES[family], 20, 2),
+        "20 images x 5 questions, interleaved": workloads.interleaved(SHAPES[family], 20, 5),
+        "two demo images, varying query image, 20 queries": workloads.demos(SHAPES[family], 20),
+    }, LONG, max_tokens=4),
+    "cold_requests": Replay(lambda given, family: {"cold": workloads.cold(family, given.rounds)}, LONG),
+    "agents": Replay(lambda given, _: {
+        "agent replay, 18 turns": workloads.agent(18),
+        "window of 5 screenshots, 15 turns": workloads.window(15, 5),
+        "photographs, each once": workloads.photos(given.photos),
+    }, {"max_tokens": 9216, "num_images": 8}, max_tokens=4),
+    "computer_use": Replay(lambda given, _: {
+        f"{live} live": workloads.computer_use(given.steps, live) for live in given.windows
+    }, SCREENS, max_tokens=8),
+    "image_service": Replay(lambda given, _: {
+        f"{again:.0%} again": workloads.image_service(given.requests, again) for again in (0.0, 0.5)
+    }, SCREENS, max_tokens=8, zoo=ZooOptions(max_pixels=1300 * 1024)),
+    "gallery": Replay(lambda given, _: {
+        "in rotation": rotation(given.images, given.size, 3),
+        "unknown": workloads.all_new(given.images, given.size),
+    }, {"max_tokens": 4096}),
+    "restart": Replay(lambda given, _: {
+        tier: rotation(given.images, given.size, 1, 0) for tier in given.tiers
+    }, {"max_tokens": 4096}, restarted=True),
 }  # fmt: skip
 
 
@@ -141,45 +91,132 @@ def measure(name: str, options: Namespace) -> Result:
 
 def one_side(name: str, side: str, family: str, options: Namespace) -> dict[str, list[dict[str, Any]]]:
     """The requests of all cases, in as few processes as there may be."""
-    replay = REPLAYS[name]
-    cases = {one: case for one, case in replay.cases.items() if replay.wanted(options, one)}
     task: dict[str, Any] = {"benchmark": name, "family": family, "options": vars(options)}
-    alone = [one for one, case in cases.items() if case.store]
+    call, cases = "benchmarks.replays:replayed", list(REPLAYS[name].asks(options, family))
     found: dict[str, list[dict[str, Any]]] = {}
-    if together := [one for one in cases if one not in alone]:
-        found = run_worker(WORKER, side, cases=together, settings={}, **task)
-    for one in alone:
-        with stored(cases[one].store) as store, tempfile.TemporaryDirectory() as root:
-            for _ in range(1 + cases[one].restarted):
-                found |= run_worker(WORKER, side, cases=[one], settings={"store": store}, root=root, **task)
+    if together := [case for case in cases if case not in STORES]:
+        found = run_worker(call, side, cases=together, settings={}, **task)
+    for case in [case for case in cases if case in STORES]:
+        with stored(STORES[case]) as store, tempfile.TemporaryDirectory() as root:
+            for _ in range(1 + REPLAYS[name].restarted):
+                found |= run_worker(call, side, cases=[case], settings={"store": store}, root=root, **task)
     return found
+
+
+def replayed(
+    root: Path, benchmark: str, cases: list[str], family: str, options: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
+    """The requests of some cases, by case, each from cold, on one engine."""
+    replay, found = REPLAYS[benchmark], {}
+    asks = replay.asks(Namespace(**options), family)
+    with started(root, family, settings, replay.zoo, **replay.engine) as rig:
+        work = Work(rig)
+        for case in cases:
+            rig.make_cold()
+            found[case] = requests(rig, work, asks[case], replay.max_tokens)
+    return found
+
+
+@contextlib.contextmanager
+def started(
+    root: Path, family: str, settings: Mapping[str, Any], zoo: ZooOptions | None = None,
+    more: Mapping[str, Any] | None = None, **engine: Any,
+) -> Iterator[Rig]:  # fmt: skip
+    """An engine with vLLM's own block size and token budget; settings of the plugin are nothing to stock.
+
+    Its model is in `root`: a process that is to find what another one saved needs the same, for vLLM's name of an image
+    holds the path. `more`: arguments of vLLM's LLM().
+    """
+    more = {"additional_config": {"mmcache": dict(settings)}, **LARGE_IMAGES.get(family, {}), **(more or {})}
+    config = EngineConfig(family, **{"block_tokens": None, "batched_tokens": None, **engine}, more=tuple(more.items()))
+    rig = Rig(config, build_cached(family, root, options=zoo or ZOO.get(family)))
+    try:
+        yield rig
+    finally:
+        rig.close()
+
+
+class Work:
+    """Counts the images that the vision tower of an engine runs for, and the pictures that are decoded."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.tower_runs = self.decodes = 0
+        embed, load = rig.runner.model.embed_multimodal, ImageFile.load
+
+        def counted_embed(**kwargs: Any) -> Any:
+            outputs = embed(**kwargs)
+            self.tower_runs += len(outputs)
+            return outputs
+
+        def counted_load(picture: ImageFile) -> Any:
+            self.decodes += bool(picture.tile)  # what is left to decode
+            return load(picture)
+
+        rig.runner.model.embed_multimodal = counted_embed
+        ImageFile.load = counted_load  # type: ignore[method-assign, assignment]
+
+
+def requests(rig: Rig, work: Work, asks: Asks, max_tokens: int) -> list[dict[str, Any]]:
+    """Put all requests of a workload, one after the other; what each was and what it cost. Units: seconds, tokens.
+
+    `best_tokens` is the longest prefix that a request shares with an earlier one, floored to the block size and without
+    the last token.
+    """
+    seen: list[list[Any]] = []
+    found: list[dict[str, Any]] = []
+
+    def ask(tag: bool | str, conversation: list[Any]) -> Answer:
+        tower_runs, decodes, start = work.tower_runs, work.decodes, time.perf_counter()
+        answer = answered(rig, conversation, max_tokens)
+        cost = {"time_s": time.perf_counter() - start, "tower_runs": work.tower_runs - tower_runs}
+        cost |= {"decodes": work.decodes - decodes, "cached_tokens": answer.num_cached_tokens}
+        content: list[Any] = list(answer.prompt_ids)
+        for (first, end), name in zip(rig.image_spans(answer), pictures_of(conversation), strict=True):
+            content[first:end] = [name] * (end - first)
+        best = reusable(max((shared(content, other) for other in seen), default=0), content, rig.block_tokens)
+        found.append({"tag": tag, **cost, "best_tokens": best, "answer": list(answer.token_ids)})
+        seen.append([*content, *answer.token_ids])
+        return answer
+
+    list(put(ask, asks))
+    return found
+
+
+def answered(rig: Rig, conversation: list[Any], max_tokens: int) -> Answer:
+    """To a conversation as clients' messages where its pictures are URLs, else to a prompt with pictures."""
+    if not any(part["type"] == "image_url" for part in parts_of(conversation)):
+        return rig.ask(conversation, max_tokens=max_tokens)[0]
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=NUM_LOGPROBS, ignore_eos=True)
+    return Answer.of("", (), rig.llm.chat([conversation], params, use_tqdm=False)[0])
+
+
+def parts_of(conversation: list[Any]) -> list[Any]:
+    return [part for message in conversation if not isinstance(message["content"], str) for part in message["content"]]
+
+
+def pictures_of(conversation: list[Any]) -> list[Any]:
+    """What tells the pictures apart, one after the other."""
+    urls = [part["image_url"]["url"] for part in parts_of(conversation) if part["type"] == "image_url"]
+    images = [part["image"] for part in parts_of(conversation) if part["type"] == "image"]
+    return urls or [hash((image.size, image.tobytes())) for image in images]
 
 
 def add(result: Result, case: str, sides: Mapping[str, list[dict[str, Any]]]) -> None:
     """The numbers of one case, or of the several that its requests belong to."""
-    kinds = {request["case"]: None for request in sides["stock"]}
-    for kind in kinds:
-        kept = {side: [one for one in asked if one["counts"] and one["case"] == kind] for side, asked in sides.items()}
-        name = f"{case}, {kind}" if kind else case
+    for tag in dict.fromkeys(one["tag"] for one in sides["stock"] if one["tag"]):
+        kept = {side: [one for one in asked if one["tag"] == tag] for side, asked in sides.items()}
+        name = f"{case}, {tag}" if isinstance(tag, str) else case
         result.add(name, "time_s", {side: median(one["time_s"] for one in asked) for side, asked in kept.items()})
         result.add(name, "last_to_first", {side: last_to_first(asked) for side, asked in kept.items()})
         for what in COUNTED:
             result.add(name, what, {side: sum(one[what] for one in asked) for side, asked in kept.items()})
         others = sum(a["answer"] != b["answer"] for a, b in zip(*kept.values(), strict=True))
         result.add(name, "other_answers", {"mmcache": others})
-        result.details[name] = {
-            "requests": len(kept["stock"]), "counters": totals(kept["mmcache"]),
-            "times_s": {side: [round(one["time_s"], 5) for one in asked] for side, asked in kept.items()},
-        }  # fmt: skip
 
 
 def last_to_first(asked: list[dict[str, Any]]) -> float:
     """Median time in the last quarter by that in the first, the very first request left out."""
     seconds, quarter = [one["time_s"] for one in asked], len(asked) // 4
     return median(seconds[-quarter:]) / median(seconds[1 : quarter + 1]) if quarter else 1.0
-
-
-def totals(asked: list[dict[str, Any]]) -> dict[str, float]:
-    """The plugin's counters, added up."""
-    names = sorted({name for one in asked for name in one["counters"]})
-    return {name: sum(one["counters"].get(name, 0.0) for one in asked) for name in names}

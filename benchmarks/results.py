@@ -1,29 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one form of a result: numbers by case, by what is counted, by side; committed in benchmarks/results/<name>.json.
+"""What all benchmarks use: stock and plugin side by side, each in processes of its own, and the one form of a result.
 
-What is counted carries its unit: time_s, cpu_s, cached_tokens, tower_runs. Sides are `stock` and `mmcache`, but where
-a benchmark names others. Samples and other details lie beside the numbers, in no common form.
+A result has numbers by case, by what is counted, by side. What is counted carries its unit: time_s, cpu_s,
+cached_tokens, tower_runs. Sides are `stock` and `mmcache`, but where a benchmark names others.
 """
 
+import importlib
 import json
 import math
-from collections.abc import Mapping
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from benchmarks.machine import provenance
+from statistics import median
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "results"
+SIDES = ("stock", "mmcache")
 
+Name = TypeVar("Name", bound=Hashable)
+Action = Callable[[], object]
+Clock = Callable[[], float]
 Numbers = Mapping[str, float]  # by side
 Found = dict[str, dict[str, dict[str, float]]]  # by case, by what is counted, by side
 
 
 @dataclass
 class Result:
-    """What a benchmark has found so far. `problems`: what must not be, in words."""
+    """What a benchmark has found so far. `details` have no common form. `problems`: what must not be, in words."""
 
     found: Found = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
@@ -57,3 +68,86 @@ def committed(name: str) -> dict[str, Any]:
     """The committed result of a benchmark."""
     content: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
     return content
+
+
+def provenance() -> dict[str, Any]:
+    """Commit, processor, cores, Python and vLLM versions, and the command."""
+    from vllm.version import __version__ as vllm
+
+    module = sys.modules["__main__"].__spec__
+    command = " ".join(["python", "-m", module.name if module else "?", *sys.argv[1:]])
+    python = platform.python_version()
+    return {"commit": commit(), "machine": processor(), "python": python, "vllm": vllm, "command": command}
+
+
+def processor() -> str:
+    """The processor's name, and its cores."""
+    cpuinfo = Path("/proc/cpuinfo")
+    named = re.search("model name.*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return f"{named[1] if named else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def commit(checkout: Path | None = None) -> str:
+    """A checkout's commit, with + where the tree is dirty; BENCH_COMMIT where the files are no checkout.
+
+    `checkout` is that of the working directory if it is not given.
+    """
+    git = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False, cwd=checkout)
+    return os.environ.get("BENCH_COMMIT") or done.stdout.strip()
+
+
+def run_worker(call: str, side: str, environ: Mapping[str, str] | None = None, **arguments: Any) -> Any:
+    """What a function `benchmarks.module:name` gives on one side, in a fresh process.
+
+    The only difference between the sides is MMCACHE_DISABLE, and the plugin's settings where some are given:
+    BENCH_MMCACHE_FEATURES=1 is MMCACHE_FEATURES=1 on that side. `environ`: further variables. Every side but the
+    plugin's is stock. Raises: RuntimeError with the end of stderr.
+    """
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("MMCACHE_")}
+    variables |= {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", **(environ or {})}
+    if side == "mmcache":
+        variables |= {k.removeprefix("BENCH_"): v for k, v in variables.items() if k.startswith("BENCH_MMCACHE_")}
+    else:
+        variables["MMCACHE_DISABLE"] = "1"
+    command = [sys.executable, "-c", "from benchmarks import results; results.work()"]
+    task = json.dumps({"call": call, **arguments})
+    done = subprocess.run(command, input=task, env=variables, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{call} on {side} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def work() -> None:
+    """What that process does: the task is JSON on stdin, what the function gives is the last line of stdout.
+
+    The function gets a folder for models, which is there for this process alone unless the task names one: `root`.
+    """
+    task: dict[str, Any] = json.load(sys.stdin)
+    module, _, name = task.pop("call").partition(":")
+    function = getattr(importlib.import_module(module), name)
+    with tempfile.TemporaryDirectory() as root:
+        print(json.dumps(function(Path(task.pop("root", root)), **task)), flush=True)
+
+
+def in_turn(repeats: int, sides: Iterable[str] = SIDES) -> list[str]:
+    """Each side so often, in turn, the one that goes first changing: two processes of one side differ by 5 to 15 %."""
+    order = list(sides)
+    return [side for number in range(repeats) for side in (order[::-1] if number % 2 else order)]
+
+
+def medians(
+    work: Mapping[Name, Callable[[], Action]], rounds: int, warm_up: int = 0, clock: Clock = time.perf_counter
+) -> dict[Name, float]:
+    """Median seconds of pieces of work that are done in turn in this process, by name.
+
+    Each piece gives, for each round, what is then timed; rounds of the warm-up are not counted.
+    """
+    seconds: dict[Name, list[float]] = {name: [] for name in work}
+    for number in range(warm_up + rounds):
+        for name, prepare in work.items():
+            action, start = prepare(), clock()
+            action()
+            if number >= warm_up:
+                seconds[name].append(clock() - start)
+    return {name: median(found) for name, found in seconds.items()}

@@ -13,55 +13,48 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.catalogue import BENCHMARKS, Benchmark
-from benchmarks.results import Result
+from benchmarks.catalogue import ABOUT, BENCHMARKS
 
 
-def measure_of(name: str) -> Callable[[Namespace], Result]:
+def measure_of(name: str) -> Callable[[Namespace], results.Result]:
     """What measures a benchmark, given its options."""
-    if (spec := importlib.util.find_spec(BENCHMARKS[name].module or f"benchmarks.{name}")) is not None:
-        module = f"{spec.name}.measure" if spec.submodule_search_locations else spec.name
-        found: Callable[[Namespace], Result] = importlib.import_module(module).measure
-        return found
-    from benchmarks import replays  # vLLM comes with it
-
-    return lambda options: replays.measure(name, options)
-
-
-def parser_of(name: str, benchmark: Benchmark) -> argparse.ArgumentParser:
-    """The options of one; an option that is not given takes the value of the form, whole or short."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.run {name}", description=benchmark.what)
-    for option, value in benchmark.options.items():
-        several = isinstance(value, tuple)
-        kind = type(value) if not several else type(value[0]) if value else str
-        short = benchmark.short.get(option, value)
-        said = f"default {value}" + (f", short {short}" if short != value else "")
-        more: dict[str, Any] = {"nargs": "+", "type": kind} if several else {"type": kind}
-        if kind is bool:
-            more = {"action": "store_true", "default": None}
-        if option in ("sides", "tiers"):
-            more["choices"] = value
-        parser.add_argument(f"--{option.replace('_', '-')}", help=said, **more)
-    parser.add_argument("--short", action="store_true", help="shows that it works, and little more")
-    parser.add_argument("--save", action="store_true", help="write the committed result")
-    parser.add_argument("--output", type=Path, metavar="DIRECTORY", help="write the result into this directory")
-    return parser
+    spec = importlib.util.find_spec(ABOUT["modules"].get(name, f"benchmarks.{name}"))
+    if spec is None:
+        return partial(importlib.import_module("benchmarks.replays").measure, name)
+    module = f"{spec.name}.measure" if spec.submodule_search_locations else spec.name
+    found: Callable[[Namespace], results.Result] = importlib.import_module(module).measure
+    return found
 
 
 def options_of(name: str, arguments: list[str]) -> tuple[Namespace, list[Path]]:
-    """The benchmark's options, and where its result goes."""
+    """The options of one, and where its result goes. What is not given takes the value of the form, whole or short."""
     benchmark = BENCHMARKS[name]
-    parser = parser_of(name, benchmark)
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.run {name}", description=benchmark.what)
+    for option, value in benchmark.options.items():
+        several = isinstance(value, list)
+        more: dict[str, Any] = {"type": type(value[0]) if several and value else str if several else type(value)}
+        if several:
+            more["nargs"] = "+"
+        if option in ("sides", "tiers"):
+            more["choices"] = value
+        if isinstance(value, bool):
+            more = {"action": "store_true", "default": None}
+        shown = f"default {value}" + (f", short {benchmark.short[option]}" if option in benchmark.short else "")
+        parser.add_argument(f"--{option.replace('_', '-')}", help=shown, **more)
+    parser.add_argument("--short", action="store_true", help="shows that it works, and little more")
+    parser.add_argument("--save", action="store_true", help="write the committed result")
+    parser.add_argument("--output", type=Path, metavar="DIRECTORY", help="write the result into this directory")
     given = vars(parser.parse_args(arguments))
     output, is_saved, is_short = given.pop("output"), given.pop("save"), given.pop("short")
-    folders = ([results.FOLDER] if is_saved else []) + ([output] if output else [])
-    form = benchmark.short if is_short else {}
+    folders = [*([results.FOLDER] if is_saved else []), *([output] if output else [])]
     said = {option: value for option, value in given.items() if value is not None}
-    return Namespace(**{**benchmark.options, **form, **said}), [folder / f"{name}.json" for folder in folders]
+    options = {**benchmark.options, **(benchmark.short if is_short else {}), **said}
+    return Namespace(**options), [folder / f"{name}.json" for folder in folders]
 
 
 def main() -> None:

@@ -11,14 +11,13 @@ from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.results import Result
-from benchmarks.timing import Action, medians
+from benchmarks.results import Action, Result, medians
 from tests.features.packages import identity
 from vllm_mmcache.features.disk import DiskTier
 from vllm_mmcache.features.lasting import name_of
 from vllm_mmcache.features.package import Shape
 from vllm_mmcache.records.framing import frame, unframe
-from vllm_mmcache.sealing import CLEAR, Clear, Sealed
+from vllm_mmcache.sealing import CLEAR, Sealed
 
 KEYS = {"clear": CLEAR, "sealed": Sealed(b"k" * 32)}
 WIDTH = 16384
@@ -40,7 +39,7 @@ def measure(options: Namespace) -> Result:
         def load(side: str) -> Action:
             return lambda: done(tiers[side].load(identity(), shape, lambda: room, time.monotonic() + 60))
 
-        kinds = {"save": save, "load": load, "1000 records": lambda side: partial(records, KEYS[side])}
+        kinds = {"save": save, "load": load, "1000 records": lambda side: partial(records, side)}
         work = {(what, side): partial(kind, side) for side in KEYS for what, kind in kinds.items()}
         found = medians(work, options.rounds, clock=time.thread_time)
     for what in kinds:
@@ -52,7 +51,8 @@ def done(outcome: object) -> None:
     assert outcome is not False
 
 
-def records(key: Clear) -> None:
+def records(side: str) -> None:
     """A thousand records, written and read, without the file."""
     for _ in range(1000):
-        assert unframe(NAME, key.unseal(NAME, key.seal(NAME, frame(NAME, RECORD)))) == RECORD
+        sealed = KEYS[side].seal(NAME, frame(NAME, RECORD))
+        assert unframe(NAME, KEYS[side].unseal(NAME, sealed)) == RECORD

@@ -5,17 +5,17 @@ import importlib.util
 import json
 import math
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from benchmarks import bench, plot, results, run, summary
+from benchmarks import bench, results, run, summary
 from benchmarks.catalogue import BENCHMARKS
-from benchmarks.forms import COUNT, FAMILIES, SHARE, TIME, Row
 from benchmarks.results import Result
-from benchmarks.rows import ROWS
+from benchmarks.rows import FAMILIES, ROWS, Row, spread
 
 REPLAYS = {"image_questions", "cold_requests", "agents", "computer_use", "image_service", "gallery", "restart"}
 
@@ -35,7 +35,8 @@ def test_every_replay_is_there() -> None:
     assert set(FOUND) == REPLAYS
     for row in (row for row in ROWS if row.benchmark in REPLAYS):
         (case,) = (case.removeprefix("*, ").removesuffix(", *") for case in row.cases)
-        assert case in FOUND[row.benchmark].cases
+        options = Namespace(**BENCHMARKS[row.benchmark].options)
+        assert case in FOUND[row.benchmark].asks(options, options.families[0])
     assert all(set(BENCHMARKS[name].options["families"]) <= set(FAMILIES) for name in REPLAYS)
 
 
@@ -69,8 +70,8 @@ def test_one_fails_and_the_others_go_on(
     assert found["options"]["rounds"] == BENCHMARKS["block_keys"].short["rounds"]  # type: ignore[index]
     assert set(found["found"]) == {"sha256", "xxhash"}
     assert (tmp_path / "table.md").read_text() in said
-    points = plot.points_of({"block_keys": found})
-    assert Image.open(tmp_path / "plot.png").text[plot.KEY] == plot.digest(points)
+    points = summary.points_of({"block_keys": found})
+    assert Image.open(tmp_path / "plot.png").text[summary.KEY] == summary.digest(points)
 
 
 def test_a_result_is_kept_and_no_other_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,21 +93,28 @@ def test_rows() -> None:
     counted |= {"cached_tokens": {"stock": 5, "mmcache": 9}, "best_tokens": {"stock": 10, "mmcache": 10}}
     slower = {**counted, "time_s": {"stock": 0.2, "mmcache": 0.3}}
     found = {"options": {"images": 3}, "found": {"gemma3, again": counted, "qwen3-vl, again": slower}}
-    time = Row("{images} images: time", "agents", ("*, again",), "time_s", TIME, "images")
+    time = Row("agents", "{images} images: time", ["*, again"], ["time_s"], "time", "images")
     assert time.line(found) == (
         "| 3 images: time, Qwen3-VL / Gemma 3 | 200 / 200 ms | 300 (1.50) / 100 (0.50) ms | `make bench-agents` |"
     )
     assert [(point.label, point.mmcache) for point in time.points(found)] == [
         ("images, Qwen3-VL", 0.3), ("images, Gemma 3", 0.1)
     ]  # fmt: skip
-    share = Row("shares", "gallery", ("gemma3, again",), "cached_tokens/best_tokens", SHARE)
+    share = Row("gallery", "shares", ["gemma3, again"], ["cached_tokens/best_tokens"], "share")
     assert share.line(found) == "| shares | 0.50 | 0.90 | `make bench-features` |"
     assert list(share.points(found)) == [], "without a label"
     counted["best_tokens"] = {"stock": 0, "mmcache": 0}
     assert share.line(found) == "", "a part of nothing"
-    runs = Row("runs", "agents", ("gemma3, again",), "tower_runs", COUNT)
+    runs = Row("agents", "runs", ["gemma3, again"], ["tower_runs"], "count")
     assert runs.line(found) == "| runs | 40 | 0 | `make bench-agents` |"
-    assert Row("of another", "agents", ("*, other",), "time_s", TIME).line(found) == ""
+    assert Row("agents", "of another", ["*, other"], ["time_s"], "time").line(found) == ""
+
+
+def test_rows_that_are_there_once_for_each_value() -> None:
+    several = [{"tier": ["disk", "valkey"], "place": ["a folder", "Valkey"]}, ["in <place>", ["<tier>"]], ["again"]]
+    assert list(spread([["first"], several])) == [
+        ["first"], ["in a folder", ["disk"]], ["again"], ["in Valkey", ["valkey"]], ["again"]
+    ]  # fmt: skip
 
 
 def test_the_pages_show_the_committed_results() -> None:
@@ -126,16 +134,18 @@ def test_the_pages_show_the_committed_results() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "points_of"), [(plot.PLOT, plot.points_of), (plot.IN_README, plot.points_in_readme)], ids=["all", "readme"]
+    ("path", "points_of"),
+    [(summary.PLOT, summary.points_of), (summary.IN_README, summary.points_in_readme)],
+    ids=["all", "readme"],
 )
 def test_the_committed_plots_show_the_committed_results(path: Path, points_of: Any, tmp_path: Path) -> None:
     points = points_of(summary.all_committed())
-    shown = plot.digest(points)
-    assert path == plot.PLOT or 0 < len(points) <= 8
-    assert Image.open(path).text[plot.KEY] == shown, "run: make bench-table"
-    plot.draw(points, tmp_path / "again.png")
+    shown = summary.digest(points)
+    assert path == summary.PLOT or 0 < len(points) <= 8
+    assert Image.open(path).text[summary.KEY] == shown, "run: make bench-table"
+    summary.draw(points, tmp_path / "again.png")
     again = Image.open(tmp_path / "again.png")
-    assert again.text[plot.KEY] == shown
+    assert again.text[summary.KEY] == shown
     assert len(again.convert("L").getcolors()) > 4, "an empty picture"
 
 
@@ -147,8 +157,8 @@ def test_each_machine_is_named_once() -> None:
 
 
 def test_another_number_is_another_plot() -> None:
-    points = plot.points_of(summary.all_committed())
-    assert {point.group for point in points} == {*plot.TITLES, "reuse"}
+    points = summary.points_of(summary.all_committed())
+    assert {point.group for point in points} == {*summary.TITLES, "reuse"}
     assert all(point.stock >= 0 and point.mmcache >= 0 for point in points)
     changed = [*points[:-1], points[-1]._replace(mmcache=points[-1].mmcache + 0.01)]
-    assert plot.digest(changed) != plot.digest(points)
+    assert summary.digest(changed) != summary.digest(points)

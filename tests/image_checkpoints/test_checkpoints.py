@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second question about an image is a hit, and its answer is that of a cold run, on real engines.
 
-The workloads are the benchmark's, smaller. Negative controls: without checkpoints the second question misses, and
+Workloads are the benchmark's, smaller, and more. Negative controls: without checkpoints the second question misses, and
 behind a swapped image nothing is reused. With async scheduling: ../test_async.py, and all of this in `make matrix`.
 """
 
@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engines import counted
-from benchmarks.workloads import demos, growing, interleaved, shifted, unique
+from benchmarks.workloads import demos, interleaved
 from tests.engine_configuration import CHOSEN
 from tests.exactness.mixed import BATCH, ask_mixed, assert_all_cold
 from tests.sizes import WHOLE, larger, scaled
@@ -19,10 +18,36 @@ from vllm_mmcache import rooms, settings
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_exact
-from vllm_mmcache.prove.scenarios import filler, one, picture, user
+from vllm_mmcache.prove.scenarios import assistant, filler, one, picture, user
 from vllm_mmcache.prove.workloads import Asks, Shape, questions, reuse, run
 
 pytestmark = pytest.mark.engine
+
+
+def growing(shape: Shape, turns: int) -> Asks:
+    """A conversation that adds an image each turn."""
+    talk: list[Any] = []
+    for turn in range(turns):
+        text = filler(shape.words // turns)
+        talk.append(user(text, picture(turn, (448, 448)), shape.question(turn)))
+        answer = yield turn > 0, list(talk)
+        talk.append(assistant(answer.text))
+
+
+def shifted(shape: Shape, images: int, count: int) -> Asks:
+    """Text of another length before each image, so that all positions are shifted."""
+    for image in range(images):
+        for number in range(count):
+            text = filler(200 + 37 * image + shape.words // 2, image)
+            yield number > 0, [user(text, picture(image, shape.size), shape.question(number))]
+
+
+def unique(shape: Shape, requests: int) -> Asks:
+    """A shared system prompt, and every picture only once."""
+    system = {"role": "system", "content": [{"type": "text", "text": filler(500)}]}
+    for number in range(requests):
+        yield number > 0, [system, user(picture(1000 + number, (512, 512)), shape.question(number))]
+
 
 SHAPES = {"qwen3.5": Shape((448, 448), 180), "gemma3": Shape((224, 224), 150)}
 MAIN = {family: EngineConfig(family) for family in SHAPES}
@@ -131,7 +156,7 @@ def test_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
     rig = pool.get(config)
     before, preempted = counters.totals(), rig.num_preemptions()
     answers = ask_mixed(rig, num_batches, SHAPES[config.family].size)
-    counts = counted(before)
+    counts = {name: count - before[name] for name, count in counters.totals().items() if count != before[name]}
     print(counts, rig.num_preemptions() - preempted, "preemptions")
     assert len(answers) == num_batches * BATCH
     assert counts["checkpoints_made"] > len(answers) // 15

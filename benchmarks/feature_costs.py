@@ -1,22 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What loading an image's features costs beside making them: a model whose inputs are bandwidths and operations.
+"""What loading an image's features costs beside making them: a model of bandwidths and operations.
 
 A load is a chain of stages, one after the other, which is the worst case: pieces that are read while others are copied
-are faster. The tower's time is its matrix products, counted, by what a GPU does of them in a second. No torch.
+are faster. The tower's time is its matrix products, counted, by what a GPU does of them in a second. What this machine
+can measure of it is the bandwidth of BLAKE3, of the page cache and of a Valkey.
 """
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import os
+import socket
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-INPUTS: dict[str, Any] = json.loads(Path(__file__).with_name("inputs.json").read_text())
+from blake3 import blake3
+
+from benchmarks.results import Action, Result, medians
+from benchmarks.servers import running_valkey
+
+INPUTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
 BYTES_PER_VALUE = 2  # bfloat16
+CHUNK = 4 * 1024**2
 
 
-@dataclass(frozen=True)
-class Package:
+def measure(options: Namespace) -> Result:
+    """Bandwidths in GB/s, then what the model makes of them."""
+    result, num_bytes = Result(), options.mebibytes * 1024**2
+    content, room = os.urandom(num_bytes), memoryview(bytearray(num_bytes))
+    reply = memoryview(bytearray(len(f"${CHUNK}\r\n") + CHUNK + 2))
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(running_valkey())
+        file = stack.enter_context(tempfile.TemporaryFile(dir=Path.home(), buffering=0))  # /tmp may be RAM
+        file.write(content)
+        chunks = range(0, num_bytes, CHUNK)
+        server.client.mset({start: content[start : start + CHUNK] for start in chunks})
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+
+        def read_valkey() -> None:  # from the socket straight into memory that is there
+            for start in chunks:
+                connection.sendall(f"GET {start}\r\n".encode())
+                fill(connection.recv_into, reply)
+
+        def read_warm() -> Action:
+            file.seek(0)
+            return lambda: fill(file.readinto, room)
+
+        work = {
+            "blake3": lambda: lambda: blake3(content).digest(),
+            "read_warm": read_warm,
+            "valkey": lambda: read_valkey,
+        }
+        found = {name: num_bytes / time_s / 1e9 for name, time_s in medians(work, options.rounds, warm_up=1).items()}
+    for name, rate in found.items():
+        result.add(name, "gb_s", {"here": rate})
+    add_model(result, found)
+    return result
+
+
+def fill(read_into: Callable[[memoryview], int], target: memoryview) -> None:
+    while target:
+        target = target[read_into(target) :]
+
+
+def add_model(result: Result, measured: Mapping[str, float]) -> None:
+    """Derived, not measured: seconds of the tower, and to load what it makes, of each model and picture on each GPU."""
+    for package in packages():
+        for gpu in INPUTS["gpus"]:
+            result.add(f"{package.model}, {package.picture}, {gpu}", "time_s", seconds(package, gpu, measured))
+
+
+class Package(NamedTuple):
     """One image's features of a model. `flops` are floating point operations of the tower."""
 
     model: str
