@@ -13,16 +13,19 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results
+from benchmarks import results, scenarios, server_scenarios
 from benchmarks.catalogue import BENCHMARKS, Benchmark
 from benchmarks.results import Result
 
 
 def measure_of(name: str) -> Callable[[Namespace], Result]:
     """What measures a benchmark, given its options."""
+    if name in server_scenarios.SCENARIOS:
+        return partial(scenarios.measure, server_scenarios.SCENARIOS[name])
     if (spec := importlib.util.find_spec(f"benchmarks.{name}")) is not None:
         module = f"{spec.name}.measure" if spec.submodule_search_locations else spec.name
         found: Callable[[Namespace], Result] = importlib.import_module(module).measure
