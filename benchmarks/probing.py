@@ -105,13 +105,6 @@ class Numbers(Spans):
         with self._lock:
             self._values[NAMES.index(name)] += number
 
-    def timed(self, kind: str) -> Callable[..., Any]:
-        def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-            with self.of(kind):
-                return wrapped(*args, **kwargs)
-
-        return wrapper
-
     def load(self, wrapped: Any, picture: Any, args: Any, kwargs: Any) -> Any:
         """Pillow's: pictures that are decoded; a second load of one decodes nothing."""
         self.add("decodes", bool(picture.tile))

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a running server take: CPU seconds, memory and open files; and memory watched over time."""
+"""What the processes of a running server take: CPU seconds, memory and open files."""
 
-import statistics
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Self, TypeVar
+from typing import Any, Self
 
 from psutil import NoSuchProcess, Process
 
@@ -14,8 +12,6 @@ from vllm_mmcache.demo.server import Server, living
 
 MIB = 1 << 20
 INTERVAL_S = 0.5
-
-Number = TypeVar("Number", int, float)
 
 
 def cpu_s(process: Process) -> float:
@@ -38,8 +34,8 @@ def server_open_files(server: Server) -> dict[str, int]:
     return _by_process(server, Process.num_fds)
 
 
-def _by_process(server: Server, measure: Callable[[Process], Number]) -> dict[str, Number]:
-    found: dict[str, Number] = {"api_server": 0, "engine": 0}
+def _by_process(server: Server, measure: Callable[[Process], float]) -> dict[str, Any]:
+    found: dict[str, Any] = {"api_server": 0, "engine": 0}
     for pid in living(server.process.pid):
         with suppress(NoSuchProcess):  # it has just ended
             found["api_server" if pid == server.process.pid else "engine"] += measure(Process(pid))
@@ -69,20 +65,3 @@ class Sampler:
     def look(self) -> None:
         """Take a sample."""
         raise NotImplementedError
-
-
-class MemoryWatch(Sampler):
-    """Samples the memory of a server's processes: moments, by time.monotonic(), with bytes by process."""
-
-    def __init__(self, server: Server) -> None:
-        super().__init__()
-        self.server = server
-        self.samples: list[tuple[float, dict[str, int]]] = []
-
-    def look(self) -> None:
-        self.samples.append((time.monotonic(), server_memory(self.server)))
-
-
-def slope_a_minute(samples: Sequence[tuple[float, float]]) -> float:
-    """Of the line of least squares through samples, each a moment in seconds and a number."""
-    return statistics.linear_regression(*zip(*samples, strict=True)).slope * 60

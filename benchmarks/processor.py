@@ -24,7 +24,7 @@ from benchmarks.machine import provenance
 from benchmarks.pictures import Kind, unlike, video
 from benchmarks.results import FOLDER, ROOT, Result, committed
 from benchmarks.rows import FALLEN_OUT, TARGETS
-from benchmarks.scenarios import Life, Scenario, Step, asks, each, new, settle
+from benchmarks.scenarios import Life, Scenario, Step, asks, each, new, questions, settle
 from benchmarks.scenarios import measure as measure_scenario
 from benchmarks.servers import talk
 from benchmarks.sides import SIDES
@@ -98,13 +98,10 @@ def many(name: str, options: Namespace, side: str, store: str) -> Iterator[Life]
     """
     steps = [Step("", each([new(PHOTO)]))]  # the first of its size is slower
     for _ in range(options.rounds_at_once):
-        steps.append(Step(f"{name}, at once", at_once(options.at_once), is_whole=True))
+        unknown = (questions([new(PHOTO)]) for _ in range(options.at_once))
+        steps.append(Step(f"{name}, at once", asks(*unknown), is_whole=True))
         steps += [Step(f"{name}, alone", each([new(PHOTO)])) for _ in range(options.alone)]
     yield Life(steps, MANY)
-
-
-def at_once(number: int) -> Any:
-    return asks(*((one() for one in [new(PHOTO)]) for _ in range(number)))
 
 
 def videos(options: Namespace, side: str, store: str) -> Iterator[Life]:

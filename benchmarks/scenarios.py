@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from benchmarks.pictures import SMALL, Kind, data_url, unlike
 from benchmarks.probing import Probed, for_each, probed_server
-from benchmarks.processes import MemoryWatch, server_memory
+from benchmarks.processes import server_memory
 from benchmarks.results import ROOT, Result
 from benchmarks.servers import Body, Reply, ask, counters, image_part, stored, talk
 from benchmarks.sides import SIDES
@@ -31,22 +31,23 @@ SETTLED_S, SETTLE_TIMEOUT_S = 2.0, 30.0
 Client = Generator[Body, Reply, None]
 Talk = Callable[[], Body]
 Counted = Iterator[tuple[tuple[str, str], float]]  # by case and what is counted
+
 _numbers = count(1)
 
 
 @dataclass
 class Seen:
-    """What was seen of a case on one side, in all of its steps together. `memory`: bytes by process at the end."""
+    """What was seen of a case on one side, in all of its steps together."""
 
     replies: list[Reply] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)  # of questions, or of whole steps
-    seconds: float = 0.0
+    seconds: float = 0.0  # of all steps
     body_bytes: int = 0
     spent: Counter[str] = field(default_factory=Counter)
-    memory: dict[str, int] = field(default_factory=dict)
-    samples: list[tuple[float, dict[str, int]]] = field(default_factory=list)  # of memory, where it was watched
-    more: Mapping[str, float] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)  # bytes by process, at the end
+    samples: list[tuple[float, dict[str, int]]] = field(default_factory=list)  # of memory, with their moments
+    more: dict[str, float] = field(default_factory=dict)
 
 
 Drive = Callable[[Probed, Seen], None]
@@ -75,9 +76,8 @@ def for_a_question(options: Namespace, seen: Mapping[str, Seen]) -> Counted:
     for case, one in seen.items():
         number = len(one.replies)
         numbers = {"questions": number, "time_s": median(one.times_s), **for_each(one.spent, number), **one.more}
-        numbers["first_token_s"] = median(reply.first_token_s for reply in one.replies)
+        numbers |= {"first_token_s": median(reply.first_token_s for reply in one.replies)}
         numbers |= {"turns_per_s": number / one.seconds, "body_bytes": one.body_bytes / number}
-        numbers["cpu_s"] = numbers["api_server_cpu_s"] + numbers["engine_cpu_s"]
         for what in ("prompt_tokens", "cached_tokens"):
             numbers[what] = sum(getattr(reply, what) for reply in one.replies) / number
         yield from (((case, what), value) for what, value in numbers.items())
@@ -85,7 +85,7 @@ def for_a_question(options: Namespace, seen: Mapping[str, Seen]) -> Counted:
 
 @dataclass(frozen=True)
 class Scenario:
-    """The servers of a side, one after the other, by the options, the side and the setting of an empty store.
+    """`lives`: the servers of a side, one after the other, by the options, the side and the setting of an empty store.
 
     `is_together`: the servers of all sides are up at once, and are asked in turn. `is_same`: answers must be.
     """
@@ -106,7 +106,8 @@ def measure(scenario: Scenario, options: Namespace, sides: Sequence[str] = (), r
         for case, one in cases.items():
             if one.failures:
                 result.problems.append(f"{case}: {len(one.failures)} requests failed on {side}: {one.failures[0]}")
-    answers = [[[reply.answer for reply in one.replies] for one in cases.values()] for cases in seen.values()]
+    answers = [[[token for token, _ in reply.answer] for one in cases.values() for reply in one.replies]
+               for cases in seen.values()]  # fmt: skip
     if scenario.is_same and any(one != answers[0] for one in answers):
         result.problems.append("the answers differ")
     result.add_sides({side: dict(scenario.numbers(options, cases)) for side, cases in seen.items()})
@@ -140,11 +141,12 @@ def do(step: Step, up: Probed, seen: Seen) -> None:
     seen.spent.subtract(before)
     seen.seconds += seconds
     seen.times_s += [seconds] if step.is_whole else [reply.first_token_s for reply in seen.replies[answered:]]
-    seen.memory, seen.more = server_memory(up.server), {**seen.more, **step.more}
+    seen.memory = server_memory(up.server)
+    seen.more.update(step.more)
 
 
-def asks(*clients: Client, seconds: float = inf) -> Drive:
-    """Clients at once, which end with their questions, or after `seconds`, and then memory is watched.
+def asks(*clients: Client, seconds: float = inf, ask: Callable[[str, Body], Reply] = ask) -> Drive:
+    """Clients at once, which end with their questions, or after `seconds`; before the first one's memory is looked at.
 
     A request that failed is thrown into its client. Who does not catch it ends the benchmark.
     """
@@ -156,6 +158,8 @@ def asks(*clients: Client, seconds: float = inf) -> Drive:
             with contextlib.suppress(StopIteration):
                 body = next(client)
                 while time.monotonic() < deadline:
+                    if client is clients[0]:
+                        seen.samples.append((time.monotonic(), server_memory(up.server)))
                     try:
                         reply = ask(up.server.url, body)
                     except Exception as error:  # whatever it is: the others go on
@@ -166,17 +170,20 @@ def asks(*clients: Client, seconds: float = inf) -> Drive:
                         seen.body_bytes += sum(map(len, body))
                         body = client.send(reply)
 
-        watch = MemoryWatch(up.server)
-        with watch if seconds < inf else contextlib.nullcontext(), ThreadPoolExecutor(len(clients)) as pool:
+        with ThreadPoolExecutor(len(clients)) as pool:
             list(pool.map(converse, clients))
-        seen.samples = watch.samples
 
     return drive
 
 
+def questions(talks: Iterable[Talk]) -> Client:
+    """A client that asks about each, one after the other."""
+    for one in talks:
+        yield one()
+
+
 def each(talks: Iterable[Talk]) -> Drive:
-    """A question about each, one after the other."""
-    return asks(one() for one in talks)
+    return asks(questions(talks))
 
 
 def new(kind: Kind) -> Talk:
@@ -186,11 +193,8 @@ def new(kind: Kind) -> Talk:
 
 def settle(up: Probed, seen: Seen) -> None:
     """Wait until the plugin has stored as much as it will: its counters come with the next question."""
-    deadline, before = time.monotonic() + SETTLE_TIMEOUT_S, -1.0
-    words = talk({"type": "text", "text": "Nothing to look at."})
-    while time.monotonic() < deadline:
+    deadline, before, saved = time.monotonic() + SETTLE_TIMEOUT_S, -1.0, -2.0
+    while saved != before and time.monotonic() < deadline:
         time.sleep(SETTLED_S)
-        ask(up.server.url, words())
-        before, saved = counters(up.server.url)["features_saved"], before
-        if saved == before:
-            return
+        ask(up.server.url, talk({"type": "text", "text": "Nothing to look at."})())
+        before, saved = saved, counters(up.server.url)["features_saved"]

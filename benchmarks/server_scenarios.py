@@ -12,6 +12,7 @@
 In load and memory the caches that may fill for hours are small, on both sides alike, so that they are soon full.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -22,28 +23,17 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import linear_regression, median, quantiles
 from typing import Any
 
 import httpx
 
 from benchmarks.pictures import JPEG, PNG, SCREEN, SMALL, Kind, data_url, picture, url_of, variant
 from benchmarks.probing import Probed
-from benchmarks.processes import MIB, slope_a_minute
+from benchmarks.processes import MIB
 from benchmarks.results import ROOT
-from benchmarks.scenarios import Client, Counted, Drive, Life, Scenario, Seen, Step, Talk, asks, each
-from benchmarks.servers import (
-    HEADERS,
-    MODEL,
-    PATH,
-    TIMEOUT_S,
-    Reply,
-    counters,
-    image_part,
-    read_reply,
-    request,
-    talk,
-)
+from benchmarks.scenarios import Client, Counted, Life, Scenario, Seen, Step, Talk, asks, each, questions
+from benchmarks.servers import HEADERS, MODEL, PATH, Body, Reply, counters, image_part, read_reply, request, talk
 from vllm_mmcache.client import OnceTransport
 from vllm_mmcache.prove.scenarios import filler
 
@@ -58,42 +48,33 @@ def about(kind: Kind, contents: list[bytes]) -> Talk:
 
 
 def warm_turn(options: Namespace, side: str, store: str) -> Iterator[Life]:
-    args, env = ("--max-model-len", "16384"), {"VLLM_CPU_KVCACHE_SPACE": "2"}
-    yield Life(warm_turns(options), args, env, options.images)
-
-
-def warm_turns(options: Namespace) -> Iterator[Step]:
     files = [picture(PNG, number) for number in range(options.images)]
     png, jpeg = about(PNG, files), about(JPEG, [picture(JPEG, number) for number in range(options.images)])
-    for case, turn in (("PNG", png), ("JPEG", jpeg)):
-        yield Step("", each([turn] * (1 + NUM_WARM_UPS)))
-        yield Step(case, each([turn] * options.turns))
-    for case, turns in (("", 1), ("conversations at once", options.turns_at_once)):
-        yield Step(case, asks(*((png() for _ in range(turns)) for _ in range(options.conversations))))
-    with httpx.Client(timeout=TIMEOUT_S) as client, OnceTransport(httpx.HTTPTransport()) as transport:
-        for case, turns in (("", 1 + NUM_WARM_UPS), ("PNG, client transport", options.turns)):
-            yield Step(case, through(client, transport, png, turns))
     unknown = (about(PNG, [variant(one, f"cold {number}") for one in files]) for number in range(options.cold))
-    yield Step("unknown images", each(unknown))
+    through = partial(ask_through, OnceTransport(httpx.HTTPTransport()))
+    warm_up, turns, at_once = 1 + NUM_WARM_UPS, options.turns, options.turns_at_once
+    steps = [
+        *(Step("", each([png] * warm_up)), Step("PNG", each([png] * turns))),
+        *(Step("", each([jpeg] * warm_up)), Step("JPEG", each([jpeg] * turns))),
+        Step("", asks(*(questions([png]) for _ in range(options.conversations)))),
+        Step("conversations at once", asks(*(questions([png] * at_once) for _ in range(options.conversations)))),
+        Step("", asks(questions([png] * warm_up), ask=through)),
+        Step("PNG, client transport", asks(questions([png] * turns), ask=through)),
+        Step("unknown images", each(unknown)),
+    ]
+    yield Life(steps, ("--max-model-len", "16384"), {"VLLM_CPU_KVCACHE_SPACE": "2"}, options.images)
 
 
-def through(client: httpx.Client, transport: OnceTransport, turn: Talk, turns: int) -> Drive:
-    """The same turns through the client's transport, which gets the serialised request with all bytes."""
-
-    def drive(up: Probed, seen: Seen) -> None:
-        for _ in range(turns):
-            asked = client.build_request("POST", up.server.url + PATH, content=b"".join(turn()), headers=HEADERS)
-            start = time.perf_counter()
-            answer = transport.handle_request(asked)
-            lines = answer.iter_lines()
-            first, first_s = next(lines), time.perf_counter() - start
-            rest = list(lines)
-            answer.close()
-            if answer.status_code != 200:
-                raise RuntimeError(f"{up.server.url} answered {answer.status_code}: {first[:500]}")
-            seen.replies.append(read_reply(first_s, time.perf_counter() - start, [first, *rest]))
-
-    return drive
+def ask_through(transport: OnceTransport, url: str, body: Body) -> Reply:
+    """The same through the client's transport, which gets the serialised request with all bytes."""
+    asked = httpx.Request("POST", url + PATH, content=b"".join(body), headers=HEADERS)
+    start = time.perf_counter()
+    with contextlib.closing(transport.handle_request(asked)) as answer:
+        lines = answer.iter_lines()
+        first, first_s = next(lines), time.perf_counter() - start
+        if answer.status_code != 200:
+            raise RuntimeError(f"{url} answered {answer.status_code}: {first[:500]}")
+        return read_reply(first_s, time.perf_counter() - start, [first, *lines])
 
 
 WARM_UP = 0.2  # of the time
@@ -109,12 +90,8 @@ PAUSE_S = 1.0  # after a failure
 def load(options: Namespace, side: str, store: str) -> Iterator[Life]:
     """First conversations are of different lengths: at any time they are of all ages, and the load is the same."""
     args = (*SMALL_ARGS, "--dtype", "bfloat16" if options.family == "qwen3.5" else "float32")
-    screens, tasks, all_at_once = (
-        [picture(SCREEN, number) for number in range(NUM_SCREENS)],
-        count(),
-        options.conversations,
-    )
-    clients = (agent(screens, tasks, 1 + number * TURNS // all_at_once) for number in range(all_at_once))
+    screens, tasks, number = [picture(SCREEN, one) for one in range(NUM_SCREENS)], count(), options.conversations
+    clients = (agent(screens, tasks, 1 + one * TURNS // number) for one in range(number))
     yield Life([Step("load", asks(*clients, seconds=options.seconds))], args, SMALL_CACHES, TURNS // 2)
 
 
@@ -157,12 +134,13 @@ def of_load(options: Namespace, seen: Mapping[str, Seen]) -> Counted:
         hundredths = quantiles([getattr(reply, what) for reply in replies], n=100, method="inclusive")
         yield ("p50", what), hundredths[49]
         yield ("p99", what), hundredths[98]
-    for process in found.memory:
+    for process, end in found.memory.items():
         sizes = [(at, memory[process] / MIB) for at, memory in found.samples]
-        yield (process, "end_mib"), sizes[-1][1]
+        yield (process, "end_mib"), end / MIB
         yield (process, "most_mib"), max(size for _, size in sizes)
         if options.seconds >= SETTLED_S:
-            yield (process, "slope_mib_per_minute"), slope_a_minute([one for one in sizes if one[0] >= start_s])
+            later = zip(*(one for one in sizes if one[0] >= start_s), strict=True)
+            yield (process, "slope_mib_per_minute"), linear_regression(*later).slope * 60
 
 
 NUM_SIZES = 10  # times that memory is looked at
@@ -171,11 +149,11 @@ NUM_SIZES = 10  # times that memory is looked at
 def memory(options: Namespace, side: str, store: str) -> Iterator[Life]:
     """The first request, in which the server loads what it needs for any image, is before the count."""
     kind = Kind("image/png", (options.size, options.size), 2, {"format": "PNG"})
-    content, questions = picture(kind, 0), max(1, options.distinct // NUM_SIZES // options.images)
+    content, turns = picture(kind, 0), max(1, options.distinct // NUM_SIZES // options.images)
     unknown = (about(kind, [variant(content, f"{ask} {one}") for one in range(options.images)]) for ask in count())
     steps = [Step("0 images", each(islice(unknown, 1)))]
     for number in range(1, NUM_SIZES + 1):
-        steps.append(Step(f"{number * questions * options.images} images", each(islice(unknown, questions))))
+        steps.append(Step(f"{number * turns * options.images} images", each(islice(unknown, turns))))
     yield Life(steps, SMALL_ARGS, SMALL_CACHES, options.images)
 
 
@@ -225,7 +203,7 @@ def vllm_bench(options: Namespace, up: Probed, seen: Seen) -> None:
     if done.returncode or said.get("completed") != options.requests:
         raise RuntimeError(f"{said.get('completed', 0)} of {options.requests} requests: {done.stderr[-3000:]}")
     seen.replies += [Reply(*one) for one in zip(said["ttfts"], said["ttfts"], said["input_lens"], strict=True)]
-    seen.more = {"cached_tokens": counters(url, "vllm")["prefix_cache_hits"] - hits}
+    seen.more |= {"cached_tokens": counters(url, "vllm")["prefix_cache_hits"] - hits}
 
 
 def of_random_mm(options: Namespace, seen: Mapping[str, Seen]) -> Counted:
@@ -259,9 +237,8 @@ def kv_restart(options: Namespace, side: str, store: str) -> Iterator[Life]:
 def agents_turn(options: Namespace, number: int) -> bytes:
     """A request: what is to be done, then a screenshot of each step and the click that followed."""
     kind = Kind("image/png", (options.width, options.height), 20, {"format": "PNG", "compress_level": 6})
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": f"You use computer {number}." + filler(300, number)}
-    ]
+    rules = f"You use computer {number}." + filler(300, number)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": rules}]
     for step in range(options.images):
         said = {"type": "text", "text": f"Step {step}." + filler(10, step)}
         messages.append({"role": "user", "content": [said, image_part(url_of(kind, 100 * number + step))]})

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from benchmarks.machine import commit
-from benchmarks.probe.sitecustomize import FUNCTIONS, PLUGIN, ROOMS
+from benchmarks.probe.sitecustomize import PLUGIN, VLLM
 from benchmarks.processes import cpu_s
 from benchmarks.results import ROOT, Result
 from benchmarks.sides import SIDES
@@ -51,34 +51,29 @@ def measure(options: Namespace) -> Result:
     for process in NAMES.values():
         whole = {side: median(pair[side][process]["whole_cpu_s"] for pair in pairs) for side in SIDES}
         result.add(process, "cpu_s", whole)
-        costs = [own_costs(pair["stock"][process], pair["mmcache"][process]) for pair in pairs]
-        for what in costs[0]:
-            result.add(process, what, {"mmcache": median(cost[what] for cost in costs)})
+        own = median(own_cpu_s(pair["stock"][process], pair["mmcache"][process]) for pair in pairs)
+        result.add(process, "plugin_own_cpu_s", {"mmcache": own})
     return result
 
 
-def environment(side: str, plugin: Path, folder: Path) -> dict[str, str]:
-    """Of a server: the probe and the plugin's checkout first, no setting of the plugin but BENCH_MMCACHE_*."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("MMCACHE_")}
-    environ |= {k.removeprefix("BENCH_"): v for k, v in environ.items() if k.startswith("BENCH_MMCACHE_")}
-    environ |= CPU_ENV | {"START_COST_FOLDER": str(folder), "PYTHONPATH": os.pathsep.join([str(PROBE), str(plugin)])}
-    return environ | ({"MMCACHE_DISABLE": "1"} if side == "stock" else {})
-
-
 def start(side: str, plugin: Path, model: Path) -> dict[str, Process]:
-    """By process: CPU seconds until the server is healthy, modules and what they and the plugin's functions took.
+    """By process: CPU seconds until the server is healthy, and what imports and the plugin's functions took.
 
     `plugin` is a checkout, absolute. Raises: EnvironmentProblem where the server does not start; TimeoutError where a
     process does not report; RuntimeError where it has another plugin.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), str(free_port())
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("MMCACHE_")}
+        environ |= {k.removeprefix("BENCH_"): v for k, v in environ.items() if k.startswith("BENCH_MMCACHE_")}
+        environ |= {**CPU_ENV, "PYTHONPATH": f"{PROBE}{os.pathsep}{plugin}", "START_COST_FOLDER": str(folder)}
+        environ |= {"MMCACHE_DISABLE": "1"} if side == "stock" else {}
         command = [sys.executable, str(PROBE / "vllm_main.py"), "serve", str(model), "--host", "127.0.0.1"]
         log_path = model.with_name(f"{model.name}.start.{side}.log")
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 [*command, "--port", port, *ARGS], stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=environment(side, plugin, folder), cwd=folder, start_new_session=True,
+                env=environ, cwd=folder, start_new_session=True,
             )  # fmt: skip
         try:
             wait_until_healthy(Server(f"http://127.0.0.1:{port}", log_path, process), TIMEOUT_S)
@@ -107,15 +102,7 @@ def reports(folder: Path, leader: int, whole_cpu_s: dict[int, float], plugin: Pa
     return found
 
 
-def own_costs(stock: Process, ours: Process) -> dict[str, float]:
-    """The plugin's CPU seconds in one process: functions, rooms, its modules, and those that stock has not imported."""
-    cost = ours["cpu_s"]
-    own = {module for module in ours["modules"] if module.partition(".")[0] == PLUGIN}
-    extra = set(ours["modules"]) - set(stock["modules"]) - own
-    parts = {
-        "functions_cpu_s": cost.get(FUNCTIONS, 0.0),
-        "rooms_cpu_s": cost.get(ROOMS, 0.0),
-        "own_modules_cpu_s": sum(cost.get(module, 0.0) for module in own),
-        "extra_modules_cpu_s": sum(cost.get(module, 0.0) for module in extra),
-    }
-    return {"plugin_own_cpu_s": sum(parts.values()), **parts, "own_modules": len(own), "extra_modules": len(extra)}
+def own_cpu_s(stock: Process, ours: Process) -> float:
+    """The plugin's in one process: its functions, its modules, and the modules that stock has not imported."""
+    theirs = {name for name in stock["cpu_s"] if not name.startswith(PLUGIN)} | {VLLM}
+    return sum(seconds for name, seconds in ours["cpu_s"].items() if name not in theirs)

@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
+from typing import Any
 
 PLUGIN = "vllm_mmcache"
 STARTS = (f"{PLUGIN}.plugin", f"{PLUGIN}.upstream")  # here all functions are timed, in rooms those that wrap vLLM's
 WRAPPER = ("wrapped", "instance", "args", "kwargs")
-FUNCTIONS, ROOMS, VLLM = "functions of the plugin", "rooms of the plugin", "wrapped"
+FUNCTIONS, VLLM = f"{PLUGIN}'s functions", "wrapped"
 POLL_S = 0.1
 
 
@@ -53,35 +54,38 @@ class Spans:
             self.add(stack[-1], now - self._here.since)
         self._here.since = now
 
+    def timed(self, name: str) -> Callable[..., Any]:
+        """A wrapper in wrapt's form."""
+
+        def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            with self.of(name):
+                return wrapped(*args, **kwargs)
+
+        return wrapper
+
 
 spans = Spans(time.thread_time)
 
 
-def timed(function: Callable[..., object], name: str) -> Callable[..., object]:
-    """The same function, its time spent on `name`; what it wraps is vLLM's time again."""
+def timed(function: FunctionType) -> Callable[..., Any]:
+    """The same function of the plugin, timed; what it wraps is vLLM's time again."""
 
     @functools.wraps(function)
-    def wrapper(*args: object, **kwargs: object) -> object:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         if is_wrapper(function):
             import wrapt  # the plugin has imported it
 
-            args = (wrapt.FunctionWrapper(args[0], of_vllm), *args[1:])
-        with spans.of(name):
+            args = (wrapt.FunctionWrapper(args[0], spans.timed(VLLM)), *args[1:])
+        with spans.of(FUNCTIONS):
             return function(*args, **kwargs)
 
     wrapper.is_timed = True  # type: ignore[attr-defined]
     return wrapper
 
 
-def is_wrapper(function: Callable[..., object]) -> bool:
+def is_wrapper(function: FunctionType) -> bool:
     """Whether wrapt calls it in the place of a function of vLLM."""
-    code = function.__code__
-    return code.co_varnames[: code.co_argcount] == WRAPPER
-
-
-def of_vllm(wrapped: Callable[..., object], instance: object, args: tuple[object], kwargs: dict[str, object]) -> object:
-    with spans.of(VLLM):
-        return wrapped(*args, **kwargs)
+    return function.__code__.co_varnames[: function.__code__.co_argcount] == WRAPPER
 
 
 def find_and_load(name: str, import_: object) -> object:
@@ -89,26 +93,23 @@ def find_and_load(name: str, import_: object) -> object:
     with spans.of(name):
         module = unmeasured(name, import_)
     if name.partition(".")[0] == PLUGIN:
-        starts = name.startswith(STARTS)
         for attribute, value in list(vars(module).items()):
             is_own = isinstance(value, FunctionType) and value.__module__ == name and not hasattr(value, "is_timed")
-            if is_own and (starts or is_wrapper(value)):
-                setattr(module, attribute, timed(value, FUNCTIONS if starts else ROOMS))
+            if is_own and (name.startswith(STARTS) or is_wrapper(value)):
+                setattr(module, attribute, timed(value))
     return module
 
 
 def write_when_ready(folder: str) -> None:
     while not os.path.exists(os.path.join(folder, "ready")):
         time.sleep(POLL_S)
-    modules = sorted(sys.modules)
+    cpu_s, plugin = dict(spans.spent), getattr(sys.modules.get(PLUGIN), "__file__", None)
     import json
     import multiprocessing
 
-    plugin = getattr(sys.modules.get(PLUGIN), "__file__", None)
-    name = multiprocessing.current_process().name
     path = os.path.join(folder, f"{os.getpid()}.json")
     with open(path + ".part", "w") as file:
-        json.dump({"name": name, "modules": modules, "plugin": plugin, "cpu_s": dict(spans.spent)}, file)
+        json.dump({"name": multiprocessing.current_process().name, "plugin": plugin, "cpu_s": cpu_s}, file)
     os.replace(path + ".part", path)
 
 

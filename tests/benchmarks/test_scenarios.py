@@ -20,7 +20,6 @@ import pytest
 from benchmarks import scenarios, server_scenarios
 from benchmarks.pictures import SMALL, picture
 from benchmarks.probing import NAMES, Probed
-from benchmarks.processes import slope_a_minute
 from benchmarks.results import ROOT
 from benchmarks.scenarios import Life, Scenario, Seen, Step, asks, for_a_question, measure
 from benchmarks.server_scenarios import agent, of_load
@@ -176,22 +175,25 @@ def test_a_request_that_fails_ends_what_does_not_expect_it(nobody: Any) -> None:
 
 def test_growth_is_of_a_load_that_lasts() -> None:
     replies = [Reply(0.1, 0.2, 10, 5, 16, start_s=at) for at in (1.0, 2.0, 3.0)]
-    samples = [(at, {"engine": int(at) << 20}) for at in (0.0, 60.0, 120.0)]
-    seen = {"load": Seen(replies, ["one failed"], memory=samples[-1][1], samples=samples)}
-    more = {"end_mib", "most_mib"}
-    for seconds, names in ((7.5, more), (300.0, more | {"slope_mib_per_minute"})):
-        seen["load"].samples[0] = (1.5 - 0.2 * seconds, samples[0][1])  # the warm-up ends at 1.5
-        found = dict(of_load(Namespace(seconds=seconds), seen))
-        assert {what for case, what in found if case == "engine"} == names
-    assert found["engine", "slope_mib_per_minute"] == pytest.approx(60)
+
+    def numbers(seconds: float, warm_up_ends: float) -> dict[tuple[str, str], float]:
+        """Memory was 900 MiB at the start, and after the warm-up grew by 6 MiB a minute."""
+        samples = [(warm_up_ends - 0.2 * seconds, {"engine": 900 << 20})]
+        samples += [(warm_up_ends + at, {"engine": (8000 + at) * (1 << 20) // 10}) for at in range(60)]
+        seen = Seen(replies, ["one failed"], memory={"engine": 810 << 20}, samples=samples)
+        return dict(of_load(Namespace(seconds=seconds), {"load": seen}))
+
+    short, found = numbers(15.0, 1.5), numbers(300.0, 1.5)
+    assert {what for case, what in short if case == "engine"} == {"end_mib", "most_mib"}
+    assert found["engine", "slope_mib_per_minute"] == pytest.approx(6)
+    assert (found["engine", "end_mib"], found["engine", "most_mib"]) == (810, 900)
     assert found["load", "requests_measured"] == 2
     assert found["load", "requests_per_s"] == pytest.approx(2 / 1.7)
     assert found["load", "failed"] == 1
     replies.append(Reply(0.1, 0.2, 10, 5, 15, start_s=1.0))
-    assert dict(of_load(Namespace(seconds=300.0), seen))["load", "failed"] == 2, "an answer that breaks off"
-    seen["load"].samples[0] = (2.5 - 60, samples[0][1])
+    assert numbers(300.0, 1.5)["load", "failed"] == 2, "an answer that breaks off"
     with pytest.raises(RuntimeError, match="1 requests after a warm-up"):
-        dict(of_load(Namespace(seconds=300.0), seen))
+        numbers(300.0, 2.5)
 
 
 TOKENS = [
@@ -215,8 +217,3 @@ def test_what_a_stream_says() -> None:
     assert read_reply(0.1, 0.2, ["data:"]).text == ""
     with pytest.raises(RuntimeError, match="an answer ended with"):
         read_reply(0.1, 0.2, ['data: {"error": {}}'])
-
-
-def test_growth_is_that_of_a_line() -> None:
-    samples = [(float(second), 500.0 + second * 0.1 + second % 2) for second in range(301)]
-    assert slope_a_minute(samples) == pytest.approx(6, rel=0.01)
