@@ -173,6 +173,18 @@ def test_a_request_that_fails_ends_what_does_not_expect_it(nobody: Any) -> None:
         asks([b"{}"] for _ in range(2))(nobody, Seen())
 
 
+def test_a_conversation_grows_until_its_last_turn() -> None:
+    client = agent([picture(SMALL, 0)] * server_scenarios.NUM_SCREENS, count(), 2)
+    whole = Reply(0.1, 0.2, answer_tokens=16, text="an answer")
+    asked = [json.loads(body[0])["messages"] for body in (next(client), client.send(whole), client.send(whole))]
+    assert [[message["role"] for message in messages] for messages in asked] == [
+        ["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]
+    ]  # fmt: skip
+    assert "of task 1" in json.dumps(asked[2]), "a new one"
+    with pytest.raises(RuntimeError, match="an answer of 15 tokens instead of 16"):
+        client.send(Reply(0.1, 0.2, answer_tokens=15))
+
+
 def test_growth_is_of_a_load_that_lasts() -> None:
     replies = [Reply(0.1, 0.2, 10, 5, 16, start_s=at) for at in (1.0, 2.0, 3.0)]
 
@@ -190,8 +202,6 @@ def test_growth_is_of_a_load_that_lasts() -> None:
     assert found["load", "requests_measured"] == 2
     assert found["load", "requests_per_s"] == pytest.approx(2 / 1.7)
     assert found["load", "failed"] == 1
-    replies.append(Reply(0.1, 0.2, 10, 5, 15, start_s=1.0))
-    assert numbers(300.0, 1.5)["load", "failed"] == 2, "an answer that breaks off"
     with pytest.raises(RuntimeError, match="1 requests after a warm-up"):
         numbers(300.0, 2.5)
 
