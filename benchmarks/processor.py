@@ -14,15 +14,13 @@ features come from the plugin's RAM.
 import base64
 import contextlib
 import json
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from benchmarks.machine import provenance
 from benchmarks.pictures import Kind, unlike, video
-from benchmarks.results import FOLDER, ROOT, Result, committed
+from benchmarks.results import FOLDER, ROOT, Result, committed, save
 from benchmarks.rows import FALLEN_OUT, TARGETS
 from benchmarks.scenarios import Life, Scenario, Step, asks, each, new, questions, settle
 from benchmarks.scenarios import measure as measure_scenario
@@ -96,12 +94,16 @@ def many(name: str, options: Namespace, side: str, store: str) -> Iterator[Life]
     The tower of the zoo takes most of the time for a large picture here, and a moment on a GPU. Where the processor
     makes pictures small, what comes before the tower is left.
     """
-    steps = [Step("", each([new(PHOTO)]))]  # the first of its size is slower
-    for _ in range(options.rounds_at_once):
-        unknown = (questions([new(PHOTO)]) for _ in range(options.at_once))
-        steps.append(Step(f"{name}, at once", asks(*unknown), is_whole=True))
-        steps += [Step(f"{name}, alone", each([new(PHOTO)])) for _ in range(options.alone)]
-    yield Life(steps, MANY)
+
+    def steps() -> Iterator[Step]:
+        yield Step("", each([new(PHOTO)]))  # the first of its size is slower
+        for _ in range(options.rounds_at_once):
+            unknown = (questions([new(PHOTO)]) for _ in range(options.at_once))
+            yield Step(f"{name}, at once", asks(*unknown), is_whole=True)
+            for _ in range(options.alone):
+                yield Step(f"{name}, alone", each([new(PHOTO)]))
+
+    yield Life(steps(), MANY)
 
 
 def videos(options: Namespace, side: str, store: str) -> Iterator[Life]:
@@ -166,16 +168,13 @@ def measure(options: Namespace) -> Result:
 
 def measured(name: str, options: Namespace) -> dict[str, Any]:
     """One part, measured now or before: what was found, and where it is from."""
-    path, (scenario, sides, sizes) = OUTPUT / f"{name}.json", PARTS[name]
-    size = {one: getattr(options, one) for one in sizes}
-    part: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not options.again else {}
-    if part.get("sizes") == size:
+    path, part = OUTPUT / f"{name}.json", PARTS[name]
+    sizes = {one: getattr(options, one) for one in part.sizes}
+    if path.exists() and not options.again and json.loads(path.read_text())["options"] == sizes:
         print(f"{name} was measured before", flush=True)
-        return part
-    start, result = time.monotonic(), measure_scenario(scenario, options, sides)
-    if result.problems:
-        raise RuntimeError(result.problems[0])
-    part = {**provenance(), "sizes": size, "seconds": round(time.monotonic() - start), "found": result.found}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(part, indent=1) + "\n")
-    return part
+    else:
+        result = measure_scenario(part.scenario, options, part.sides)
+        if result.problems:
+            raise RuntimeError(result.problems[0])
+        save(path, result, sizes)
+    return dict(json.loads(path.read_text()))

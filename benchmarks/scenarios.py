@@ -45,8 +45,7 @@ class Seen:
     seconds: float = 0.0  # of all steps
     body_bytes: int = 0
     spent: Counter[str] = field(default_factory=Counter)
-    memory: dict[str, int] = field(default_factory=dict)  # bytes by process, at the end
-    samples: list[tuple[float, dict[str, int]]] = field(default_factory=list)  # of memory, with their moments
+    memory: list[tuple[float, dict[str, int]]] = field(default_factory=list)  # moments, with bytes by process
     more: dict[str, float] = field(default_factory=dict)
 
 
@@ -141,12 +140,11 @@ def do(step: Step, up: Probed, seen: Seen) -> None:
     seen.spent.subtract(before)
     seen.seconds += seconds
     seen.times_s += [seconds] if step.is_whole else [reply.first_token_s for reply in seen.replies[answered:]]
-    seen.memory = server_memory(up.server)
     seen.more.update(step.more)
 
 
 def asks(*clients: Client, seconds: float = inf, ask: Callable[[str, Body], Reply] = ask) -> Drive:
-    """Clients at once, which end with their questions, or after `seconds`; before the first one's memory is looked at.
+    """Clients at once, which end with their questions, or after `seconds`; after the first one's memory is looked at.
 
     A request that failed is thrown into its client. Who does not catch it ends the benchmark.
     """
@@ -158,8 +156,6 @@ def asks(*clients: Client, seconds: float = inf, ask: Callable[[str, Body], Repl
             with contextlib.suppress(StopIteration):
                 body = next(client)
                 while time.monotonic() < deadline:
-                    if client is clients[0]:
-                        seen.samples.append((time.monotonic(), server_memory(up.server)))
                     try:
                         reply = ask(up.server.url, body)
                     except Exception as error:  # whatever it is: the others go on
@@ -168,6 +164,8 @@ def asks(*clients: Client, seconds: float = inf, ask: Callable[[str, Body], Repl
                     else:
                         seen.replies.append(reply)
                         seen.body_bytes += sum(map(len, body))
+                        if client is clients[0]:
+                            seen.memory.append((time.monotonic(), server_memory(up.server)))
                         body = client.send(reply)
 
         with ThreadPoolExecutor(len(clients)) as pool:

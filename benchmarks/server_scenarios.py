@@ -119,7 +119,7 @@ def agent(screens: list[bytes], tasks: Iterator[int], turns: int) -> Client:
 def of_load(options: Namespace, seen: Mapping[str, Seen]) -> Counted:
     """Raises: RuntimeError where there are too few requests to measure."""
     found = seen["load"]
-    start_s = found.samples[0][0] + WARM_UP * options.seconds
+    start_s = min((reply.start_s for reply in found.replies), default=0.0) + WARM_UP * options.seconds
     replies = [reply for reply in found.replies if reply.start_s >= start_s]
     if len(replies) < 2:
         raise RuntimeError(f"{len(replies)} requests after a warm-up; failures: {found.failures[:3]}")
@@ -135,9 +135,9 @@ def of_load(options: Namespace, seen: Mapping[str, Seen]) -> Counted:
         hundredths = quantiles([getattr(reply, what) for reply in replies], n=100, method="inclusive")
         yield ("p50", what), hundredths[49]
         yield ("p99", what), hundredths[98]
-    for process, end in found.memory.items():
-        sizes = [(at, memory[process] / MIB) for at, memory in found.samples]
-        yield (process, "end_mib"), end / MIB
+    for process in ("api_server", "engine"):
+        sizes = [(at, memory[process] / MIB) for at, memory in found.memory]
+        yield (process, "end_mib"), sizes[-1][1]
         yield (process, "most_mib"), max(size for _, size in sizes)
         if options.seconds >= SETTLED_S:
             later = zip(*(one for one in sizes if one[0] >= start_s), strict=True)
@@ -160,7 +160,7 @@ def memory(options: Namespace, side: str, store: str) -> Iterator[Life]:
 
 def of_memory(options: Namespace, seen: Mapping[str, Seen]) -> Counted:
     """MiB by the number of images that were seen; then what an image took in the second half."""
-    sizes = {int(case.split()[0]): one.memory for case, one in seen.items()}
+    sizes = {int(case.split()[0]): one.memory[-1][1] for case, one in seen.items()}
     steps = list(sizes)
     first, half, last = steps[0], steps[len(steps) // 2], steps[-1]
     for process in sizes[first]:

@@ -190,7 +190,7 @@ def test_a_run_goes_on_where_it_was_cut_off(
     assert "was measured before" in capsys.readouterr().out, "a size that this part does not use"
     run("--short", "--again")
     assert "was measured before" not in capsys.readouterr().out
-    assert run("--images", "20").details[PART]["sizes"] == {"images": 20, "rounds": 2, "cache_gib": 0.25}
+    assert run("--images", "20").details[PART]["options"] == {"images": 20, "rounds": 2, "cache_gib": 0.25}
     kept = {
         "found": {"many, alone": {"time_s": {"stock": 1.0}}, "old": {"ratio": {"mmcache": 1}}},
         "details": {"many": 1},

@@ -21,7 +21,7 @@ from benchmarks import scenarios, server_scenarios
 from benchmarks.pictures import SMALL, picture
 from benchmarks.probing import NAMES, Probed
 from benchmarks.results import ROOT
-from benchmarks.scenarios import Life, Scenario, Seen, Step, asks, for_a_question, measure
+from benchmarks.scenarios import Life, Scenario, Seen, Step, asks, for_a_question, measure, questions
 from benchmarks.server_scenarios import agent, of_load
 from benchmarks.servers import Reply, read_reply
 from tests.sizes import larger
@@ -165,7 +165,15 @@ def test_without_a_server_every_request_fails(monkeypatch: pytest.MonkeyPatch, n
     assert not seen.replies
     assert len(seen.failures) == 2
     assert all("ConnectionRefusedError" in failure for failure in seen.failures)
-    assert seen.samples, "memory is watched meanwhile"
+
+
+def test_memory_is_looked_at_where_the_first_client_was_answered(nobody: Any) -> None:
+    seen = Seen()
+    clients = (questions([lambda name=name: [name]] * 3) for name in (b"0", b"1"))
+    asks(*clients, ask=lambda url, body: Reply(0.1, 0.2, text=body[0].decode()))(nobody, seen)
+    assert sorted(reply.text for reply in seen.replies) == ["0"] * 3 + ["1"] * 3
+    assert [memory["api_server"] > 1 << 20 for _, memory in seen.memory] == [True] * 3
+    assert seen.body_bytes == 6
 
 
 def test_a_request_that_fails_ends_what_does_not_expect_it(nobody: Any) -> None:
@@ -186,24 +194,24 @@ def test_a_conversation_grows_until_its_last_turn() -> None:
 
 
 def test_growth_is_of_a_load_that_lasts() -> None:
-    replies = [Reply(0.1, 0.2, 10, 5, 16, start_s=at) for at in (1.0, 2.0, 3.0)]
 
-    def numbers(seconds: float, warm_up_ends: float) -> dict[tuple[str, str], float]:
-        """Memory was 900 MiB at the start, and after the warm-up grew by 6 MiB a minute."""
-        samples = [(warm_up_ends - 0.2 * seconds, {"engine": 900 << 20})]
-        samples += [(warm_up_ends + at, {"engine": (8000 + at) * (1 << 20) // 10}) for at in range(60)]
-        seen = Seen(replies, ["one failed"], memory={"engine": 810 << 20}, samples=samples)
-        return dict(of_load(Namespace(seconds=seconds), {"load": seen}))
+    def numbers(seconds: float, later: int = 60) -> dict[tuple[str, str], float]:
+        """Memory was 900 MiB at the start, and after the warm-up grows by 6 MiB a minute."""
+        begin_s = 0.2 * seconds
+        replies = [Reply(0.1, 0.2, 10, 5, 16, start_s=at) for at in (0.0, begin_s + 1, begin_s + 1.5)][:later]
+        tenths = [(0.0, 9000), *((begin_s + at, 8000 + at) for at in range(60))]
+        memory = [(at, dict.fromkeys(("api_server", "engine"), size * (1 << 20) // 10)) for at, size in tenths]
+        return dict(of_load(Namespace(seconds=seconds), {"load": Seen(replies, ["one failed"], memory=memory)}))
 
-    short, found = numbers(15.0, 1.5), numbers(300.0, 1.5)
+    short, found = numbers(15.0), numbers(300.0)
     assert {what for case, what in short if case == "engine"} == {"end_mib", "most_mib"}
     assert found["engine", "slope_mib_per_minute"] == pytest.approx(6)
-    assert (found["engine", "end_mib"], found["engine", "most_mib"]) == (810, 900)
+    assert (found["engine", "end_mib"], found["engine", "most_mib"]) == (pytest.approx(805.9), 900)
     assert found["load", "requests_measured"] == 2
     assert found["load", "requests_per_s"] == pytest.approx(2 / 1.7)
     assert found["load", "failed"] == 1
     with pytest.raises(RuntimeError, match="1 requests after a warm-up"):
-        numbers(300.0, 2.5)
+        numbers(300.0, later=2)
 
 
 TOKENS = [
