@@ -7,7 +7,6 @@ A variant has the same pixels at the same cost, but bytes that no server has see
 import base64
 import io
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,21 +54,6 @@ def data_url(kind: Kind, content: bytes) -> str:
 def url_of(kind: Kind, number: int) -> str:
     """Picture `number` as a data URL."""
     return data_url(kind, picture(kind, number))
-
-
-@cache
-def _drawn(size: tuple[int, int], noise: int) -> np.ndarray[Any, Any]:
-    """(height, width, 3) uint8."""
-    kind = Kind("image/png", size, noise, {"format": "PNG", "compress_level": 0})
-    return np.asarray(Image.open(io.BytesIO(picture(kind, 0))))
-
-
-def unlike(kind: Kind, number: int) -> bytes:
-    """The file of a picture with pixels of its own: one drawn picture, turned by `number` rows and columns."""
-    pixels = np.roll(_drawn(kind.size, kind.noise), (number, number), axis=(0, 1))  # 11,520 pictures of 1280x720
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, **kind.options)
-    return buffer.getvalue()
 
 
 def video(number: int, frames: int = 64, size: tuple[int, int] = (1280, 720)) -> bytes:

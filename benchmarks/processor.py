@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from benchmarks.pictures import Kind, unlike, video
+from benchmarks.pictures import Kind, video
 from benchmarks.results import FOLDER, ROOT, Result, committed, save
 from benchmarks.rows import FALLEN_OUT, TARGETS
 from benchmarks.scenarios import Life, Scenario, Step, asks, each, new, questions, settle
@@ -62,14 +62,10 @@ def rotation(holds_all: bool, options: Namespace, side: str, store: str) -> Iter
     talks, staying = ([new(PNG) for _ in range(number)] for number in (options.images, HELD))
     steps = [Step(unknown, each(talks)), Step("", each(staying))]
     for start in list(range(0, len(talks), BLOCK)) * (options.rounds - 1):
-        steps.append(Step(again, each(talks[start : start + BLOCK]), more=encoded(PNG)))
+        steps.append(Step(again, each(talks[start : start + BLOCK])))
         steps += [Step("", each(staying)), Step(held, each(staying * HELD_TIMES))]
     gib = HOLDS_ALL if holds_all else options.cache_gib
     yield Life(steps, (*SMALL_KV, "--mm-processor-cache-gb", str(gib)))
-
-
-def encoded(kind: Kind) -> dict[str, float]:
-    return {"encoded_bytes": len(unlike(kind, 0))}
 
 
 def restart(tier: str, options: Namespace, side: str, store: str) -> Iterator[Life]:
@@ -83,8 +79,8 @@ def by_size(form: str, options: Namespace, side: str, store: str) -> Iterator[Li
     """What a picture costs by its size, unknown and after it has fallen out of the cache; one question at a time."""
     kinds = {f"{width}x{height}": FORMATS[form]._replace(size=(width, height)) for width, height in SIZES}
     talks = {size: [new(kind) for _ in range(options.samples)] for size, kind in kinds.items()}
-    steps = (Step(f"{form} {size}, {when}", each(talks[size]), more=encoded(kind))
-             for when in ("unknown", "again") for size, kind in kinds.items())  # fmt: skip
+    steps = (Step(f"{form} {size}, {when}", each(talks[size]))
+             for when in ("unknown", "again") for size in kinds)  # fmt: skip
     yield Life(steps, LARGE)
 
 

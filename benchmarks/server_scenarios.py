@@ -204,7 +204,7 @@ def vllm_bench(options: Namespace, up: Probed, seen: Seen) -> None:
     if done.returncode or said.get("completed") != options.requests:
         raise RuntimeError(f"{said.get('completed', 0)} of {options.requests} requests: {done.stderr[-3000:]}")
     seen.replies += [Reply(*one) for one in zip(said["ttfts"], said["ttfts"], said["input_lens"], strict=True)]
-    seen.more |= {"cached_tokens": counters(url, "vllm")["prefix_cache_hits"] - hits}
+    seen.prefix_cache_hits += counters(url, "vllm")["prefix_cache_hits"] - hits
 
 
 def of_random_mm(options: Namespace, seen: Mapping[str, Seen]) -> Counted:
@@ -213,7 +213,7 @@ def of_random_mm(options: Namespace, seen: Mapping[str, Seen]) -> Counted:
         prompts = [reply.prompt_tokens for reply in one.replies]
         yield (case, "first_token_s"), median(one.times_s)
         yield (case, "prompt_tokens"), sum(prompts)
-        yield (case, "cached_tokens"), one.more["cached_tokens"]
+        yield (case, "cached_tokens"), one.prefix_cache_hits
         for what in ("decodes", "tower_runs"):
             yield (case, what), one.spent[what]
         if case != RUNS[0]:

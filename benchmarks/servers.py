@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,22 +35,17 @@ Body = Sequence[bytes]
 _numbers = itertools.count()
 
 
-@contextlib.contextmanager
 def zoo_server(
     model: Path, side: str, *, images: int, args: Sequence[str] = (), env: Mapping[str, str] | None = None
-) -> Iterator[Server]:
-    """Serve `model` as `mmcache` or stock until the block ends, with `images` in a prompt; logs to MODEL.SIDE.log.
+) -> AbstractContextManager[Server]:
+    """Serves `model` as `mmcache` or stock until its block ends, with `images` in a prompt; logs to MODEL.SIDE.log.
 
     What is given in `args` wins over the benchmarks' own arguments.
     """
-    limits = json.dumps({"image": images})
-    with serve(
-        model,
-        log_path=model.with_name(f"{model.name}.{side}.log"),
-        env={"MMCACHE_DISABLE": "0" if side == "mmcache" else "1", **(env or {})},
-        args=(*CPU_ARGS, "--served-model-name", MODEL, "--limit-mm-per-prompt", limits, *args),
-    ) as server:
-        yield server
+    limits = ("--limit-mm-per-prompt", json.dumps({"image": images}))
+    env = {"MMCACHE_DISABLE": "0" if side == "mmcache" else "1", **(env or {})}
+    args = (*CPU_ARGS, "--served-model-name", MODEL, *limits, *args)
+    return serve(model, log_path=model.with_name(f"{model.name}.{side}.log"), env=env, args=args)
 
 
 @contextlib.contextmanager
@@ -159,9 +155,9 @@ def read_reply(first_s: float, whole_s: float, lines: Sequence[str], start_s: fl
 
 def counters(url: str, of: str = "mmcache") -> Counter[str]:
     """What a server's /metrics have counted, by name; those with several labels added up. On stock none of mmcache."""
+    found = Counter[str]()
     with urllib.request.urlopen(url + "/metrics", timeout=30) as answer:
         families = text_string_to_metric_families(answer.read().decode())
-    found = Counter[str]()
     for sample in (sample for family in families for sample in family.samples):
         if sample.name.startswith(f"{of}:") and sample.name.endswith("_total"):
             found[sample.name.removeprefix(f"{of}:").removesuffix("_total")] += sample.value  # type: ignore[assignment]

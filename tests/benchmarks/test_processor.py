@@ -129,10 +129,10 @@ def test_a_process_without_the_probe_does_not_look_cheap(tmp_path: Path) -> None
 
 def test_pictures_are_unlike_in_pixels() -> None:
     kind = processor.FORMATS["png"]._replace(size=(64, 48))
-    contents = [pictures.unlike(kind, number) for number in range(30)]
+    contents = [pictures.picture(kind, number) for number in range(30)]
     pixels = {Image.open(io.BytesIO(content)).tobytes() for content in contents}
     assert len(pixels) == 30
-    assert pictures.unlike(kind, 3) == contents[3]
+    assert pictures.picture(kind, 3) == contents[3]
     assert len({scenarios.new(kind)()[0] for _ in range(4)}) == 4
 
 

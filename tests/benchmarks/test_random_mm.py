@@ -38,7 +38,7 @@ def test_a_request_that_failed_is_no_measurement(monkeypatch: pytest.MonkeyPatch
     completed, code = 3, 0
     vllm_bench(OPTIONS, up, seen)
     assert [(one.first_token_s, one.prompt_tokens) for one in seen.replies] == [(0.1, OPTIONS.words)] * 3
-    assert seen.more == {"cached_tokens": 7}
+    assert seen.prefix_cache_hits == 7
     completed = 2
     with pytest.raises(RuntimeError, match="2 of 3 requests: what it said"):
         vllm_bench(OPTIONS, up, seen)

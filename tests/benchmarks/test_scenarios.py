@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from benchmarks import scenarios, server_scenarios
-from benchmarks.pictures import SMALL, picture
+from benchmarks.pictures import SMALL, data_url, picture
 from benchmarks.probing import NAMES, Probed
 from benchmarks.results import ROOT
 from benchmarks.scenarios import Life, Scenario, Seen, Step, asks, for_a_question, measure, questions
 from benchmarks.server_scenarios import agent, of_load
-from benchmarks.servers import Reply, read_reply
+from benchmarks.servers import Reply, image_part, read_reply, talk
 from tests.sizes import larger
 from vllm_mmcache.demo.server import free_port
 
@@ -128,6 +128,12 @@ def test_steps_are_put_together() -> None:
     found = dict(for_a_question(Namespace(), {"case": seen}))
     assert (found["case", "questions"], found["case", "time_s"], found["case", "hash_s"]) == (4, 2.5, 2.5)
     assert (found["case", "first_token_s"], found["case", "prompt_tokens"]) == (2.5, 10)
+    content = picture(SMALL, 1)
+    body = sum(map(len, talk(image_part(data_url(SMALL, content)))()))
+    seen.body_bytes = 4 * body
+    assert len(content) == pytest.approx(
+        dict(for_a_question(Namespace(), {"case": seen}))["case", "encoded_bytes"], abs=300
+    )
 
 
 @larger
