@@ -77,10 +77,9 @@ def for_a_question(options: Namespace, seen: Mapping[str, Seen]) -> Counted:
         numbers |= {"first_token_s": median(reply.first_token_s for reply in one.replies)}
         numbers |= {"turns_per_s": number / one.seconds, "body_bytes": one.body_bytes / number}
         numbers |= {"encoded_bytes": numbers["body_bytes"] * 3 / 4}  # base64; all else of a body is some hundred bytes
-        for what in (
-            ("prompt_tokens", "cached_tokens") if one.replies[0].prompt_tokens else ()
-        ):  # where it was asked for
-            numbers[what] = sum(getattr(reply, what) for reply in one.replies) / number
+        if one.replies[0].prompt_tokens:  # they were asked for
+            numbers["prompt_tokens"] = sum(reply.prompt_tokens for reply in one.replies) / number
+            numbers["cached_tokens"] = sum(reply.cached_tokens for reply in one.replies) / number
         yield from (((case, what), value) for what, value in numbers.items())
 
 
