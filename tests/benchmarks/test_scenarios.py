@@ -10,11 +10,13 @@ import threading
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from benchmarks import scenarios, server_scenarios
@@ -22,9 +24,10 @@ from benchmarks.pictures import SMALL, data_url, picture
 from benchmarks.probing import NAMES, Probed
 from benchmarks.results import ROOT
 from benchmarks.scenarios import Life, Scenario, Seen, Step, asks, for_a_question, measure, questions
-from benchmarks.server_scenarios import agent, of_load
-from benchmarks.servers import Reply, image_part, read_reply, talk
+from benchmarks.server_scenarios import agent, ask_through, of_load
+from benchmarks.servers import Reply, ask, image_part, read_reply, talk
 from tests.sizes import larger
+from vllm_mmcache.client import OnceTransport
 from vllm_mmcache.demo.server import free_port
 
 CONVERSATIONS = 4
@@ -218,6 +221,36 @@ def test_growth_is_of_a_load_that_lasts() -> None:
     assert found["load", "failed"] == 1
     with pytest.raises(RuntimeError, match="1 requests after a warm-up"):
         numbers(300.0, later=2)
+
+
+def test_a_turn_through_the_transport_is_read_as_any_other() -> None:
+    asked, events = [], [{"choices": [{"delta": {"content": "a"}, "finish_reason": "length"}]}]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write("".join(f"data: {json.dumps(event)}\n\n" for event in events).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    status, server = 200, ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url, transport = f"http://127.0.0.1:{server.server_address[1]}", OnceTransport(httpx.HTTPTransport())
+    turn = talk(image_part(data_url(SMALL, picture(SMALL, 0))))
+    try:
+        for reply in (ask(url, turn()), ask_through(transport, url, turn())):
+            assert (reply.text, reply.is_finished) == ("a", True)
+            assert 0 < reply.first_token_s <= reply.whole_s
+        assert all(b"what is different now?" in body for body in asked)
+        status = 500
+        with pytest.raises(RuntimeError, match="answered 500"):
+            ask_through(transport, url, turn())
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 TOKENS = [
