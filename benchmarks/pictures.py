@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pictures that clients send: screenshots in size and file size, the same in every run, and cheap variants of them.
 
-A variant is the same file with a comment in it: the same pixels at the same cost, but bytes that no server has seen.
+A variant has the same pixels at the same cost, but bytes that no server has seen.
 """
 
 import base64
 import io
-import struct
 import tempfile
-import zlib
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
-
-BEFORE_IEND = -12  # bytes: length, kind and checksum of a PNG's last chunk, which is empty
 
 
 class Kind(NamedTuple):
@@ -47,13 +42,9 @@ def picture(kind: Kind, number: int) -> bytes:
     return buffer.getvalue()
 
 
-def variant(kind: Kind, content: bytes, name: str) -> bytes:
-    """The same picture as other bytes: `name` goes into a comment of the file."""
-    comment = b"Comment\0" + name.encode()
-    if kind.options["format"] == "JPEG":
-        return content[:2] + b"\xff\xfe" + struct.pack(">H", len(comment) + 2) + comment + content[2:]
-    chunk = struct.pack(">I", len(comment)) + b"tEXt" + comment + struct.pack(">I", zlib.crc32(b"tEXt" + comment))
-    return content[:BEFORE_IEND] + chunk + content[BEFORE_IEND:]
+def variant(content: bytes, name: str) -> bytes:
+    """The same picture as other bytes: `name` stands behind the end of the file."""
+    return content + name.encode()
 
 
 def data_url(kind: Kind, content: bytes) -> str:
@@ -63,21 +54,6 @@ def data_url(kind: Kind, content: bytes) -> str:
 def url_of(kind: Kind, number: int) -> str:
     """Picture `number` as a data URL."""
     return data_url(kind, picture(kind, number))
-
-
-@cache
-def _drawn(size: tuple[int, int], noise: int) -> np.ndarray[Any, Any]:
-    """(height, width, 3) uint8."""
-    kind = Kind("image/png", size, noise, {"format": "PNG", "compress_level": 0})
-    return np.asarray(Image.open(io.BytesIO(picture(kind, 0))))
-
-
-def unlike(kind: Kind, number: int) -> bytes:
-    """The file of a picture with pixels of its own: one drawn picture, turned by `number` rows and columns."""
-    pixels = np.roll(_drawn(kind.size, kind.noise), (number, number), axis=(0, 1))  # 11,520 pictures of 1280x720
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, **kind.options)
-    return buffer.getvalue()
 
 
 def video(number: int, frames: int = 64, size: tuple[int, int] = (1280, 720)) -> bytes:

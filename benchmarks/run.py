@@ -17,12 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results
+from benchmarks import results, scenarios
 from benchmarks.catalogue import ABOUT, BENCHMARKS
+from benchmarks.server_scenarios import SCENARIOS
 
 
 def measure_of(name: str) -> Callable[[Namespace], results.Result]:
     """What measures a benchmark, given its options."""
+    if name in SCENARIOS:
+        return partial(scenarios.measure, SCENARIOS[name])
     spec = importlib.util.find_spec(ABOUT["modules"].get(name, f"benchmarks.{name}"))
     if spec is None:
         return partial(importlib.import_module("benchmarks.replays").measure, name)

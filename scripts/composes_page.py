@@ -78,7 +78,7 @@ KV that outlives a restart, on a GPU alone (read, not run):
 Servers on one directory need the same model, dtype, block size, key layout, and `identity`. Who writes there chooses
 what the model reads. `mmcache doctor` checks connector, keys and identity.
 
-On the CPU (`benchmarks/kv_restart`: 20 screenshots, 14,249 tokens) the first token after a restart took 6.5 s on stock,
+On the CPU (`make bench-kv-restart`: 20 screenshots, 14,249 tokens) the first token after a restart took 6.5 s on stock,
 0.69 s with ExampleConnector, 0.23 s with mmcache, too.
 """
 

@@ -6,70 +6,81 @@ plugin's start, or what such a function wraps. When START_COST_FOLDER/ready appe
 the standard library, and nothing is imported that a process would not import anyway.
 """
 
+import functools
 import importlib._bootstrap as bootstrap
 import os
 import sys
 import threading
 import time
-from types import FunctionType, MethodType
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
 
 PLUGIN = "vllm_mmcache"
 STARTS = (f"{PLUGIN}.plugin", f"{PLUGIN}.upstream")  # here all functions are timed, in rooms those that wrap vLLM's
 WRAPPER = ("wrapped", "instance", "args", "kwargs")
-FUNCTIONS, ROOMS, VLLM = "functions of the plugin", "rooms of the plugin", "wrapped"
+FUNCTIONS, VLLM = f"{PLUGIN}'s functions", "wrapped"
 POLL_S = 0.1
 
-cpu_s: dict[str, float] = {}  # module or one of these -> own CPU seconds, without what it imports or calls
-importer: dict[str, str] = {}  # module -> what was at work when it was first imported
-_here = threading.local()
 
+class Spans:
+    """Seconds by what they are spent on: each second of a thread belongs to the innermost of its blocks."""
 
-class Span:
-    """The CPU time of this thread belongs to `label` until the block ends, apart from spans within."""
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.spent: Counter[str] = Counter()
+        self._clock = clock
+        self._here = threading.local()
 
-    def __init__(self, label: str) -> None:
-        self.label = label
+    def add(self, name: str, number: float) -> None:
+        self.spent[name] += number  # type: ignore[assignment]
 
-    def __enter__(self) -> str:
-        """Returns: what was at work before."""
-        stack = _here.__dict__.setdefault("stack", [])
-        before = stack[-1] if stack else ""
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """The time of this thread is spent on `name` until the block ends, but for blocks within."""
+        stack = self._here.__dict__.setdefault("stack", [])
         self._settle(stack)
-        stack.append(self.label)
-        return before
-
-    def __exit__(self, *error: object) -> None:
-        self._settle(_here.stack)
-        _here.stack.pop()
+        stack.append(name)
+        try:
+            yield
+        finally:
+            self._settle(stack)
+            stack.pop()
 
     def _settle(self, stack: list[str]) -> None:
-        now = time.thread_time()
+        now = self._clock()
         if stack:
-            cpu_s[stack[-1]] = cpu_s.get(stack[-1], 0.0) + now - _here.since
-        _here.since = now
+            self.add(stack[-1], now - self._here.since)
+        self._here.since = now
+
+    def timed(self, name: str) -> Callable[..., Any]:
+        """A wrapper in wrapt's form."""
+
+        def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            with self.of(name):
+                return wrapped(*args, **kwargs)
+
+        return wrapper
 
 
-class Timed:
-    """A function of the plugin. What it wraps is vLLM's time again. Pickles as the function itself."""
+spans = Spans(time.thread_time)
 
-    def __init__(self, function: FunctionType, label: str = FUNCTIONS) -> None:
-        self.label = label
-        self.__wrapped__ = function
-        self.__name__, self.__qualname__ = function.__name__, function.__qualname__
-        self.__module__, self.__doc__ = function.__module__, function.__doc__
-        self.wraps = is_wrapper(function)
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        if self.wraps:
-            args = (_of_vllm(args[0]), *args[1:])
-        with Span(self.label):
-            return self.__wrapped__(*args, **kwargs)
+def timed(function: FunctionType) -> Callable[..., Any]:
+    """The same function of the plugin, timed; what it wraps is vLLM's time again."""
 
-    def __get__(self, instance: object, owner: type | None = None) -> object:
-        return self if instance is None else MethodType(self, instance)
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if is_wrapper(function):
+            import wrapt  # the plugin has imported it
 
-    def __reduce__(self) -> tuple[object, tuple[object]]:
-        return _same, (self.__wrapped__,)
+            args = (wrapt.FunctionWrapper(args[0], spans.timed(VLLM)), *args[1:])
+        with spans.of(FUNCTIONS):
+            return function(*args, **kwargs)
+
+    wrapper.is_timed = True  # type: ignore[attr-defined]
+    return wrapper
 
 
 def is_wrapper(function: FunctionType) -> bool:
@@ -77,54 +88,32 @@ def is_wrapper(function: FunctionType) -> bool:
     return function.__code__.co_varnames[: function.__code__.co_argcount] == WRAPPER
 
 
-def _same(function: object) -> object:
-    return function
-
-
-def _of_vllm(wrapped: object) -> object:
-    import wrapt  # the plugin has imported it
-
-    class Wrapped(wrapt.CallableObjectProxy):
-        def __call__(self, *args: object, **kwargs: object) -> object:
-            with Span(VLLM):
-                return self.__wrapped__(*args, **kwargs)
-
-    return Wrapped(wrapped)
-
-
-def _find_and_load(name: str, import_: object) -> object:
-    with Span(name) as before:
-        importer.setdefault(name, before)
-        module = _find_and_load_unmeasured(name, import_)
+def find_and_load(name: str, import_: object) -> object:
+    """Python's own, and the plugin's functions are timed as soon as their module is there."""
+    with spans.of(name):
+        module = unmeasured(name, import_)
     if name.partition(".")[0] == PLUGIN:
-        starts = name.startswith(STARTS)
         for attribute, value in list(vars(module).items()):
-            if isinstance(value, FunctionType) and value.__module__ == name and (starts or is_wrapper(value)):
-                setattr(module, attribute, Timed(value, FUNCTIONS if starts else f"{ROOMS}: {name}.{attribute}"))
+            is_own = isinstance(value, FunctionType) and value.__module__ == name and not hasattr(value, "is_timed")
+            if is_own and (name.startswith(STARTS) or is_wrapper(value)):
+                setattr(module, attribute, timed(value))
     return module
 
 
-def _write_when_ready(folder: str) -> None:
+def write_when_ready(folder: str) -> None:
     while not os.path.exists(os.path.join(folder, "ready")):
         time.sleep(POLL_S)
-    modules = sorted(sys.modules)
+    cpu_s, plugin = dict(spans.spent), getattr(sys.modules.get(PLUGIN), "__file__", None)
     import json
     import multiprocessing
 
-    found = {
-        "name": multiprocessing.current_process().name,
-        "modules": modules,
-        "plugin": getattr(sys.modules.get(PLUGIN), "__file__", None),
-        "cpu_s": dict(cpu_s),
-        "importer": dict(importer),
-    }
     path = os.path.join(folder, f"{os.getpid()}.json")
     with open(path + ".part", "w") as file:
-        json.dump(found, file)
+        json.dump({"name": multiprocessing.current_process().name, "plugin": plugin, "cpu_s": cpu_s}, file)
     os.replace(path + ".part", path)
 
 
 if "START_COST_FOLDER" in os.environ:
-    _find_and_load_unmeasured = bootstrap._find_and_load
-    bootstrap._find_and_load = _find_and_load
-    threading.Thread(target=_write_when_ready, args=(os.environ["START_COST_FOLDER"],), daemon=True).start()
+    unmeasured = bootstrap._find_and_load
+    bootstrap._find_and_load = find_and_load
+    threading.Thread(target=write_when_ready, args=(os.environ["START_COST_FOLDER"],), daemon=True).start()

@@ -5,19 +5,13 @@ import importlib.metadata
 import sys
 from types import SimpleNamespace
 
-
-def main() -> None:
-    """Run it in this process."""
-    from vllm.entrypoints.cli import main as vllm_main
+if __name__ == "__main__":
+    from vllm.entrypoints.cli import main
     from vllm.version import __version__
 
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        vllm_main.importlib = SimpleNamespace(metadata=SimpleNamespace(version=lambda name: __version__))
+        main.importlib = SimpleNamespace(metadata=SimpleNamespace(version=lambda name: __version__))
     sys.argv[0] = "vllm"
-    vllm_main.main()
-
-
-if __name__ == "__main__":
-    main()
+    main.main()

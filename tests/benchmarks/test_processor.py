@@ -12,13 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import wrapt
 from PIL import Image
 
-from benchmarks import pictures, probing, processor, results
+from benchmarks import pictures, probing, processor, results, scenarios
 from benchmarks.catalogue import BENCHMARKS
 from benchmarks.results import ROOT, Result, committed
 from benchmarks.rows import FALLEN_OUT, TARGETS
 from benchmarks.run import options_of
+from benchmarks.scenarios import Scenario
 from benchmarks.servers import counters
 from tests.sizes import larger
 
@@ -36,69 +38,82 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(probing, "time", SimpleNamespace(perf_counter=clock.perf_counter))
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 class EngineCoreRequest:
     """Named as vLLM's: what the probe counts."""
 
 
-def numbers_of(folder: Path) -> dict[str, probing.Numbers]:
-    return {process: probing.Numbers(folder / f"{process}-1") for process in probing.PROCESSES}
+def numbers_of(folder: Path, clock: Clock) -> dict[str, probing.Numbers]:
+    return {process: probing.Numbers(folder / f"{process}-1", clock.perf_counter) for process in probing.PROCESSES}
+
+
+def since(before: dict[str, float], folder: Path, questions: int) -> dict[str, float]:
+    """What each of the questions cost."""
+    return probing.for_each({name: now - before[name] for name, now in probing.read(folder).items()}, questions)
 
 
 def test_each_second_belongs_to_one_kind(tmp_path: Path, clock: Clock) -> None:
-    numbers = numbers_of(tmp_path)[probing.API]
+    numbers = numbers_of(tmp_path, clock)[probing.API]
 
     def decode() -> None:
         clock.now += 10
 
     def process() -> None:
         clock.now += 1
-        numbers.timed("decode_s", decode)()
+        wrapt.FunctionWrapper(decode, numbers.timed("decode_s"))()
         clock.now += 2
 
     clock.now += 100  # before: nobody's
-    numbers.timed("processor_s", process)()
+    wrapt.FunctionWrapper(process, numbers.timed("processor_s"))()
     clock.now += 100
     found = probing.read(tmp_path)
     assert (found["decode_s"], found["processor_s"], found["hash_s"]) == (10, 3, 0)
 
 
+def test_a_picture_is_decoded_once(tmp_path: Path, clock: Clock) -> None:
+    numbers = numbers_of(tmp_path, clock)[probing.API]
+    for tile in (["a tile"], []):
+        numbers.load(lambda: None, SimpleNamespace(tile=tile), (), {})
+    assert probing.read(tmp_path)["decodes"] == 1
+
+
 def test_requests_are_counted_with_all_their_bytes(tmp_path: Path, clock: Clock) -> None:
-    numbers = numbers_of(tmp_path)
+    numbers = numbers_of(tmp_path, clock)
     before = probing.read(tmp_path)
 
-    def encode(_: object, obj: object) -> list[Any]:
+    def encode(obj: object) -> list[Any]:
         clock.now += 1
         return [b"head", memoryview(bytearray(6)), bytearray(90)]
 
-    def decode(_: object, frames: object) -> object:
+    def decode(frames: object) -> object:
         clock.now += 2
         return EngineCoreRequest() if frames else "another message"
 
-    sent, received = probing.counted_encode(numbers["api"], encode), probing.counted_decode(numbers["engine"], decode)
-    for frames in (sent(None, EngineCoreRequest()), sent(None, "another message")):
+    sent = wrapt.FunctionWrapper(encode, numbers["api"].encode)
+    received = wrapt.FunctionWrapper(decode, numbers["engine"].decode)
+    for frames in (sent(EngineCoreRequest()), sent("another message")):
         clock.now += 5 if frames else 0
-        received(None, frames)
-    received(None, [])
-    found = probing.for_each(before, probing.read(tmp_path), 1)
+        received(frames)
+    received([])
+    found = since(before, tmp_path, 1)
     assert found["sent_bytes"] == 100
     assert (found["encode_s"], found["receive_s"]) == (1, 4), "both were decoded as requests here"
     with pytest.raises(RuntimeError, match="2 questions, but 1 requests"):
-        probing.for_each(before, probing.read(tmp_path), 2)
+        since(before, tmp_path, 2)
 
 
-def test_the_way_is_that_of_the_requests(tmp_path: Path) -> None:
-    numbers = numbers_of(tmp_path)
+def test_the_way_is_that_of_the_requests(tmp_path: Path, clock: Clock) -> None:
+    numbers = numbers_of(tmp_path, clock)
     before = probing.read(tmp_path)
     for moment in (10.0, 20.0):
-        numbers["api"].add(requests=1, encode_s=1.0, sent_at=moment)
-        numbers["engine"].add(receive_s=3.0, received_at=moment + moment / 40)
-    found = probing.for_each(before, probing.read(tmp_path), 2)
+        for name, number in {"requests": 1.0, "encode_s": 1.0, "sent_at": moment}.items():
+            numbers["api"].add(name, number)
+        for name, number in {"receive_s": 3.0, "received_at": moment + moment / 40}.items():
+            numbers["engine"].add(name, number)
+    found = since(before, tmp_path, 2)
     assert (found["transit_s"], found["transfer_s"]) == (0.375, 4.375)
 
 
@@ -107,19 +122,18 @@ def test_a_process_without_the_probe_does_not_look_cheap(tmp_path: Path) -> None
     with pytest.raises(RuntimeError, match="no numbers of engine, worker"):
         probing.read(tmp_path)
     probing.Numbers(tmp_path / "worker-4")
-    probing.Numbers(tmp_path / "engine-2").add(hash_s=1)
-    probing.Numbers(tmp_path / "engine-3").add(hash_s=2)
+    probing.Numbers(tmp_path / "engine-2").add("hash_s", 1)
+    probing.Numbers(tmp_path / "engine-3").add("hash_s", 2)
     assert probing.read(tmp_path)["hash_s"] == 3
 
 
 def test_pictures_are_unlike_in_pixels() -> None:
     kind = processor.FORMATS["png"]._replace(size=(64, 48))
-    contents = [pictures.unlike(kind, number) for number in range(30)]
+    contents = [pictures.picture(kind, number) for number in range(30)]
     pixels = {Image.open(io.BytesIO(content)).tobytes() for content in contents}
     assert len(pixels) == 30
-    assert pictures.unlike(kind, 3) == contents[3]
-    first, second = (processor.some(kind, 2) for _ in range(2))
-    assert len({one.head for one in first + second}) == 4
+    assert pictures.picture(kind, 3) == contents[3]
+    assert len({scenarios.new(kind)()[0] for _ in range(4)}) == 4
 
 
 VIDEO = """
@@ -139,40 +153,21 @@ def test_a_video_has_its_frames(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", VIDEO, str(tmp_path / "video.mp4")], cwd=ROOT, check=True, timeout=60)
 
 
-def test_rounds_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of stretches of one and of three questions: costs are those of a question, the time is the median of all."""
-    hashed = iter([0.0, 4.0, 4.0, 10.0])
-    made = iter([{}, {"made": 1.0, "idle": 0.0}, {"made": 1.0}, {"made": 1.0}])
-    more = {"first": 0, "second": 0}
-    monkeypatch.setattr(probing, "read", lambda folder: dict.fromkeys(probing.NAMES, 0.0) | {"hash_s": next(hashed)})
-    monkeypatch.setattr(probing, "for_each", lambda before, after, number: {
-        "hash_s": (after["hash_s"] - before["hash_s"]) / number})  # fmt: skip
-    monkeypatch.setattr(processor, "counters", lambda url: next(made))
-    monkeypatch.setattr(processor, "server_cpu_s", lambda server: more)
-    monkeypatch.setattr(processor, "ask", lambda up, seconds: seconds)
-    up: Any = SimpleNamespace(server=SimpleNamespace(url="http://nowhere"), folder=Path())
-    costs = processor.Costs()
-    costs.each(up, [1.0])  # type: ignore[list-item]
-    costs.each(up, [2.0, 3.0, 4.0])  # type: ignore[list-item]
-    found = costs.numbers()
-    assert (found["questions"], found["time_s"], found["hash_s"]) == (4, 2.5, 2.5)
-    assert (found["first_quartile_s"], found["third_quartile_s"]) == (1.75, 3.25)
-    assert {name: value for name, value in found.items() if name.startswith("counter")} == {"counter made": 0.25}
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """Measures with one part that needs no server."""
 
-    def rotation(options: argparse.Namespace) -> processor.Part:
+    def scenario(scenario: Scenario, options: argparse.Namespace, sides: tuple[str, ...]) -> Result:
         if options.images == 13:
             raise RuntimeError("an engine died")
         fallen_out = {"time_s": 1.0, "sent_bytes": 50, "encoded_bytes": 100, "seen": options.images}
-        yield (FALLEN_OUT, "mmcache"), fallen_out
-        yield ("rotation, held", "mmcache"), {"time_s": 0.9}
+        result = Result()
+        result.add_sides({"mmcache": {(FALLEN_OUT, what): number for what, number in fallen_out.items()}
+                         | {("rotation, held", "time_s"): 0.9}})  # fmt: skip
+        return result
 
-    parts = {PART: (rotation, ("images", "rounds", "cache_gib")), "many": processor.PARTS["many"]}
-    monkeypatch.setattr(processor, "PARTS", parts)
+    monkeypatch.setattr(processor, "PARTS", {one: processor.PARTS[one] for one in (PART, "many")})
+    monkeypatch.setattr(processor, "measure_scenario", scenario)
     monkeypatch.setattr(processor, "OUTPUT", tmp_path / "output")
     monkeypatch.setattr(processor, "FOLDER", tmp_path)
     monkeypatch.setattr(results, "FOLDER", tmp_path)
@@ -195,7 +190,7 @@ def test_a_run_goes_on_where_it_was_cut_off(
     assert "was measured before" in capsys.readouterr().out, "a size that this part does not use"
     run("--short", "--again")
     assert "was measured before" not in capsys.readouterr().out
-    assert run("--images", "20").details[PART]["sizes"] == {"images": 20, "rounds": 2, "cache_gib": 0.25}
+    assert run("--images", "20").details[PART]["options"] == {"images": 20, "rounds": 2, "cache_gib": 0.25}
     kept = {
         "found": {"many, alone": {"time_s": {"stock": 1.0}}, "old": {"ratio": {"mmcache": 1}}},
         "details": {"many": 1},
@@ -217,7 +212,7 @@ def test_a_run_goes_on_where_it_was_cut_off(
 
 
 def test_every_part_says_what_it_uses() -> None:
-    used = {one for _, uses in processor.PARTS.values() for one in uses}
+    used = {one for part in processor.PARTS.values() for one in part.sizes}
     assert used == set(BENCHMARKS["processor"].options) - {"parts", "again"}
 
 

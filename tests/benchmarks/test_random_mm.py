@@ -7,13 +7,17 @@ import sys
 from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import random_mm
+from benchmarks import server_scenarios
 from benchmarks.catalogue import BENCHMARKS
+from benchmarks.probing import Probed
 from benchmarks.results import ROOT
+from benchmarks.scenarios import Seen
+from benchmarks.server_scenarios import vllm_bench
 from tests.sizes import larger
 
 OPTIONS = Namespace(**{**BENCHMARKS["random_mm"].options, "requests": 3})
@@ -23,18 +27,24 @@ def test_a_request_that_failed_is_no_measurement(monkeypatch: pytest.MonkeyPatch
     def client(command: list[str], **_: Any) -> Any:
         said = dict(pairwise(command))
         path = Path(said["--result-dir"]) / said["--result-filename"]
-        path.write_text(json.dumps({"completed": completed, "seed": said["--seed"]}))
+        found = {"completed": completed, "ttfts": [0.1] * 3, "input_lens": [int(said["--random-input-len"])] * 3}
+        path.write_text(json.dumps(found))
         return subprocess.CompletedProcess(command, code, "", "what it said")
 
-    monkeypatch.setattr(random_mm.subprocess, "run", client)
+    hits = iter(range(0, 100, 7))
+    monkeypatch.setattr(server_scenarios.subprocess, "run", client)
+    monkeypatch.setattr(server_scenarios, "counters", lambda url, of: {"prefix_cache_hits": next(hits)})
+    up, seen = Probed(SimpleNamespace(url="http://nowhere"), Path("model"), Path()), Seen()  # type: ignore[arg-type]
     completed, code = 3, 0
-    assert random_mm.bench("http://nowhere", Path("model"), OPTIONS)["seed"] == str(random_mm.SEED)
+    vllm_bench(OPTIONS, up, seen)
+    assert [(one.first_token_s, one.prompt_tokens) for one in seen.replies] == [(0.1, OPTIONS.words)] * 3
+    assert seen.prefix_cache_hits == 7
     completed = 2
     with pytest.raises(RuntimeError, match="2 of 3 requests: what it said"):
-        random_mm.bench("http://nowhere", Path("model"), OPTIONS)
+        vllm_bench(OPTIONS, up, seen)
     completed, code = 3, 1
     with pytest.raises(RuntimeError, match="what it said"):
-        random_mm.bench("http://nowhere", Path("model"), OPTIONS)
+        vllm_bench(OPTIONS, up, seen)
 
 
 @larger
