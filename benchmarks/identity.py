@@ -15,10 +15,8 @@ from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from benchmarks import scenarios
 from benchmarks.pictures import PNG, picture, variant
-from benchmarks.results import Result
+from benchmarks.results import Result, in_turn, medians
 from benchmarks.server_scenarios import uuid_turns
-from benchmarks.sides import in_turn
-from benchmarks.timing import medians
 from vllm_mmcache import tenant
 from vllm_mmcache.upstream import hooks, vllm_version
 from vllm_mmcache.upstream.ledger import groups

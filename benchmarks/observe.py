@@ -11,9 +11,7 @@ from pathlib import Path
 
 from vllm import SamplingParams
 
-from benchmarks.results import Result
-from benchmarks.sides import run_worker
-from benchmarks.timing import medians
+from benchmarks.results import Result, medians, run_worker
 from tests.observe.observing import assistant, observed, picture, system, user, words
 from vllm_mmcache import rooms
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool

@@ -20,12 +20,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks.pictures import Kind, video
-from benchmarks.results import FOLDER, ROOT, Result, committed, save
+from benchmarks.results import FOLDER, ROOT, SIDES, Result, committed, save
 from benchmarks.rows import FALLEN_OUT, TARGETS
 from benchmarks.scenarios import Life, Scenario, Step, asks, each, new, questions, settle
 from benchmarks.scenarios import measure as measure_scenario
 from benchmarks.servers import talk
-from benchmarks.sides import SIDES
 
 OUTPUT = ROOT / ".artifacts" / "processor"
 PNG = Kind("image/png", (1280, 720), 2, {"format": "PNG", "compress_level": 1})  # about 0.8 MB, as screenshots are

@@ -20,9 +20,8 @@ from typing import NamedTuple
 from benchmarks.pictures import SMALL, Kind, url_of
 from benchmarks.probing import Probed, for_each, probed_server
 from benchmarks.processes import server_memory
-from benchmarks.results import ROOT, Result
+from benchmarks.results import ROOT, SIDES, Result
 from benchmarks.servers import Body, Reply, ask, counters, image_part, stored, talk
-from benchmarks.sides import SIDES
 from vllm_mmcache.zoo import ZooOptions, build_cached
 
 ARTIFACTS = ROOT / ".artifacts" / "scenarios"  # on disk: /tmp may be RAM

@@ -22,11 +22,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks.machine import commit
 from benchmarks.probe.sitecustomize import PLUGIN, VLLM
 from benchmarks.processes import cpu_s
-from benchmarks.results import ROOT, Result
-from benchmarks.sides import SIDES
+from benchmarks.results import ROOT, SIDES, Result, commit
 from vllm_mmcache.demo.server import CPU_ARGS, CPU_ENV, Server, free_port, living, stop, wait_until_healthy
 from vllm_mmcache.zoo import build_cached
 

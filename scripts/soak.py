@@ -15,8 +15,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.machine import provenance
-from benchmarks.results import FOLDER, ROOT
+from benchmarks.results import FOLDER, ROOT, provenance
 from scripts.matrix import counted
 
 OUTPUT = ROOT / ".artifacts" / "soak"

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import processor
+from benchmarks.results import processor
 from vllm_mmcache import __version__
 from vllm_mmcache.errors import EnvironmentProblem
 from vllm_mmcache.prove.items import SWITCH

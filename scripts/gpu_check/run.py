@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.catalogue import BENCHMARKS
-from benchmarks.machine import commit
+from benchmarks.results import commit
 from scripts.gpu_check import found as here
 from scripts.gpu_check import results
 from vllm_mmcache.errors import EnvironmentProblem

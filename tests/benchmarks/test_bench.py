@@ -22,7 +22,9 @@ REPLAYS = {"image_questions", "cold_requests", "agents", "computer_use", "image_
 
 
 def test_every_benchmark_can_be_run_and_shown() -> None:
-    modules = {name for name in BENCHMARKS if importlib.util.find_spec(ABOUT["modules"].get(name, f"benchmarks.{name}"))}
+    modules = {
+        name for name in BENCHMARKS if importlib.util.find_spec(ABOUT["modules"].get(name, f"benchmarks.{name}"))
+    }
     assert not modules & set(SCENARIOS)
     assert set(BENCHMARKS) - modules - set(SCENARIOS) == REPLAYS
     assert {row.benchmark for row in ROWS} == set(BENCHMARKS)
