@@ -88,7 +88,7 @@ class Clients:
     def __enter__(self) -> "Clients":
         """Returns when one has been answered."""
         self._running = [self._pool.submit(self._run) for _ in range(self._number)]
-        self.wait()
+        self._wait(0)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,8 +99,14 @@ class Clients:
 
     def wait(self) -> None:
         """For one more that is answered, or fails."""
-        before = self.found["requests"] + self.found["failed"]
-        while self.found["requests"] + self.found["failed"] == before:
+        self._wait(self._num_ended)
+
+    @property
+    def _num_ended(self) -> int:
+        return int(self.found["requests"] + self.found["failed"])
+
+    def _wait(self, before: int) -> None:
+        while self._num_ended == before:
             time.sleep(0.05)
 
     def _run(self) -> None:

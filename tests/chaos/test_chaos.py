@@ -99,9 +99,11 @@ def test_only_what_was_under_way_at_a_kill_is_excused_and_asked_again() -> None:
         if next(number):
             run.is_killed = True
 
-    with answering(RIGHT, 500, kill) as url, clients.Clients(url, answers, PICTURES, 1) as run:
-        while not run.excused:
-            time.sleep(0.01)
+    with answering(RIGHT, 500, kill) as url:
+        run = clients.Clients(url, answers, PICTURES, 1)  # before the server calls kill
+        with run:
+            while not run.excused:
+                time.sleep(0.01)
     assert [run.found[what] for what in ("excused", "failed", "requests")] == [1, 1, 0]
     pairs = []
     with pytest.MonkeyPatch.context() as patch, answering(RIGHT) as url:
