@@ -218,7 +218,7 @@ def test_serve_without_us_is_served_where_it_is_said(model: str, monkeypatch: py
 
 
 def test_what_is_wanted_is_one_line(model: str, tmp_path: Path) -> None:
-    """Before the start it is only a wish; and nothing is said of what was not asked for."""
+    """Before the start it is only a wish."""
     refused = ["--port", "0", "--no-such-vllm-option", "1"]
     outcome = mmcache("serve", "--observe", model, *refused, XDG_CACHE_HOME=str(tmp_path))
     said = outcome.stderr
@@ -228,10 +228,22 @@ def test_what_is_wanted_is_one_line(model: str, tmp_path: Path) -> None:
     assert f"wanted: features kept in {tmp_path}/mmcache" in line
     assert "requests recorded. What is so, the server says when its engines are ready" in line
     assert re.fullmatch(r"mmcache: the admin key of this start: http://127\.0\.0\.1:0/mmcache#key=[\w-]{43}", key)
-    own = mmcache("serve", "--observe", model, *refused, MMCACHE_STORE="", MMCACHE_ADMIN_KEY="a-key-of-the-operator")
-    assert "wanted: requests recorded" in own.stderr
-    assert "key" not in own.stderr
-    assert "mmcache:" not in mmcache("serve", model, *refused, MMCACHE_STORE="").stderr
+
+
+def test_nothing_is_said_of_what_was_not_asked_for(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "become", lambda command: None)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MMCACHE_", "VLLM_PLUGINS"))}
+    asked = {"MMCACHE_STORE": "", "MMCACHE_ADMIN_KEY": "a-key-of-the-operator"}
+    monkeypatch.setattr(os, "environ", kept | asked)
+    serve.serve(model, ["--port", "0"], observe=True)
+    own = capsys.readouterr().err
+    assert "wanted: requests recorded" in own
+    assert "key" not in own
+    monkeypatch.setattr(os, "environ", kept | asked)
+    serve.serve(model, ["--port", "0"])
+    assert "mmcache:" not in capsys.readouterr().err
 
 
 def test_serve_works_with_both_distributions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def assert_same_features(found: dict[str, torch.Tensor], expected: dict[str, tor
     assert all(torch.equal(features, expected[name]) for name, features in found.items())
 
 
-WHERE = {"qwen3-vl": pytest.mark.any_engine, "gemma3": (), "qwen3.5": ()}
+WHERE = {"qwen3-vl": pytest.mark.any_engine, "qwen3.5": ()}
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=WHERE.get(name, larger)) for name in FIRST_FAMILIES])
@@ -63,6 +63,7 @@ def test_a_second_replica(alone: EnginePool, put: Put, server: Server) -> None:
     assert_exact(second, answers)
 
 
+@larger
 def test_a_restart_with_an_encrypted_store(alone: EnginePool, put: Put, server: Server, tmp_path: Path) -> None:
     """From the directory, and on a replica from Valkey. Without the key it is an empty store."""
     key = tmp_path / "key"

@@ -42,8 +42,9 @@ def env(**more: str) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith("MMCACHE_")} | more
 
 
+@larger
 @pytest.mark.engine
-@pytest.mark.parametrize("runner", ["V2", pytest.param("V1", marks=larger)])
+@pytest.mark.parametrize("runner", ["V2", "V1"])
 def test_the_command_on_the_cpu(runner: str, tmp_path: Path) -> None:
     """One family, all rooms, in processes of its own; also a room whose variable the user has set to off.
 

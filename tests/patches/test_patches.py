@@ -69,6 +69,7 @@ def test_exact_without_the_plugin(patched: Path) -> None:
     assert counts(done.stdout)["passed"] >= (30 if WHOLE else 8)
 
 
+@larger
 @pytest.mark.engine
 def test_wrong_without_the_patches(tree: Path) -> None:
     """Negative control, and what stock does: the same copy, the same tests, patches taken back."""
