@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import summary
+from tests.sizes import larger
 
 REPO = Path(__file__).parents[2]
 PAGES = sorted([REPO / "README.md", *(REPO / "docs").rglob("*.md"), *REPO.glob("*/README.md")])
@@ -27,6 +28,7 @@ def load(script: str) -> Any:
     return module
 
 
+@larger
 def test_the_families_page_has_the_whole_registry() -> None:
     """Every architecture of the installed vLLM stands where the walk puts it, the tested ones with their family."""
     families_page = load("families_page")

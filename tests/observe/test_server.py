@@ -16,6 +16,7 @@ import pytest
 
 from tests.lazy_media import files
 from tests.observe.observing import assert_whole
+from tests.sizes import larger
 from vllm_mmcache.demo.server import CPU_ARGS, serve
 from vllm_mmcache.observe.file import read_records
 from vllm_mmcache.observe.schema import Reason
@@ -49,6 +50,7 @@ def wait_for_records(path: Path, number: int) -> None:
         time.sleep(0.1)
 
 
+@larger
 def test_records_of_two_api_servers(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     model = build_cached("qwen3-vl", tmp_path_factory.mktemp("zoo"))
     path = tmp_path / "records.jsonl"
