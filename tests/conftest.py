@@ -87,7 +87,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What has been imported stays: the garbage collector, which engines call as they start and end, leaves it alone."""
+    """What has been imported stays: the garbage collector, which engines call at start and end, leaves it alone."""
     gc.freeze()
 
 
