@@ -17,7 +17,6 @@ and numba half a minute for the ngram drafter.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import zlib
@@ -84,11 +83,6 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> py
 
 def pytest_report_header() -> str:
     return f"engines: {CHOSEN}"
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What has been imported stays: the garbage collector, which engines call at start and end, leaves it alone."""
-    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
