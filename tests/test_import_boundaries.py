@@ -174,10 +174,3 @@ def test_reading_records_and_templates_needs_no_vllm() -> None:
     assert not found & {"torch", "vllm", "transformers", "numpy", "fastapi"}
     found = loaded_by("vllm_mmcache.lint.check, vllm_mmcache.lint.template")
     assert not found & {"torch", "vllm", "transformers", "jinja2", "pydantic"}
-
-
-def test_files_stay_short() -> None:
-    long = {
-        str(p.relative_to(PACKAGE)): n for p in PACKAGE.rglob("*.py") if (n := len(p.read_text().splitlines())) > 400
-    }
-    assert not long

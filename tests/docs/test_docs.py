@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages are in step with the code: settings, links, rooms, commands, and the length of the README."""
+"""The pages are in step with the code: settings, links, rooms and commands."""
 
 import importlib.util
 import json
@@ -16,7 +16,6 @@ from tests.sizes import larger
 
 REPO = Path(__file__).parents[2]
 PAGES = sorted([REPO / "README.md", *(REPO / "docs").rglob("*.md"), *REPO.glob("*/README.md")])
-README_LINES, DOCS_WORDS = 120, 9000
 
 
 def load(script: str) -> Any:
@@ -80,10 +79,8 @@ def test_every_page_and_every_room_is_in_the_index() -> None:
     assert folders == set(re.findall(r"`([a-z_0-9]+)/", (REPO / "tests" / "README.md").read_text()))
 
 
-def test_the_readme_is_short_as_are_the_docs_and_has_the_two_commands() -> None:
+def test_the_readme_has_the_two_commands_and_pages_name_targets_that_exist() -> None:
     text = (REPO / "README.md").read_text()
-    assert len(text.splitlines()) <= README_LINES
-    assert sum(len(page.read_text().split()) for page in (REPO / "docs").glob("*.md")) <= DOCS_WORDS
     assert "make demo" in text
     assert "make test" in text
     targets = set(re.findall(r"^([a-z0-9-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
