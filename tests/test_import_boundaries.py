@@ -20,6 +20,7 @@ TIES = {
     "block_keys/request_hasher.py",
     "features/runner.py",
     "features/scheduler.py",
+    "identity/endpoints.py",
     "identity/renderer.py",
     "image_checkpoints/scheduler.py",
     "image_spans/admission/requests.py",

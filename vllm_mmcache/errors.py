@@ -7,6 +7,7 @@
     +-- CausalImages         the attention backend would run a model's images causally, silently wrong
     +-- UnschedulableImage   an image of the model is longer than a step may be
     |   +-- UnschedulableRequest an image of one request is; to that client an error 400
+    +-- TenantError          a request names its tenant wrongly; to that client an error 400
     +-- LintError            a chat template or conversations that can't be read
     +-- RecordsError         no records of requests: an unknown id, a wrong key, no server, a malformed file
     +-- ProofsUnwritable     the user's file of proofs can't be written
@@ -48,6 +49,17 @@ class UnschedulableImage(MMCacheError):
 
 class UnschedulableRequest(UnschedulableImage, ValueError):
     """An image of this request is longer than a step may be. vLLM answers a ValueError with the status 400."""
+
+
+class TenantError(MMCacheError):
+    """A request's header, API key or cache_salt can't name a tenant, or two of them name different ones.
+
+    parameter: the field or header that is wrong. No name of a tenant is in the message.
+    """
+
+    def __init__(self, message: str, parameter: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 class LintError(MMCacheError):

@@ -14,12 +14,19 @@ def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "").strip().lower() in _TRUE
 
 
+def _asks_for_tenants() -> bool:
+    """Whether tenants must be kept apart, which contradicts MMCACHE_DISABLE; reading the settings says so."""
+    names = ("MMCACHE_REQUIRE_TENANT", "MMCACHE_REQUIRE_SALT")
+    return any(map(_is_set, names)) or os.environ.get("MMCACHE_TENANT_FROM", "cache_salt") not in ("", "cache_salt")
+
+
 def register() -> None:
     """Install the hooks that see the VllmConfig, with which the rest is decided. A second call changes nothing.
 
-    Raises: SettingsError for a wrong MMCACHE_* variable; HookError where salts are required and these hooks don't fit.
+    Raises: SettingsError for a wrong MMCACHE_* variable; HookError where tenants must be kept apart and these hooks
+    don't fit.
     """
-    if _is_set("MMCACHE_DISABLE") and not _is_set("MMCACHE_REQUIRE_SALT"):  # both is a contradiction, which start says
+    if _is_set("MMCACHE_DISABLE") and not _asks_for_tenants():
         return
     import vllm_mmcache.background  # noqa: F401  notes the cores before vLLM binds threads to some
     from vllm_mmcache.upstream.start import start

@@ -249,14 +249,22 @@ def of(key_file: str | None) -> Clear:
 
 
 def read_key(key_file: str) -> bytes:
-    """The key in a file: 32 bytes as they are, as 64 hex digits, or in base64.
+    """The key that the setting store_key_file names.
 
-    Raises: SettingsError where it is not there, is no such key or others may read it, and where `cryptography` is not
-    installed. Nothing of the key is in the message.
+    Raises: SettingsError as `read_secret`, and where `cryptography` is not installed.
     """
-    where = f"store_key_file {key_file!r}"
     if importlib.util.find_spec("cryptography") is None:
-        raise SettingsError(f"{where} needs the package cryptography: {extras.how('encryption')}")
+        raise SettingsError(f"store_key_file {key_file!r} needs the package cryptography: {extras.how('encryption')}")
+    return read_secret(key_file, "store_key_file")
+
+
+def read_secret(key_file: str, setting: str) -> bytes:
+    """The key in a file that a setting names: 32 bytes as they are, as 64 hex digits, or in base64.
+
+    Raises: SettingsError where it is not there, is no such key or others may read it. Nothing of the key is in the
+    message.
+    """
+    where = f"{setting} {key_file!r}"
     path = Path(key_file).expanduser()
     try:
         seen = path.stat()

@@ -20,6 +20,7 @@ from vllm_mmcache.places import check_key, host_and_port
 from vllm_mmcache.places import store_places as store_places
 from vllm_mmcache.places import without_secrets as without_secrets
 from vllm_mmcache.settings_messages import allowed, check_together, known
+from vllm_mmcache.tenant import parse_source
 
 PREFIX = "MMCACHE_"
 CONFIG_KEY = "mmcache"
@@ -96,10 +97,26 @@ class Settings(BaseSettings):
             "KV is apart by salt."
         ),
     )
-    require_salt: bool = Field(
-        default=False,
-        description="Refuse images, videos and audio without cache_salt (400), and a start without identity.",
+    tenant_from: str = Field(
+        default="cache_salt",
+        description=(
+            "Where a request's tenant is found: `cache_salt`, the body's field; `header:NAME`, a header that the "
+            "gateway sets; or `api_key`, the API key that was used. A header or key becomes a digest that takes the "
+            "place of cache_salt, also for KV blocks; a start without identity is refused then."
+        ),
     )
+    tenant_key_file: str | None = Field(
+        default=None,
+        description=(
+            "File with a 32-byte key (raw, 64 hex digits, base64) for the digests of tenants' names; the same on all "
+            "servers that share a store. Unset: who sees a digest can try names."
+        ),
+    )
+    require_tenant: bool = Field(
+        default=False,
+        description="Refuse images, videos and audio without a tenant (400), and a start without identity.",
+    )
+    require_salt: bool = Field(default=False, description="The older name of require_tenant.")
     image_aliases: int = Field(
         default=65536, ge=1, description="Most uuids that an API server knows, all tenants together."
     )
@@ -223,6 +240,12 @@ class Settings(BaseSettings):
         store_places(value)
         return value
 
+    @field_validator("tenant_from")
+    @classmethod
+    def _source_is_one(cls, value: str) -> str:
+        parse_source(value)
+        return value
+
     @field_validator("observe_listen")
     @classmethod
     def _address_is_one(cls, value: str | None) -> str | None:
@@ -236,6 +259,17 @@ class Settings(BaseSettings):
         if value is not None:
             check_key(value.get_secret_value())
         return value
+
+    @property
+    def requires_tenant(self) -> bool:
+        """Whether images without a tenant are refused."""
+        return self.require_tenant or self.require_salt
+
+    @property
+    def promised_by(self) -> tuple[str, ...]:
+        """The settings by which tenants must be kept apart, so that nothing may start where identity can't do that."""
+        names = [name for name in ("require_tenant", "require_salt") if getattr(self, name)]
+        return (*names, "tenant_from") if self.tenant_from != "cache_salt" else tuple(names)
 
 
 # Two decide whether register() replaces anything, before any command line is seen; a key is to be in no command line.

@@ -14,9 +14,12 @@ from vllm_mmcache.errors import SettingsError
 from vllm_mmcache.places import KEY_CHARS, REMOTE_SCHEMES
 
 # Pairs that can't both be meant: (name, value), (name, value), and why.
+_APART = "nothing would keep tenants apart"
 _CONTRADICTIONS: tuple[tuple[tuple[str, bool], tuple[str, bool], str], ...] = (
-    (("disable", True), ("require_salt", True), "nothing would keep tenants apart"),
-    (("require_salt", True), ("identity", False), "nothing would keep tenants apart"),
+    (("disable", True), ("require_salt", True), _APART),
+    (("disable", True), ("require_tenant", True), _APART),
+    (("require_salt", True), ("identity", False), _APART),
+    (("require_tenant", True), ("identity", False), _APART),
     (("lifted_bodies", True), ("lazy_media", False), "what is lifted out of a body is opened by the lazy media"),
     (("observe", True), ("metrics", False), "records travel the way that the metrics do"),
 )
@@ -42,6 +45,8 @@ def allowed(name: str, field: FieldInfo) -> str:
         return "allowed: 0, a number of seconds, or one with s, m, h, d or w after it, such as 7d"
     if name == "admin_key":
         return f"allowed: {KEY_CHARS} printable ASCII characters or more, such as `openssl rand -hex 32` writes"
+    if name == "tenant_from":
+        return "allowed: cache_salt, api_key, or header:NAME such as header:X-Tenant"
     if name == "store":
         return f"allowed: a directory such as /path, a URL with {', '.join(REMOTE_SCHEMES)}, or one of each"
     bounds = [str(bound) for bound in field.metadata]
@@ -54,5 +59,14 @@ def check_together(settings: Any, spelled: Callable[[str], str]) -> None:
         if all(getattr(settings, name) is value for name, value in (one, other)):
             said = " and ".join(f"{spelled(name)} = {value}" for name, value in (one, other))
             raise SettingsError(f"{said} contradict each other: {why}. Leave out one of the two")
+    if settings.tenant_from != "cache_salt":
+        for name, value in (("disable", True), ("identity", False)):
+            if getattr(settings, name) is value:
+                raise SettingsError(
+                    f"{spelled('tenant_from')} = {settings.tenant_from} and {spelled(name)} = {value} contradict each "
+                    f"other: {_APART}. Leave out one of the two"
+                )
+    if settings.tenant_key_file is not None:
+        sealing.read_secret(settings.tenant_key_file, "tenant_key_file")
     if settings.store_key_file is not None:
         sealing.read_key(settings.store_key_file)

@@ -4,10 +4,12 @@
 import json
 from typing import Any
 
+import pybase64
 import pytest
 
 from tests.lifted_bodies.test_lift import text_of
-from vllm_mmcache.client.images import PREFIX, content_id, find_images
+from vllm_mmcache.client.images import find_images
+from vllm_mmcache.identity.content_name import PREFIX, is_claim, is_readable, name_of
 
 
 def part(text: str, kind: str = "png", **more: Any) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def test_bodies_are_the_request_with_names() -> None:
     request = chat(part(a), quoted, part(b, detail="high"), part(a, "jpeg"), temperature=0.1, seed=2**70)
     images = find_images(encode(request))
     assert images
-    assert len(set(images.ids)) == 3
+    assert len(set(images.ids)) == 2, "the file is named, whatever its URL calls it"
     assert all(one.startswith(PREFIX) and len(one) == len(PREFIX) + 64 for one in images.ids)
     expected = json.loads(json.dumps(request))
     content = expected["messages"][0]["content"]
@@ -56,17 +58,31 @@ def test_the_same_image_twice_comes_with_its_bytes_twice() -> None:
     assert images.body(()).count(a.encode()) == 2
 
 
-def test_the_id_covers_all_that_the_image_is() -> None:
-    """Negative control: one changed byte, another type, a border moved between the two."""
-    text = bytearray(text_of("a", 5000), "ascii")
-    ids = {content_id("data:image/png;base64,", bytes(text)), content_id("data:image/jpeg;base64,", bytes(text))}
-    ids.add(content_id("data:image/png;base64,A", bytes(text[1:])))
-    for place in (0, 2500, 4999):
-        changed = bytearray(text)
-        changed[place] = ord("A") if changed[place] != ord("A") else ord("B")
-        ids.add(content_id("data:image/png;base64,", bytes(changed)))
-    assert len(ids) == 6
-    assert content_id("data:image/png;base64,", bytes(text)) in ids
+def test_the_name_covers_all_of_the_file() -> None:
+    """Negative control: one changed byte at the beginning, in the middle and at the end."""
+    content = pybase64.b64decode(text_of("a", 5000))
+    names = {name_of(content), name_of(content[:-1]), name_of(content + b"a")}
+    for place in (0, 2500, len(content) - 1):
+        names.add(name_of(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]))
+    assert len(names) == 6
+    images = find_images(encode(chat(part(text_of("a", 5000)))))
+    assert images
+    assert images.ids == [name_of(content)]
+
+
+def test_what_is_no_base64_is_not_named() -> None:
+    """The server says what is wrong with it; another image of the request is named all the same."""
+    images = find_images(encode(chat(part("A" * 1999 + "=" * 5), part(text_of("a", 2000)))))
+    assert images
+    assert len(images.ids) == 1
+    assert find_images(encode(chat(part("A" * 1999 + "=" * 5)))) is None
+
+
+def test_names_of_other_versions_are_claims_too() -> None:
+    assert [is_claim(name) for name in (name_of(b""), "mmc1-00", "mmc10-", "mmc-", "xmmc2-", "mmc")] == [
+        True, True, True, False, False, False,
+    ]  # fmt: skip
+    assert [is_readable(name) for name in (name_of(b""), "mmc1-00", "mmc20-")] == [True, False, False]
 
 
 def test_escaped_slashes() -> None:

@@ -13,6 +13,7 @@ from PIL import Image
 
 from vllm_mmcache import rooms, tenant
 from vllm_mmcache.identity.aliases import ALIASES
+from vllm_mmcache.identity.content_name import name_of
 from vllm_mmcache.upstream import hooks, vllm_version
 from vllm_mmcache.upstream.ledger import groups
 
@@ -263,3 +264,53 @@ def test_wrong_names(name: Any) -> None:
         renderer._check_name(name)
     assert "uuu" not in str(raised.value)
     renderer._check_name("u" * 128)
+
+
+def named_media(seed: int) -> tuple[Any, str]:
+    """An image with its file, as a server has it, and the name that the client transport gives it."""
+    found = media(seed)
+    return found, name_of(found.original_bytes)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_name_that_claims_a_digest_is_that_digest() -> None:
+    """Without a salt, where everybody shares the names: nobody can bind it to another image."""
+    from vllm.exceptions import VLLMValidationError
+
+    item, name = named_media(1)
+    other, _ = named_media(2)
+    for wrong in (other, image(1)):  # another file; pixels without a file
+        with pytest.raises(VLLMValidationError, match="claims a digest") as raised:
+            hashes("image", [wrong], [name])
+        assert name not in str(raised.value)
+    (unbound,) = hashes("image", [None], [name])
+    (bound,) = hashes("image", [item], [name])
+    assert hashes("image", [None], [name]) == [bound] == hashes("image", [item]) != [unbound]
+    with pytest.raises(VLLMValidationError, match="claims a digest"):
+        hashes("image", [other], [name])
+    assert hashes("image", [None], [name]) == [bound]
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_claim_of_another_version_stands_for_nothing() -> None:
+    """An older or newer client is served; what it names can't be checked here, so it sends its images whole."""
+    item, name = named_media(1)
+    for foreign in (name.replace("mmc2-", "mmc1-"), name.replace("mmc2-", "mmc3-")):
+        assert hashes("image", [item], [foreign]) == hashes("image", [item])
+        assert hashes("image", [None], [foreign]) != hashes("image", [item])
+
+
+@pytest.mark.usefixtures("installed")
+def test_instances_that_share_names_check_claims() -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_mmcache.identity import renderer
+
+    item, name = named_media(1)
+    token = renderer._NAMES_ARE_SHARED.set(True)
+    try:
+        assert hashes("image", [item], [name]) == [name]
+        with pytest.raises(VLLMValidationError, match="claims a digest"):
+            hashes("image", [named_media(2)[0]], [name])
+    finally:
+        renderer._NAMES_ARE_SHARED.reset(token)

@@ -178,8 +178,8 @@ def foresee(config: Any, chosen: "Settings", left_out: str, findings: Findings) 
 
     if left_out:
         seen = f"{left_out}: nothing of it runs in any process, and nothing there can say so"
-        if chosen.require_salt:
-            seen += "; require_salt is not kept"
+        if chosen.promised_by:
+            seen += f"; {' and '.join(chosen.promised_by)} is not kept"
         findings.append({"where": plugins.VARIABLE, "seen": seen, "cure": "name mmcache in it, or unset it"})
     if off := left_out or ("MMCACHE_DISABLE is set" if chosen.disable else ""):
         return {room: State("off", off) for room in ROOMS}
@@ -192,9 +192,10 @@ def foresee(config: Any, chosen: "Settings", left_out: str, findings: Findings) 
     if has_rust_frontend():
         seen = f"{NO_PYTHON}: nothing of mmcache is between clients and engines"
         findings.append({"where": RUST_FRONTEND, "seen": seen, "cure": "unset it"})
-    if chosen.require_salt and found["identity"].state in ("off", "mixed"):
+    if chosen.promised_by and found["identity"].state in ("off", "mixed"):
+        where = ", ".join(f"MMCACHE_{name.upper()}" for name in chosen.promised_by)
         seen = f"set, but identity will be {found['identity']}"
-        findings.append({"where": "MMCACHE_REQUIRE_SALT", "seen": seen, "cure": "no server starts with that: unset it"})
+        findings.append({"where": where, "seen": seen, "cure": "no server starts with that: unset it"})
     return found
 
 

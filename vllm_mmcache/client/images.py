@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images of one chat request: their content ids, and the request's body with or without their bytes. Pure.
+"""The images of one chat request: their content names, and the request's body with or without their bytes. Pure.
 
-The body is cut at its base64 texts and only the rest is parsed, so that tens of megabytes cost a search and a BLAKE3.
+The body is cut at its base64 texts and only the rest is parsed; the texts are decoded, since names are those of files
+(identity/content_name.py).
 """
 
 import json
@@ -10,11 +11,10 @@ import secrets
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from blake3 import blake3
+import pybase64
 
+from vllm_mmcache.identity.content_name import name_of
 from vllm_mmcache.lifted_bodies.scan import find_texts, is_string, replace_spans
-
-PREFIX = "mmc1-"  # of a content id; the number goes up when it covers something else
 
 _MIN_TEXT_BYTES = 1024  # a shorter image is sent each time
 
@@ -25,12 +25,14 @@ SCOPE_FIELDS = ("model", "cache_salt", "mm_processor_kwargs", "media_io_kwargs")
 class Images:
     """One parsed request with images. Not for several threads at once."""
 
-    def __init__(self, request: dict[str, Any], stem: str, texts: list[memoryview], parts: list[dict[str, Any]]):
+    def __init__(
+        self, request: dict[str, Any], stem: str, texts: list[memoryview], parts: list[tuple[dict[str, Any], str]]
+    ):
         self._request = request
         self._name = re.compile(re.escape(stem.encode()) + rb"(\d+)")
         self._texts = texts
-        self._parts = [(part, part["image_url"]) for part in parts]
-        self.ids = [content_id(*_cut(_url(part), stem, texts)) for part in parts]
+        self._parts = [(part, part["image_url"]) for part, _ in parts]
+        self.ids = [name for _, name in parts]
 
     @property
     def scope(self) -> list[Any]:
@@ -44,14 +46,6 @@ class Images:
         short = json.dumps(self._request, separators=(",", ":")).encode()
         found = list(self._name.finditer(short))
         return replace_spans(short, [match.span() for match in found], [self._texts[int(match[1])] for match in found])
-
-
-def content_id(head: str, text: bytes | memoryview) -> str:
-    """The id of an image: its base64 text, all of it, and what the URL says before it (type and encoding)."""
-    framing = head.encode()
-    digest = blake3(len(framing).to_bytes(4, "little") + framing)
-    digest.update(text)
-    return PREFIX + digest.hexdigest()
 
 
 def find_images(body: bytes) -> Images | None:
@@ -71,7 +65,9 @@ def find_images(body: bytes) -> Images | None:
     named = {_number(_url(part), stem) for part in parts}
     if not all(is_string(text) for number, text in enumerate(texts) if number not in named):
         return None  # with what is left in it, the body is no JSON; the server says so
-    return Images(request, stem, texts, parts) if parts else None
+    names_of = {number: _name_of(texts[number]) for number in named}
+    found = [(part, name) for part in parts if (name := names_of[_number(_url(part), stem)]) is not None]
+    return Images(request, stem, texts, found) if found else None
 
 
 def _parts(request: Any) -> Iterator[dict[str, Any]]:
@@ -94,9 +90,15 @@ def _url(part: dict[str, Any]) -> str:
     return url if isinstance(url, str) else ""
 
 
-def _cut(url: str, stem: str, texts: list[memoryview]) -> tuple[str, memoryview]:
-    """A data URL's head and text."""
-    return url.partition(stem)[0], texts[_number(url, stem)]
+def _name_of(text: memoryview) -> str | None:
+    """The content name of an image as base64 text in JSON; None where it is none, which the server says."""
+    for escaped in (False, True):  # some clients put a backslash before every slash
+        try:
+            given = bytes(text).replace(b"\\/", b"/") if escaped else text
+            return name_of(pybase64.b64decode(given, validate=True))
+        except ValueError:
+            continue
+    return None
 
 
 def _number(url: str, stem: str) -> int:

@@ -16,8 +16,9 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_mmcache import rooms, settings, tenant
 from vllm_mmcache.arguments import argument
-from vllm_mmcache.identity import audit, layout
+from vllm_mmcache.identity import audit, content_name, layout
 from vllm_mmcache.identity.aliases import ALIASES
+from vllm_mmcache.identity.source import source
 from vllm_mmcache.metrics import counters
 
 # Whether several vLLM instances find each other's items by the client's names (an encoder-cache connector).
@@ -30,17 +31,25 @@ class OneRequest(str):
     __slots__ = ()
 
 
-def read_salt(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of validate_cache_salt(cache_salt): every endpoint calls it before it does anything with a request.
+async def serve_batch_line(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of run_request(serving_engine_func, request, tracker): a line of a batch file, in a task of its own.
 
-    Raises: VLLMValidationError (HTTP 400) for a salt that is no Unicode text, and what vLLM's own raises.
+    A line has no headers, so its body's cache_salt holds what a header or key would hold.
     """
-    outcome = wrapped(*args, **kwargs)
+    salt = getattr(argument(wrapped, args, kwargs, "request").body, "cache_salt", None)
+    tenant.SALT.set(source().salt_of(salt) if salt and rooms.is_on("identity") else None)
+    return await wrapped(*args, **kwargs)
+
+
+def salt_blocks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of OutputProcessor.add_request(request): the last that sees each request before its engine does.
+
+    From here the tenant's salt is that of the request's KV blocks, whatever the endpoint could carry.
+    """
+    request = argument(wrapped, args, kwargs, "request")
     if rooms.is_on("identity"):
-        salt = argument(wrapped, args, kwargs, "cache_salt")
-        _check_salt(salt)
-        tenant.SALT.set(salt)
-    return outcome
+        request.cache_salt = tenant.current(request.cache_salt)
+    return wrapped(*args, **kwargs)
 
 
 def carry_context(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -138,6 +147,7 @@ def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     def final(modality: str, item: Any, name: str | None, content_id: str) -> str:
         if isinstance(name, OneRequest):
             return name
+        is_unreadable = _check_claim(modality, name, item)
         if shared and name is not None:
             return layout.name_identifier(modality, name, arguments, salt)
         if item is None:
@@ -146,7 +156,7 @@ def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             if found is None:
                 return layout.unknown_identifier(modality, name, salt)
             content_id = found
-        elif name is not None:
+        elif name is not None and not is_unreadable:
             ALIASES.bind(modality, name, salt, content_id)
         return layout.identifier(modality, content_id, arguments, salt)
 
@@ -171,16 +181,18 @@ def _request(renderer: Any, prompt: Mapping[str, Any]) -> Iterator[None]:
     if not rooms.is_on("identity"):
         yield
         return
-    salt = prompt.get("cache_salt") or None
+    salt = tenant.current(prompt.get("cache_salt") or None)
     _check_salt(salt)
     names = prompt.get("multi_modal_uuids") or {}
     for given in names.values():
         for name in [given] if isinstance(given, str) else given or ():
             if name is not None:
                 _check_name(name)
-    if settings.current().require_salt and not salt and (names or prompt.get("multi_modal_data")):
+    if settings.current().requires_tenant and not salt and (names or prompt.get("multi_modal_data")):
+        named_by = tenant.SOURCE.get()
         raise VLLMValidationError(
-            "Parameter 'cache_salt' is required for requests with images, videos or audio.", parameter="cache_salt"
+            f"{named_by.in_words()} is required for requests with images, videos or audio.",
+            parameter=named_by.parameter(),
         )
     salt_before = tenant.SALT.set(salt)
     shared_before = _NAMES_ARE_SHARED.set(renderer.config.ec_transfer_config is not None)
@@ -191,6 +203,26 @@ def _request(renderer: Any, prompt: Mapping[str, Any]) -> Iterator[None]:
         tenant.SALT.reset(salt_before)
 
 
+def _check_claim(modality: str, name: str | None, item: Any) -> bool:
+    """Whether a uuid claims a digest that can't be compared here, so that it must stand for nothing.
+
+    item: None where the request has no content for it; then only a name that was bound before stands for something.
+    Raises: VLLMValidationError (HTTP 400) for a uuid that claims the digest of another file than it comes with.
+    """
+    if name is None or not content_name.is_claim(name):
+        return False
+    if not content_name.is_readable(name):
+        return True
+    content = getattr(item, "original_bytes", None)
+    if item is not None and (modality != "image" or content is None or content_name.name_of(content) != name):
+        raise VLLMValidationError(
+            "The 'uuid' of an image claims a digest that its file does not have: send the digest of this file, or a "
+            f"uuid that does not begin with '{content_name.PREFIX}'.",
+            parameter="uuid",
+        )
+    return False
+
+
 def _check_name(name: object) -> None:
     if not isinstance(name, str):
         raise VLLMValidationError("A 'uuid' must be a string.", parameter="uuid")
@@ -199,15 +231,16 @@ def _check_name(name: object) -> None:
         raise VLLMValidationError(
             f"A 'uuid' must be at most {layout.MAX_NAME_CHARS} characters, got {len(name)}.", parameter="uuid"
         )
-    _check_text("uuid", name)
+    check_text("uuid", name)
 
 
 def _check_salt(salt: object) -> None:
     if isinstance(salt, str):
-        _check_text("cache_salt", salt)
+        check_text("cache_salt", salt)
 
 
-def _check_text(parameter: str, text: str) -> None:
+def check_text(parameter: str, text: str) -> None:
+    """Raises: VLLMValidationError (HTTP 400) for half of a surrogate pair, which JSON can say and nothing can keep."""
     try:
         text.encode()
     except UnicodeEncodeError:

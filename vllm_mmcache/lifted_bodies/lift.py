@@ -80,7 +80,8 @@ def lift(body: bytes, walker: Walker) -> Lifted | None:
 def _tenant_key(salt: object) -> bytes | None:
     """As the image loader will know it; a salt that vLLM refuses is of no account."""
     try:
-        return tenant.key_of(salt) if isinstance(salt, str) and rooms.is_on("identity") else None
+        known = tenant.current(salt if isinstance(salt, str) else None)
+        return tenant.key_of(known) if rooms.is_on("identity") else None
     except UnicodeEncodeError:
         return None
 

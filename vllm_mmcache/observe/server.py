@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from vllm_mmcache import rooms
+from vllm_mmcache import rooms, tenant
 from vllm_mmcache.arguments import argument, named
 from vllm_mmcache.guarded import guarded
 from vllm_mmcache.lazy_media.picture import LazyPicture
@@ -142,7 +142,7 @@ def _keep(renderer: Any, request: Any, prompt: dict[str, Any]) -> str:
             time_s=request.arrival_time,
             prompt_tokens=len(tokens) if tokens is not None else len(request.prompt_embeds),
             lora=lora.lora_name if lora else "",
-            salt=salt_class(request.cache_salt),
+            salt=salt_class(tenant.current(request.cache_salt)),
             num_answers=sampling.n if sampling is not None else 1,
             turns=turns,
             roles=roles,

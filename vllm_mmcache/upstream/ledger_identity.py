@@ -2,7 +2,7 @@
 """The part of the ledger that binds images to their content and tenant; data only, as the rest.
 
 Without it nothing is wrong that stock does right, so a mismatch leaves the group off, in one line at level ERROR; who
-relies on it sets `require_salt`, and then nothing starts without it.
+relies on it sets `require_tenant`, and then nothing starts without it.
 """
 
 from functools import partial
@@ -75,23 +75,30 @@ IDENTITY: tuple[Hook, ...] = (
         remove_when="make_async copies the context, as asyncio.to_thread does",
     ),
     _hook(
-        name="identity.salt",
+        name="identity.batch",
         group="identity",
-        target="vllm.entrypoints.generate.base.protocol:validate_cache_salt",
-        also=(
-            "vllm.entrypoints.openai.chat_completion.protocol:validate_cache_salt",
-            "vllm.entrypoints.openai.completion.protocol:validate_cache_salt",
-            "vllm.entrypoints.openai.responses.protocol:validate_cache_salt",
-            "vllm.entrypoints.pooling.base.protocol:validate_cache_salt",
-            "vllm.entrypoints.scale_out.token_in_token_out.protocol:validate_cache_salt",
-            "vllm.entrypoints.generate.structured_decisions.protocol:validate_cache_salt",
-        ),
-        make="vllm_mmcache.identity.renderer:read_salt",
+        target="vllm.entrypoints.launchers.run_batch:run_request",
+        make="vllm_mmcache.identity.renderer:serve_batch_line",
         process="api",
-        args_used=("cache_salt",),
-        why="images are opened before anybody but the request's model knows its salt",
+        args_used=("request",),
+        why="the lines of a batch file are no requests of a server, and each has a tenant of its own",
         upstream=_UPSTREAM,
         remove_when=_REMOVE,
+    ),
+    _hook(
+        name="identity.blocks",
+        group="identity",
+        target="vllm.v1.engine.output_processor:OutputProcessor.add_request",
+        reads=(
+            "vllm.entrypoints.serve.utils.api_utils:validate_json_request",
+            "vllm.entrypoints.generate.base.protocol:validate_cache_salt",
+        ),
+        make="vllm_mmcache.identity.renderer:salt_blocks",
+        process="api",
+        args_used=("request",),
+        why="half of the endpoints can't carry a cache_salt, and a tenant that a gateway names is in none",
+        upstream=_UPSTREAM,
+        remove_when="vLLM takes the salt of KV blocks from a header or the API key",
     ),
     _hook(
         name="identity.media",

@@ -15,9 +15,9 @@ def add(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     app = argument(wrapped, args, kwargs, "app")
     if rooms.is_on("identity"):
-        from vllm_mmcache.identity.layer import BeginAsNobody
+        from vllm_mmcache.identity.endpoints import use_on
 
-        app.user_middleware.append(Middleware(BeginAsNobody))  # the first is the outermost
+        use_on(app)
     if rooms.is_on("lifted_bodies"):
         from vllm_mmcache.lifted_bodies.layer import LiftImages
         from vllm_mmcache.lifted_bodies.server import may_lift

@@ -3,7 +3,7 @@
 
 Each engine's ready message brings its rooms and those of its workers (agree.py), from other machines, too. When all
 engines are ready, that and this process's own rooms are put together: logged in one line, shown on /metrics as
-mmcache:room_info and on /mmcache. Where salts are required, a process without us ends the start.
+mmcache:room_info and on /mmcache. Where tenants must be kept apart, a process without us ends the start.
 """
 
 import logging
@@ -84,7 +84,7 @@ def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def no_python(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of RustFrontendProcessManager.__init__: nothing of ours is between clients and engines.
 
-    Raises: HookError, where salts are required.
+    Raises: HookError, where tenants must be kept apart.
     """
     start.refuse_if_required(f"{configuration.NO_PYTHON}, so {start.WITHOUT_IDENTITY}")
     off = ", ".join(parts("api"))
@@ -116,7 +116,7 @@ def _found_here(llm: Any) -> dict[str, State]:
 
 
 def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
-    """Put together, log, export. Raises: HookError, where salts are required and a process is without us."""
+    """Put together, log, export. Raises: HookError, where tenants must be kept apart and a process is without us."""
     global _is_shown, _everywhere
     _places.clear()
     _places["api"] = here

@@ -36,9 +36,10 @@ WITHOUT_IDENTITY = "uuids of clients are trusted, and images are not apart by ca
 
 
 def start() -> hooks.Outcome:
-    """Install the hooks that see the VllmConfig; re-entrant. Raises: SettingsError; HookError, if salts are required.
+    """Install the hooks that see the VllmConfig; re-entrant.
 
     Where they don't fit this vLLM, nothing of mmcache can be on, and one line says why.
+    Raises: SettingsError; HookError, where they don't fit and tenants must be kept apart.
     """
     version = vllm_version()
     outcome = _install(FIRST, groups()[FIRST], version)
@@ -51,7 +52,7 @@ def start() -> hooks.Outcome:
 def take_on(role: Role, vllm_config: Any) -> None:
     """Decide for each room with a part in a role that this process takes on, install what is on, and say so.
 
-    Raises: HookError, where salts are required and nothing would keep tenants apart.
+    Raises: HookError, where tenants must be kept apart and nothing would do it.
     """
     rooms.begin(role)
     version, engine = vllm_version(), engine_here(vllm_config)
@@ -141,11 +142,12 @@ def misfit(members: Sequence[hooks.Hook], version: str) -> str:
 
 
 def refuse_if_required(reason: str) -> None:
-    """Raises: HookError, with everything undone, where salts are required and `reason` says what stands against it."""
-    if settings.current().require_salt:
+    """Raises: HookError, with everything undone, where tenants must be kept apart and `reason` says why they can't."""
+    if names := settings.current().promised_by:
+        variables = ", ".join(f"MMCACHE_{name.upper()}" for name in names)
         stop()
         raise HookError(
-            f"mmcache refuses to start: require_salt is set, but {reason}. Unset MMCACHE_REQUIRE_SALT to run without."
+            f"mmcache refuses to start: {' and '.join(names)} is set, but {reason}. Unset {variables} to run without."
         )
 
 

@@ -17,6 +17,8 @@ from PIL import Image
 from tests.lazy_media import files
 
 MODEL = "zoo"
+MODES = {"body": "cache_salt", "header": "header:X-Tenant", "api_key": "api_key"}
+"""Where a server finds tenants, and the setting tenant_from that has it do so."""
 _numbers = itertools.count()
 
 
@@ -51,10 +53,14 @@ class Reply:
 
 
 class Target:
-    """The server. Every question is a chat completion with one image or video."""
+    """The server. Every question is a chat completion with one image or video.
 
-    def __init__(self, url: str) -> None:
+    A tenant is named by its salt: the client's cache_salt, or what a gateway puts into a header, or the API key.
+    """
+
+    def __init__(self, url: str, mode: str = "body") -> None:
         self.url = url
+        self.mode = mode
         self.client = OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=60)
         self._truth: dict[str, Any] = {}
 
@@ -75,14 +81,14 @@ class Target:
         part: dict[str, Any] = {"type": kind, kind: None if url is None else {"url": url}}
         if uuid is not None:
             part["uuid"] = uuid
-        if salt is not None:
+        if salt is not None and self.mode == "body":
             more["cache_salt"] = salt
         messages: Any = [{"role": "user", "content": [part, {"type": "text", "text": "What is this?"}]}]
         start = time.perf_counter()
         try:
             found = self.client.chat.completions.create(
                 model=MODEL, messages=messages, max_tokens=3, temperature=0, logprobs=True, top_logprobs=5,
-                extra_body=more,
+                extra_body=more, extra_headers=self.headers(salt),
             )  # fmt: skip
         except openai.APIStatusError as error:
             return Reply(error.status_code, None, 0, time.perf_counter() - start, str(error))
@@ -91,6 +97,12 @@ class Target:
         sees = (found.choices[0].message.content, {one.token: round(one.logprob, 2) for one in first.top_logprobs})
         cached = found.usage.prompt_tokens_details.cached_tokens or 0
         return Reply(200, sees, cached, seconds)
+
+    def headers(self, salt: str | None) -> dict[str, str]:
+        """The headers of a tenant's requests; none for those without a tenant."""
+        if salt is None or self.mode == "body":
+            return {}
+        return {"X-Tenant": salt} if self.mode == "header" else {"Authorization": f"Bearer {salt}"}
 
     def truth(self, content: bytes | None = None, *, url: str | None = None, **more: Any) -> Any:
         """What the model sees in an image: asked once, under a salt of its own and without a uuid."""
