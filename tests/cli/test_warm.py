@@ -10,7 +10,9 @@ import pytest
 from tests.cli.test_commands import assert_one_line, mmcache
 from vllm_mmcache.cli import warm
 from vllm_mmcache.errors import StoreUnusable
+from vllm_mmcache.identity.layout import identifier
 from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.tenant import parse_source
 from vllm_mmcache.zoo import build_cached
 
 
@@ -22,6 +24,9 @@ from vllm_mmcache.zoo import build_cached
         ([".", "--model", "m"], "there is no picture in ."),
         (["picture.png", "--model", "m"], "picture.png can't be read"),
         (["list", "--model", "m", "--batch", "0"], "batch"),
+        (["list", "--model", "m", "--tenant", "a", "--tenant-file", "list"], "give one of the two"),
+        (["list", "--model", "m", "--tenant", " "], "the name of the tenant is empty"),
+        (["list", "--model", "m", "--tenant-file", "/no/such/file"], "--tenant-file /no/such/file can't be read"),
     ],
 )
 def test_mistakes(args: list[str], said: str, tmp_path: Path) -> None:
@@ -71,3 +76,14 @@ def test_warm_fills_and_goes_on(tmp_path: Path) -> None:
     assert (report["encoded"], report["present"]) == (1, 2)
     assert [failure["path"] for failure in report["failed"]] == [str(pictures / "broken.jpg")]
     assert len(list((store / "features").glob("??/*.safetensors"))) == 3
+
+    (tmp_path / "tenant").write_text("acme\n")
+    arguments[:0] = ["--tenant-file", str(tmp_path / "tenant")]
+    theirs = mmcache("store", "warm", str(listed), *arguments, **environ, MMCACHE_TENANT_FROM="header:X-Tenant")
+    assert theirs.returncode == 0, theirs.stderr[-3000:]
+    assert json.loads(theirs.stdout[theirs.stdout.index("{") :]) == {"encoded": 2, "present": 0, "failed": []}
+    kept = json.loads(mmcache("store", "ls", "--dir", str(store), "--json").stdout)["packages"]
+    salt = parse_source("header:X-Tenant").salt_of("acme")
+    names = [package["content_id"] for package in kept]
+    assert len(set(names)) == 5
+    assert sum(identifier("image", name, salt=salt) in names for name in names) == 2

@@ -17,8 +17,10 @@ from typing import Annotated, Any
 
 import typer
 
+from vllm_mmcache import tenant
 from vllm_mmcache.cli import needs
 from vllm_mmcache.errors import EnvironmentProblem, StoreUnusable
+from vllm_mmcache.identity.source import source
 from vllm_mmcache.places import STORE, places_in_use
 
 ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
@@ -35,6 +37,14 @@ def warm(
     place: Annotated[
         Path | None, typer.Option("--dir", metavar="PATH", help=f"[default: {STORE}, else as `mmcache serve`]")
     ] = None,
+    tenant_name: Annotated[
+        str | None,
+        typer.Option("--tenant", metavar="NAME", help="whose pictures: the cache_salt, or what the header would hold"),
+    ] = None,
+    tenant_file: Annotated[
+        Path | None,
+        typer.Option("--tenant-file", metavar="PATH", help="the same from a file, for an API key: no list shows it"),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="pictures that are asked about at once")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")] = False,
 ) -> None:
@@ -42,8 +52,10 @@ def warm(
     if not model:
         raise EnvironmentProblem("no model is given: mmcache store warm PICTURES --model MODEL")
     paths = listed(pictures)
+    salt = salt_of(tenant_name, tenant_file)
     prepare(place)
     needs.check_vllm()
+    tenant.SALT.set(salt)
     report = fill(paths, model, arguments or [], batch)
     if as_json:
         print(json.dumps(report, indent=2))
@@ -52,6 +64,25 @@ def warm(
             print("not read:", ascii(failure["path"])[1:-1], ascii(failure["why"])[1:-1])
         print(f"{report['encoded']} pictures encoded, {report['present']} were there, {len(report['failed'])} not read")
     raise typer.Exit(1 if report["failed"] else 0)
+
+
+def salt_of(name: str | None, file: Path | None) -> str | None:
+    """The salt of the tenant that the options name, as a server with these settings makes it; None for no tenant.
+
+    Raises: EnvironmentProblem for a name that is empty or can't be read; SettingsError.
+    """
+    if name is not None and file is not None:
+        raise EnvironmentProblem("--tenant and --tenant-file name a tenant each: give one of the two")
+    if file is not None:
+        try:
+            name = file.expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise EnvironmentProblem(f"--tenant-file {file} can't be read: {error}") from None
+    if name is None:
+        return None
+    if not name.strip():
+        raise EnvironmentProblem("the name of the tenant is empty: give it, or leave the option out for no tenant")
+    return source().salt_of(name)
 
 
 def listed(pictures: Path) -> list[Path]:

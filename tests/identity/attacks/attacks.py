@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 from PIL import Image
 
-from tests.identity.attacks.target import Target, fresh, picture, png, url_of
+from tests.identity.attacks.target import MODES, Target, fresh, picture, png, url_of
 from tests.lazy_media import files
+from vllm_mmcache.identity.content_name import name_of
+from vllm_mmcache.tenant import parse_source
 
 Attack = Callable[[Target], str | None]
 
@@ -260,6 +262,33 @@ def side_channel(server: Target) -> str | None:
     return None if seen["secret"] == seen["unseen"] else f"reuse shows: {seen}"
 
 
+def claimed_digest(server: Target) -> str | None:
+    """The name that the client transport gives a public image, bound to another one; by everybody's own tenant."""
+    own, logo = png(fresh("own")), png(fresh("logo"))
+    name = name_of(logo)
+    bound = server.ask(own, name).status
+    if bound != 400:
+        return f"bound, with the status {bound}"
+    if server.ask(None, name).status != 400:
+        return "the name stands for something"
+    if server.ask(logo, name).sees != server.truth(logo):
+        return "the victim sees another image"
+    again = server.ask(own, name).status
+    return None if again == 400 and server.ask(None, name).sees == server.truth(logo) else "bound again"
+
+
+def forged_tenant(server: Target) -> str | None:
+    """A client that the gateway knows as the attacker names the victim in its body, by name or by salt."""
+    if server.mode == "body":
+        return None  # there the body is where tenants are named: who knows a salt is that tenant
+    victim, attacker = tenants()
+    secret = png(fresh("secret"), (128, 128))
+    server.ask(secret, salt=victim)
+    forged = [victim, parse_source(MODES[server.mode]).salt_of(victim)]
+    answered = [one for one in forged if server.ask(secret, salt=attacker, cache_salt=one).status != 400]
+    return f"answered {len(answered)} of 2" if answered else None
+
+
 ATTACKS: dict[str, Attack] = {
     "foreign uuid with an image of one's own": foreign_uuid_with_own_image,
     "foreign uuid without an image": foreign_uuid_without_image,
@@ -282,4 +311,6 @@ ATTACKS: dict[str, Attack] = {
     "files that share a header": shared_header,
     "swapped video frames": video_frames,
     "side channel: what is reused under another salt": side_channel,
+    "uuid that claims another image's digest": claimed_digest,
+    "another tenant named in the body": forged_tenant,
 }

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every attack on a stock server and on one with the plugin. What succeeds on stock shows that the attack can.
+"""Every attack on a stock server and on one with the plugin, wherever tenants are found.
+
+What succeeds on stock shows that the attack can.
 
 docs/identity.md says how many there are; a test compares.
 """
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.identity.attacks.attacks import ATTACKS, tenants
-from tests.identity.attacks.target import MODEL, Target, fresh, png
+from tests.identity.attacks.target import MODEL, MODES, Target, fresh, png
 from tests.sizes import larger
 from vllm_mmcache.demo.server import CPU_ARGS, serve
 from vllm_mmcache.zoo import build_cached
@@ -40,6 +42,7 @@ SUCCEED_ON_STOCK = {
     "same uuid with processor arguments",
     "32 clients bind one uuid at once",
     "side channel: what is reused under another salt",
+    "uuid that claims another image's digest",
 }
 
 
@@ -48,8 +51,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_cached("qwen3-vl", tmp_path_factory.mktemp("zoo"))
 
 
-@pytest.fixture(scope="module", params=[pytest.param("stock", marks=larger), "plugin"])
+@pytest.fixture(scope="module", params=[pytest.param("stock", marks=larger), *MODES])
 def side(request: pytest.FixtureRequest) -> str:
+    """Stock, or where the server with the plugin finds tenants."""
     return str(request.param)
 
 
@@ -60,9 +64,9 @@ def log_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(side: str, model: Path, log_path: Path) -> Iterator[Target]:
-    env = {"VLLM_SERVER_DEV_MODE": "1", "MMCACHE_DISABLE": "1" if side == "stock" else "0"}
-    with serve(model, log_path=log_path, env=env, args=ARGS) as running:
-        yield Target(running.url)
+    ours = {"MMCACHE_DISABLE": "1"} if side == "stock" else {"MMCACHE_TENANT_FROM": MODES[side]}
+    with serve(model, log_path=log_path, env={"VLLM_SERVER_DEV_MODE": "1", **ours}, args=ARGS) as running:
+        yield Target(running.url, "body" if side == "stock" else side)
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -86,7 +90,7 @@ def test_times(server: Target, side: str) -> None:
 
 def test_uuid_only_conversations(server: Target) -> None:
     """The honest use works: a tenant names its image once, and by its name from then on."""
-    for salt in (None, fresh("salt")):
+    for salt in (None, fresh("salt")):  # of everybody without a tenant, and of one
         uuid, image = fresh("mine"), png(fresh("mine"))
         first = server.ask(image, uuid, salt)
         again = [server.ask(None, uuid, salt) for _ in range(2)]
