@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from blake3 import blake3
@@ -30,6 +31,7 @@ _CONTEXT = "vllm-mmcache tenant 1"
 _NAME_CONTEXT = "vllm-mmcache tenant name 1"
 _KEY_CONTEXT = "vllm-mmcache tenant name key 1"
 _HEADER = re.compile(r"header:([A-Za-z0-9!#$%&'*+.^_`|~-]{1,64})")
+_KEY_HEADERS = (b"authorization", b"x-api-key")
 # Those whose value is not the operator's to choose; an API key has a kind of its own.
 _NO_TENANTS = frozenset({"authorization", "connection", "content-length", "content-type", "host", "transfer-encoding"})
 
@@ -71,9 +73,15 @@ class Source:
         if not self.is_gateway:
             return name.decode() if isinstance(name, bytes) else name
         content = name.encode() if isinstance(name, str) else name
-        key = blake3(self.key, derive_key_context=_KEY_CONTEXT).digest()
-        kind = self.parameter() if self.kind == "header" else self.kind
-        return blake3(b"%b\0%b" % (kind.encode(), content), key=key).hexdigest()
+        return blake3(self._beginning + content, key=self._digest_key).hexdigest()
+
+    @cached_property
+    def _beginning(self) -> bytes:
+        return f"{self.kind}:{self.header}\0".encode()
+
+    @cached_property
+    def _digest_key(self) -> bytes:
+        return blake3(self.key, derive_key_context=_KEY_CONTEXT).digest()
 
     def salt_in(self, headers: Headers) -> str | None:
         """The salt of the request with these headers; None where they name no tenant.
@@ -83,7 +91,7 @@ class Source:
         if self.kind == "header":
             name = _single(headers, self.header)
         elif self.kind == "api_key":
-            name = _api_key(list(headers))
+            name = _api_key(headers)
         else:
             return None
         return None if name is None else self.salt_of(name)
@@ -148,8 +156,11 @@ def _single(headers: Headers, name: str) -> bytes | None:
     return _checked(values[0], name)
 
 
-def _api_key(headers: list[tuple[bytes, bytes]]) -> bytes | None:
+def _api_key(headers: Headers) -> bytes | None:
     """The API key of a request: a bearer token, or what Anthropic's clients send. Raises: TenantError."""
+    headers = [one for one in headers if one[0] in _KEY_HEADERS]
+    if not headers:
+        return None
     scheme, _, token = (_single(headers, "authorization") or b"").partition(b" ")
     bearer = _checked(token, "authorization") if scheme.lower() == b"bearer" else None
     other = _single(headers, "x-api-key")
