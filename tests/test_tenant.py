@@ -8,6 +8,7 @@ import pytest
 
 from vllm_mmcache import settings, tenant
 from vllm_mmcache.errors import SettingsError, TenantError
+from vllm_mmcache.identity.content_name import name_of
 from vllm_mmcache.identity.source import source
 from vllm_mmcache.tenant import MAX_NAME_BYTES, Headers, Source, parse_source
 
@@ -148,3 +149,18 @@ def test_a_wrong_source_is_refused_with_what_is_allowed(monkeypatch: pytest.Monk
     monkeypatch.setenv("MMCACHE_TENANT_FROM", "header")
     with pytest.raises(SettingsError, match=r"MMCACHE_TENANT_FROM = 'header' is not allowed.*header:X-Tenant"):
         settings.load_settings()
+
+
+def test_vectors() -> None:
+    """As docs/identity.md says them; another value is another tenant on every store and every replica."""
+    salts = {
+        parse_source("header:X-Tenant").salt_of("acme"),
+        parse_source("header:x-tenant", bytes(range(32))).salt_of("acme"),
+        parse_source("api_key").salt_of("sk-0"),
+    }
+    assert salts == {
+        "86273311506412b3aed4c7ec0b128acc108648a82c9140124ff4e3322d570786",
+        "4787417dac7e3eee98ec8bdba2083999e165b3cec3052fcdfd8309fa99c42b55",
+        "c172941ef6580907a88e2e45a1b12bd6484dafbb1bcfed38d232a8908f35272b",
+    }
+    assert name_of(b"a picture") == "mmc2-6689f07d83fb9e1146581eff5167c0e530805d1340d74ba9586eda69ed083d57"

@@ -28,7 +28,6 @@ MAX_NAME_BYTES = 8192
 """The longest header or API key that is taken for a tenant's name."""
 
 _CONTEXT = "vllm-mmcache tenant 1"
-_NAME_CONTEXT = "vllm-mmcache tenant name 1"
 _KEY_CONTEXT = "vllm-mmcache tenant name key 1"
 _HEADER = re.compile(r"header:([A-Za-z0-9!#$%&'*+.^_`|~-]{1,64})")
 _KEY_HEADERS = (b"authorization", b"x-api-key")
