@@ -14,9 +14,7 @@ import base64
 import binascii
 import importlib.util
 import os
-import stat
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from struct import Struct
 from typing import Protocol
 
@@ -24,6 +22,7 @@ from blake3 import blake3
 
 from vllm_mmcache import extras
 from vllm_mmcache.errors import SettingsError, StoreCorrupt, StoreSealed
+from vllm_mmcache.secret_files import read_secret, shown
 
 MAGIC = b"mmcseal1"
 KEY_BYTES = 32
@@ -254,22 +253,10 @@ def read_key(key_file: str) -> bytes:
     Raises: SettingsError where it is not there, is no such key or others may read it, and where `cryptography` is not
     installed. Nothing of the key is in the message.
     """
-    where = f"store_key_file {key_file!r}"
+    where = f"store_key_file {shown(key_file)}"
     if importlib.util.find_spec("cryptography") is None:
         raise SettingsError(f"{where} needs the package cryptography: {extras.how('encryption')}")
-    path = Path(key_file).expanduser()
-    try:
-        seen = path.stat()
-        if not stat.S_ISREG(seen.st_mode):
-            raise SettingsError(f"{where} is no file ({stat.filemode(seen.st_mode)})")
-        if seen.st_mode & 0o027:
-            raise SettingsError(
-                f"{where} has mode {stat.filemode(seen.st_mode)}: others may read or change it: chmod 600 {path}"
-            )
-        with path.open("rb") as file:
-            content = file.read(1024)
-    except OSError as error:
-        raise SettingsError(f"{where} can't be read: {error.strerror}: make one with openssl rand -hex 32") from None
+    content = read_secret("store_key_file", key_file, "make one with openssl rand -hex 32")
     for key in (content, _decoded(content.strip())):
         if len(key) == KEY_BYTES:
             return key
