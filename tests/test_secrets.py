@@ -97,12 +97,17 @@ def test_what_is_shown_is_still_of_use() -> None:
 
 @pytest.mark.parametrize("store", ["user:s3cretw0rd@host:6379", "http://user:s3cretw0rd@host", "redis://user:s3cretw0rd",
                                    "redis://us\u2100er:s3cretw0rd@host", "redis://:s3cretw0rd@[host",
-                                   "s3cretw0rd@host redis://a"])  # fmt: skip
+                                   "s3cretw0rd@host redis://a", "redis://:12/s3cretw0rd@host"])  # fmt: skip
 def test_what_is_no_store_is_not_quoted(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MMCACHE_STORE", store)
     with pytest.raises(SettingsError, match="MMCACHE_STORE") as error:
         settings.load_settings()
     assert not tells(str(error.value))
+
+
+def test_settings_are_shown_without_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMCACHE_STORE", "redis://:s3cretw0rd@127.0.0.1:6379")
+    assert not tells(f"{settings.load_settings()!r} {settings.load_settings()}")
 
 
 @pytest.mark.parametrize("form", ["redis://:{}@127.0.0.1:6379", "unix:///run/a.sock?password={}", "/a redis://u:{}@b",

@@ -111,11 +111,16 @@ _PASSWORDS = ("password", "ssl_password")  # options of a URL that hold secrets
 
 def _check(url: str) -> None:
     try:
-        _ = urlsplit(url).port
+        parts = urlsplit(url)
+        _ = parts.port
+        # A password with a / or # would end there, and the rest of it would be no part of the address.
+        is_cut = parts.scheme != "unix" and "@" in parts.path + parts.fragment
     except ValueError:  # its message can quote a piece of the password
+        is_cut = True
+    if is_cut:
         raise ValueError(
             "it is no URL that can be read, or its port is no number from 0 to 65535 (a / in a password is written %2F)"
-        ) from None
+        )
 
 
 def _quoted(part: str, store: str | None) -> str:

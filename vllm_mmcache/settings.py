@@ -147,6 +147,7 @@ class Settings(BaseSettings):
     )
     store: str | None = Field(
         default=None,
+        repr=False,  # a URL in it may hold a password
         description=(
             "Where features go beyond RAM: a directory (absolute or ~), a URL (redis://, rediss://, valkey://, "
             "valkeys://, unix://), or both, with space or comma between. With a password in the URL: variable only."
