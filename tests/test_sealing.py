@@ -143,7 +143,7 @@ def test_forms_of_a_key(tmp_path: Path, written: bytes) -> None:
         (SECRET + b"\n", 0o600, "holds 33 bytes"),
         (b"secretsecret" * 6, 0o600, "expected 32, or 64 hex digits"),
         (b"g" * 64, 0o600, "openssl rand -hex 32"),
-        (SECRET * 100, 0o600, "holds 1024 bytes"),
+        (SECRET * 100, 0o600, "more than 1024 bytes"),
         (SECRET, 0o644, "others may read or change it: chmod 600"),
         (SECRET, 0o602, "others may read or change it"),
         (SECRET, 0o620, "others may read or change it"),

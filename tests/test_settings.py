@@ -104,8 +104,11 @@ def test_what_is_no_length_of_time(given: object) -> None:
         ("/a unix:///run/redis.sock", ("/a", "unix:///run/redis.sock")),
     ],
 )
-def test_places_of_the_store(store: str | None, places: tuple[str | None, str | None]) -> None:
-    assert settings.store_places(settings.load_settings({"store": store}).store) == places
+def test_places_of_the_store(
+    store: str | None, places: tuple[str | None, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMCACHE_STORE", store or "")
+    assert settings.store_places(settings.load_settings().store) == places
 
 
 @pytest.mark.parametrize("password", ["secret", "sec/ret", "a@secret"])

@@ -4,12 +4,20 @@
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit, urlunsplit
 
 from pydantic import SecretStr
 
+from vllm_mmcache.errors import SettingsError
+from vllm_mmcache.secret_files import read_secret, shown
+
 STORE = "MMCACHE_STORE"
+PASSWORD_SHOWN = (
+    "holds a password, and command lines are shown to everybody on this machine, and in vLLM's log: set MMCACHE_STORE "
+    "instead, or leave the password out and name a file that holds it with MMCACHE_STORE_PASSWORD_FILE"
+)
 REMOTE_SCHEMES = ("redis://", "rediss://", "valkey://", "valkeys://", "unix://")
 
 
@@ -24,16 +32,22 @@ def store_places(store: str | None) -> tuple[str | None, str | None]:
             if url is not None:
                 raise ValueError("only one URL can be given")
             url = part
-            _check_port(url)
+            _check(url)
         elif part.startswith(("/", "~")):
             if directory is not None:
                 raise ValueError("only one directory can be given")
             directory = os.path.expanduser(part)
             if not directory.startswith("/"):
-                raise ValueError(f"there is no user of {part!r}")
+                raise ValueError(f"there is no user of {_quoted(part, store)}")
         elif part:
-            raise ValueError(f"{without_secrets(part)!r} is neither an absolute directory nor a URL that is known")
+            raise ValueError(f"{_quoted(part, store)} is neither an absolute directory nor a URL that is known")
     return directory, url
+
+
+def state_directory() -> Path:
+    """Where what is made once for this user lies. Raises: RuntimeError where no home directory is known."""
+    home = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(home) if os.path.isabs(home) else Path.home() / ".local" / "state") / "mmcache"
 
 
 def default_directory() -> str | None:
@@ -55,11 +69,63 @@ def places_in_use(store: str | None) -> tuple[str | None, str | None]:
     return store_places(store) if store or STORE in os.environ else (default_directory(), None)
 
 
-def _check_port(url: str) -> None:
+def with_password(url: str, password_file: str | None) -> str:
+    """`url` with the password that is the first line of a file; as it is where there is none.
+
+    Raises: SettingsError for a file that can't be used, and where the URL has a password of its own.
+    """
+    if password_file is None:
+        return url
+    if has_password(url):
+        raise SettingsError("store and store_password_file both hold a password: leave out one of the two")
+    cure = "name a file whose first line is the password of Redis or Valkey"
+    content = read_secret("store_password_file", password_file, cure)
     try:
-        _ = urlsplit(url).port
+        password = content.partition(b"\n")[0].removesuffix(b"\r").decode()
+    except UnicodeError:
+        password = ""
+    if not password:
+        raise SettingsError(f"store_password_file {shown(password_file)}: its first line is no text: {cure}")
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{user.rstrip(':')}:{quote(password, safe='')}@{host}"))
+
+
+def holds_password(store: str) -> bool:
+    """Whether a value of the setting `store` holds a password; also one that is wrong, as far as can be told."""
+    try:
+        _, url = store_places(store)
+    except ValueError:
+        return "@" in store or "password" in store
+    return url is not None and has_password(url)
+
+
+def has_password(url: str) -> bool:
+    """Whether a URL that `store_places` has taken holds a password, wherever redis-py reads one."""
+    parts = urlsplit(url)
+    return bool(parts.password) or any(name in _PASSWORDS for name in parse_qs(parts.query))
+
+
+_PASSWORDS = ("password", "ssl_password")  # options of a URL that hold secrets
+
+
+def _check(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+        # A password with a / or # would end there, and the rest of it would be no part of the address.
+        is_cut = parts.scheme != "unix" and "@" in parts.path + parts.fragment
     except ValueError:  # its message can quote a piece of the password
-        raise ValueError("its port is no number from 0 to 65535 (a / in a password is written %2F)") from None
+        is_cut = True
+    if is_cut:
+        raise ValueError(
+            "it is no URL that can be read, or its port is no number from 0 to 65535 (a / in a password is written %2F)"
+        )
+
+
+def _quoted(part: str, store: str | None) -> str:
+    """A part of the setting as a message may have it: beside a URL it can be a piece of a password with a space."""
+    return "a part of it" if store is None or "://" in store or "@" in store else repr(part)
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -81,7 +147,53 @@ def check_key(key: str) -> None:
 
 
 def without_secrets(value: Any) -> Any:
-    """`value` as it may be shown: a URL's user and password are hidden, and a key is."""
+    """The value of a setting as it may be shown: a key is hidden, and of URLs users, passwords and options.
+
+    Of what `store` can't be, only the beginning is shown: where a secret ends is not known.
+    """
     if isinstance(value, SecretStr):
         return "***"
-    return re.sub(r"//\S*@", "//***@", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    try:
+        store_places(value)
+    except ValueError:
+        start = re.match(r"[^@]*?://", value)
+        return f"{start[0] if start else ''}***" if start or "@" in value else value
+    return "".join(_shown(part) if part.startswith(REMOTE_SCHEMES) else part for part in re.split(r"([\s,]+)", value))
+
+
+def _shown(url: str) -> str:
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    path = parts.path if parts.scheme == "unix" or re.fullmatch("/?[0-9]*", parts.path) else "/***"
+    return f"{parts.scheme}://{'***@' if user else ''}{host}{path}{'?***' if parts.query else ''}"
+
+
+def error_without_secrets(error: object, url: str) -> str:
+    """What an error says that is about `url`: without the URL's user, passwords, and what a server sends back of them.
+
+    A Redis that knows no AUTH answers with the arguments that it was sent.
+    """
+    try:
+        _check(url)
+    except ValueError:  # then where its secrets are is not known
+        return "it can't be read"
+    text = re.sub("with args beginning with.*", "with ***", str(error), flags=re.DOTALL)
+    text = text.replace(url, without_secrets(url))
+    for secret in sorted(_secrets(url), key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return text
+
+
+def _secrets(url: str) -> set[str]:
+    """What of a URL is not to be shown, as it stands there and as it is sent."""
+    parts = urlsplit(url)
+    options = parse_qs(parts.query)
+    given = {
+        parts.username,
+        parts.password,
+        *(one for name in (*_PASSWORDS, "username") for one in options.get(name, ())),
+    }
+    found = {form for one in given if one for form in (one, unquote(one), quote(one), quote(one, safe=""))}
+    return found | {repr(one)[1:-1] for one in found}

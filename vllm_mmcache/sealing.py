@@ -14,9 +14,7 @@ import base64
 import binascii
 import importlib.util
 import os
-import stat
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from struct import Struct
 from typing import Protocol
 
@@ -24,6 +22,7 @@ from blake3 import blake3
 
 from vllm_mmcache import extras
 from vllm_mmcache.errors import SettingsError, StoreCorrupt, StoreSealed
+from vllm_mmcache.secret_files import read_secret, shown
 
 MAGIC = b"mmcseal1"
 KEY_BYTES = 32
@@ -251,39 +250,28 @@ def of(key_file: str | None) -> Clear:
 def read_key(key_file: str) -> bytes:
     """The key that the setting store_key_file names.
 
-    Raises: SettingsError as `read_secret`, and where `cryptography` is not installed.
+    Raises: SettingsError as `read_32_bytes`, and where `cryptography` is not installed.
     """
     if importlib.util.find_spec("cryptography") is None:
-        raise SettingsError(f"store_key_file {key_file!r} needs the package cryptography: {extras.how('encryption')}")
-    return read_secret(key_file, "store_key_file")
+        where = f"store_key_file {shown(key_file)}"
+        raise SettingsError(f"{where} needs the package cryptography: {extras.how('encryption')}")
+    return read_32_bytes(key_file, "store_key_file")
 
 
-def read_secret(key_file: str, setting: str) -> bytes:
+def read_32_bytes(key_file: str, setting: str) -> bytes:
     """The key in a file that a setting names: 32 bytes as they are, as 64 hex digits, or in base64.
 
     Raises: SettingsError where it is not there, is no such key or others may read it. Nothing of the key is in the
     message.
     """
-    where = f"{setting} {key_file!r}"
-    path = Path(key_file).expanduser()
-    try:
-        seen = path.stat()
-        if not stat.S_ISREG(seen.st_mode):
-            raise SettingsError(f"{where} is no file ({stat.filemode(seen.st_mode)})")
-        if seen.st_mode & 0o027:
-            raise SettingsError(
-                f"{where} has mode {stat.filemode(seen.st_mode)}: others may read or change it: chmod 600 {path}"
-            )
-        with path.open("rb") as file:
-            content = file.read(1024)
-    except OSError as error:
-        raise SettingsError(f"{where} can't be read: {error.strerror}: make one with openssl rand -hex 32") from None
+    make = "make one with openssl rand -hex 32"
+    content = read_secret(setting, key_file, make)
     for key in (content, _decoded(content.strip())):
         if len(key) == KEY_BYTES:
             return key
     raise SettingsError(
-        f"{where} holds {len(content)} bytes, expected {KEY_BYTES}, or 64 hex digits, or {KEY_BYTES} bytes in base64: "
-        "make one with openssl rand -hex 32"
+        f"{setting} {shown(key_file)} holds {len(content)} bytes, expected {KEY_BYTES}, or 64 hex digits, or "
+        f"{KEY_BYTES} bytes in base64: {make}"
     )
 
 

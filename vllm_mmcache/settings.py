@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from vllm_mmcache.durations import Duration
 from vllm_mmcache.errors import SettingsError
-from vllm_mmcache.places import check_key, host_and_port
+from vllm_mmcache.places import PASSWORD_SHOWN, check_key, holds_password, host_and_port, with_password
 from vllm_mmcache.places import store_places as store_places
 from vllm_mmcache.places import without_secrets as without_secrets
 from vllm_mmcache.settings_messages import allowed, check_together, known
@@ -164,9 +164,10 @@ class Settings(BaseSettings):
     )
     store: str | None = Field(
         default=None,
+        repr=False,  # a URL in it may hold a password
         description=(
             "Where features go beyond RAM: a directory (absolute or ~), a URL (redis://, rediss://, valkey://, "
-            "valkeys://, unix://), or both, with space or comma between."
+            "valkeys://, unix://), or both, with space or comma between. With a password in the URL: variable only."
         ),
     )
     store_disk_bytes: ByteSize = Field(
@@ -186,6 +187,13 @@ class Settings(BaseSettings):
         description=(
             "File with a 32-byte key (raw, 64 hex digits, base64) that encrypts features and records. Needs the extra "
             "`encryption`; older entries are not used."
+        ),
+    )
+    store_password_file: str | None = Field(
+        default=None,
+        description=(
+            "File whose first line is the password of Redis or Valkey, for a `store` that holds none. Readable by its "
+            "owner or group alone, as all files of keys."
         ),
     )
     store_remote_max_bytes: ByteSize = Field(
@@ -280,7 +288,8 @@ def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
     """Read the variables, then lay `config` over them.
 
     Raises: SettingsError naming the field, the value seen and what is allowed, also for an unknown name; naming both,
-    where two settings contradict each other; for a key of the store that can't be used.
+    where two settings contradict each other; for a key or password of the store that can't be used; for a password in
+    `config`, which command lines and vLLM's log show.
     """
     names = set(Settings.model_fields)
     for variable in sorted(os.environ):
@@ -303,8 +312,16 @@ def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
             f"{first['msg'].removeprefix('Value error, ')} "
             f"({allowed(name, Settings.model_fields[name])}; default {Settings.model_fields[name].default!r})"
         ) from None
+    if "store" in (config or {}) and holds_password(read.store or ""):
+        raise SettingsError(f"{spelled('store')} {PASSWORD_SHOWN}")
     check_together(read, spelled)
     return read
+
+
+def store_in_use(settings: Settings) -> tuple[str | None, str | None]:
+    """The directory and the URL of the store, with the password that comes from a file. Raises: SettingsError."""
+    directory, url = store_places(settings.store)
+    return directory, url and with_password(url, settings.store_password_file)
 
 
 def carried(settings: Settings) -> dict[str, Any]:

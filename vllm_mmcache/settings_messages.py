@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from vllm_mmcache import sealing
 from vllm_mmcache.durations import Duration
 from vllm_mmcache.errors import SettingsError
-from vllm_mmcache.places import KEY_CHARS, REMOTE_SCHEMES
+from vllm_mmcache.places import KEY_CHARS, REMOTE_SCHEMES, store_places, with_password
 
 # Pairs that can't both be meant: (name, value), (name, value), and why.
 _APART = "nothing would keep tenants apart"
@@ -54,7 +54,7 @@ def allowed(name: str, field: FieldInfo) -> str:
 
 
 def check_together(settings: Any, spelled: Callable[[str], str]) -> None:
-    """Raises: SettingsError naming both, where two contradict each other; for a key of the store that can't be used."""
+    """Raises: SettingsError naming both, where two contradict each other; for a secret that can't be used."""
     for one, other, why in _CONTRADICTIONS:
         if all(getattr(settings, name) is value for name, value in (one, other)):
             said = " and ".join(f"{spelled(name)} = {value}" for name, value in (one, other))
@@ -67,6 +67,8 @@ def check_together(settings: Any, spelled: Callable[[str], str]) -> None:
                     f"other: {_APART}. Leave out one of the two"
                 )
     if settings.tenant_key_file is not None:
-        sealing.read_secret(settings.tenant_key_file, "tenant_key_file")
+        sealing.read_32_bytes(settings.tenant_key_file, "tenant_key_file")
     if settings.store_key_file is not None:
         sealing.read_key(settings.store_key_file)
+    if settings.store_password_file is not None and (url := store_places(settings.store)[1]):
+        with_password(url, settings.store_password_file)

@@ -4,8 +4,10 @@
 Every mistake must end with status 2 and one line on stderr, `error: ...`, before anything heavy starts.
 """
 
+import contextlib
 import importlib.metadata
 import os
+import pty
 import re
 import socket
 import subprocess
@@ -220,14 +222,33 @@ def test_serve_without_us_is_served_where_it_is_said(model: str, monkeypatch: py
 def test_what_is_wanted_is_one_line(model: str, tmp_path: Path) -> None:
     """Before the start it is only a wish."""
     refused = ["--port", "0", "--no-such-vllm-option", "1"]
-    outcome = mmcache("serve", "--observe", model, *refused, XDG_CACHE_HOME=str(tmp_path))
+    outcome = mmcache("serve", "--observe", model, *refused, XDG_CACHE_HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path))
     said = outcome.stderr
     assert outcome.returncode == 2
     assert "vllm: error: unrecognized arguments: --no-such-vllm-option" in said, "vLLM's own answer"
     line, key = [line for line in said.splitlines() if line.startswith("mmcache:")]
     assert f"wanted: features kept in {tmp_path}/mmcache" in line
     assert "requests recorded. What is so, the server says when its engines are ready" in line
-    assert re.fullmatch(r"mmcache: the admin key of this start: http://127\.0\.0\.1:0/mmcache#key=[\w-]{43}", key)
+    path = tmp_path / "mmcache" / "admin-key"
+    assert key.startswith(f"mmcache: the page is http://127.0.0.1:0/mmcache, its admin key is in {path} ")
+    assert path.read_text().strip() not in outcome.stdout + said
+
+
+def test_a_terminal_is_shown_the_admin_key(model: str, tmp_path: Path) -> None:
+    terminal, other_end = pty.openpty()
+    command = [*COMMAND, "serve", "--observe", model, "--port", "0", "--no-such-vllm-option", "1"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MMCACHE_")}
+    env = {**kept, "MMCACHE_STORE": "", "XDG_STATE_HOME": str(tmp_path)}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=other_end, env=env)
+    os.close(other_end)
+    said = b""
+    with contextlib.suppress(OSError):  # Linux says so at the end of a terminal
+        while piece := os.read(terminal, 4096):
+            said += piece
+    os.close(terminal)
+    process.wait()
+    assert re.search(rb"the admin key of this start: http://127\.0\.0\.1:0/mmcache#key=[\w-]{43}\r\n", said)
+    assert not (tmp_path / "mmcache").exists()
 
 
 def test_nothing_is_said_of_what_was_not_asked_for(

@@ -24,13 +24,23 @@ def quiet_before() -> Iterator[None]:
 def test_an_alias_belongs_to_tenant_and_modality() -> None:
     aliases = Aliases()
     aliases.bind("image", "x", "a", "one")
-    before = counters.ALIASES_OF_OTHERS.value
     assert aliases.find("image", "x", "a") == "one"
     assert [aliases.find("image", "x", salt) for salt in ("b", None, "A")] == [None] * 3
     assert aliases.find("video", "x", "a") is None
-    assert counters.ALIASES_OF_OTHERS.value == before + 3
-    assert aliases.find("image", "y", "b") is None  # nobody's
-    assert counters.ALIASES_OF_OTHERS.value == before + 3
+
+
+@pytest.mark.parametrize("name", ["of another tenant", "of nobody"])
+def test_an_unknown_name_is_counted_whoever_has_it(name: str, log: pytest.LogCaptureFixture) -> None:
+    """One that another tenant has bound counts, costs and says what one counts that nobody has."""
+    aliases = Aliases()
+    aliases.bind("image", "of another tenant", "a", "one")
+    before, size = counters.totals(), aliases.size()
+    with log.at_level(logging.INFO, "vllm.mmcache"):
+        assert aliases.find("image", name, "b") is None
+    now = counters.totals()
+    assert {one: now[one] - before[one] for one in now if now[one] != before[one]} == {"aliases_unknown": 1}
+    assert aliases.size() == size
+    assert not log.records
 
 
 def test_rebinding_is_counted_once() -> None:

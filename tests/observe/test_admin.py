@@ -3,15 +3,18 @@
 
 import json
 import os
+import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_mmcache import settings
 from vllm_mmcache.cli import serve
 from vllm_mmcache.errors import SettingsError
-from vllm_mmcache.observe.admin import admin_key
+from vllm_mmcache.observe.admin import admin_key, read
 
 KEY = "0123456789-secret-abcdef"
 OTHER = "another-key-that-is-good"
@@ -20,6 +23,7 @@ OTHER = "another-key-that-is-good"
 @pytest.fixture
 def key_file(tmp_path: Path) -> Path:
     path = tmp_path / "admin-key"
+    path.touch(0o600)
     path.write_text(f"{OTHER}\nwhat follows is left out: \u00e9\n")
     return path
 
@@ -42,6 +46,7 @@ def test_what_is_no_key_is_refused_and_not_said(key: str, monkeypatch: pytest.Mo
     assert "16 printable ASCII" in str(error.value)
     monkeypatch.delenv("MMCACHE_ADMIN_KEY")
     path = tmp_path / "no-key"
+    path.touch(0o600)
     path.write_text(key)
     if key.strip() != key:  # a file's line may end in spaces
         return
@@ -51,8 +56,8 @@ def test_what_is_no_key_is_refused_and_not_said(key: str, monkeypatch: pytest.Mo
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    for path, said in (("none", "No such file"), ("", "directory"), ("empty", "16 printable")):
+    (tmp_path / "empty").touch(0o600)
+    for path, said in (("none", "No such file"), ("", "no file"), ("empty", "16 printable")):
         with pytest.raises(SettingsError, match=said):
             admin_key(settings.Settings(admin_key_file=str(tmp_path / path)))
 
@@ -73,17 +78,61 @@ def test_it_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret" not in str(error.value)
 
 
-def test_serve_makes_one_where_none_is_set(monkeypatch: pytest.MonkeyPatch, key_file: Path) -> None:
-    monkeypatch.setenv("MMCACHE_ADMIN_KEY", "")  # set first, so that what the command sets is taken back
-    made = serve.make_admin_key()
-    assert made is not None
-    assert os.environ["MMCACHE_ADMIN_KEY"] == made == admin_key(settings.load_settings())
-    assert serve.make_admin_key() is None, "the operator's is left alone, and not printed"
-    monkeypatch.setenv("MMCACHE_ADMIN_KEY", "")
-    assert serve.make_admin_key() not in (None, made)
-    monkeypatch.setenv("MMCACHE_ADMIN_KEY", "")
-    monkeypatch.setenv("MMCACHE_ADMIN_KEY_FILE", str(key_file))
-    assert serve.make_admin_key() is None
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+    """Do what `mmcache serve --observe` does about the key; returns what it says."""
+
+    def provide(on_terminal: bool = False, **variables: str) -> str:
+        for name in ("MMCACHE_ADMIN_KEY", "MMCACHE_ADMIN_KEY_FILE"):
+            monkeypatch.setenv(name, variables.get(name, ""))  # set first, so that what the command sets is taken back
+        monkeypatch.setenv("XDG_STATE_HOME", variables.get("XDG_STATE_HOME", str(tmp_path)))
+        monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: on_terminal))
+        return serve.provide_admin_key(["--port", "1"])
+
+    return provide
+
+
+def test_a_terminal_is_shown_the_key_of_this_start(start: Callable[..., str], tmp_path: Path) -> None:
+    said = start(on_terminal=True)
+    made = os.environ["MMCACHE_ADMIN_KEY"]
+    assert said == f"the admin key of this start: http://127.0.0.1:1/mmcache#key={made}"
+    assert made == admin_key(settings.load_settings())
+    assert start(on_terminal=True) != said, "each start has its own"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_log_is_told_the_file_of_the_key(start: Callable[..., str], tmp_path: Path) -> None:
+    """What is no terminal is kept by somebody, as the log of a container."""
+    said = start()
+    path = tmp_path / "mmcache" / "admin-key"
+    made = path.read_text().strip()
+    assert admin_key(settings.load_settings()) == made
+    assert len(made) == 43
+    assert made not in said
+    assert str(path) in said
+    assert "http://127.0.0.1:1/mmcache" in said
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert [one.name for one in path.parent.iterdir()] == ["admin-key"]
+    assert start() == said, "made once, so two servers of one user have one key"
+    assert path.read_text().strip() == made
+    path.chmod(0o644)
+    read.cache_clear()
+    with pytest.raises(SettingsError, match="chmod 600"):
+        start()
+
+
+def test_where_no_file_can_be_made_it_is_said(start: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = start(XDG_STATE_HOME=str(tmp_path / "file"))
+    assert "/mmcache tells nothing: name a file that holds one with MMCACHE_ADMIN_KEY_FILE" in said
+    assert admin_key(settings.load_settings()) is None
+
+
+def test_the_operators_key_is_left_alone(start: Callable[..., str], key_file: Path, tmp_path: Path) -> None:
+    for on_terminal in (True, False):
+        assert start(on_terminal, MMCACHE_ADMIN_KEY=KEY) == ""
+        assert start(on_terminal, MMCACHE_ADMIN_KEY_FILE=str(key_file)) == ""
+    assert not (tmp_path / "mmcache").exists()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,11 @@ import tracemalloc
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from vllm_mmcache import settings
+from vllm_mmcache.metrics import counters
 from vllm_mmcache.observe import asked as asked_module
 from vllm_mmcache.observe import wire
 from vllm_mmcache.observe.asked import UNKNOWN, Asked, Waiting
@@ -131,3 +134,22 @@ def test_the_last_records_reach_the_file_when_the_process_ends(tmp_path: Path) -
     environ = os.environ | {"MMCACHE_OBSERVE_FILE": str(file)}
     subprocess.run([sys.executable, "-c", program], env=environ, check=True, cwd=Path(__file__).parents[2])
     assert [record.request_id for record in read_records(file)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("across_salts", [True, False])
+def test_metrics_tell_no_reason_that_comes_from_other_salts(
+    across_salts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More read /metrics than have the admin key; where records are compared across salts, a reason is about others."""
+    told = []
+    monkeypatch.setattr(settings, "_current", settings.Settings(observe_across_salts=across_salts))
+    monkeypatch.setattr(counters.PROMPT_TOKENS, "add", lambda *values: told.append(values))
+    recorder, request = Recorder(), asked()
+    causes = [wire.Cause(Reason.OTHER_SALT, 16, 20, 16, {}), wire.Cause(Reason.TEXT_DIFFERS, 36, 44, 36, {})]
+    packed = wire.unpack_outcome(outcome(recorder.waiting.add(request), request))
+    recorder._record(wire.pack_outcome(msgspec.structs.replace(packed, causes=causes)))
+    reasons = (
+        [(64, "computed", "")] if across_salts else [(20, "computed", "other_salt"), (44, "computed", "text_differs")]
+    )
+    assert told == [(16, "reused", ""), *reasons]
+    assert recorder.store.totals().missed_tokens == {Reason.OTHER_SALT: 20, Reason.TEXT_DIFFERS: 44}, "behind the key"

@@ -175,7 +175,7 @@ def test_nothing_is_recorded() -> None:
     said = get(serving, "/records").json()["error"]
     assert "--observe" in said
     assert IN_FORCE["rooms"]["observe"]["reason"] in said
-    assert_one_line(mmcache("explain", "--url", serving.url, "--admin-key", KEY), "nothing is recorded")
+    assert_one_line(mmcache("explain", "--url", serving.url, MMCACHE_ADMIN_KEY=KEY), "nothing is recorded")
     assert get(serving, "/records", "wrong").status_code == 401
     serving.stop()
 
@@ -187,9 +187,17 @@ def record_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_explain(server: Server, record_file: Path) -> None:
+def key_file(folder: Path, key: str = KEY) -> str:
+    path = folder / "admin-key"
+    path.touch(0o600)
+    path.write_text(f"{key}\n")
+    return str(path)
+
+
+def test_explain(server: Server, record_file: Path, tmp_path: Path) -> None:
     record = EXAMPLES[3]
-    for source in (["--url", f"{server.url}/v1", "--admin-key", KEY], ["--file", str(record_file)]):
+    from_server = ["--url", f"{server.url}/v1", "--admin-key-file", key_file(tmp_path)]
+    for source in (from_server, ["--file", str(record_file)]):
         listed = mmcache("explain", *source, "--last", "3")
         assert (listed.returncode, listed.stderr) == (0, "")
         assert [line.split()[-2] for line in listed.stdout.splitlines()[1:]] == [r.id for r in EXAMPLES[-3:]]
@@ -213,7 +221,8 @@ def test_explain_follows(kind: str, tmp_path: Path) -> None:
     serving = Server(filled(EXAMPLES[:2]))
     path = tmp_path / "records.jsonl"
     path.write_text("".join(json.dumps(to_json(record)) + "\n" for record in EXAMPLES[:2]))
-    source = ["--url", serving.url, "--admin-key", KEY] if kind == "server" else ["--file", str(path)]
+    from_server = ["--url", serving.url, "--admin-key-file", key_file(tmp_path)]
+    source = from_server if kind == "server" else ["--file", str(path)]
     with subprocess.Popen(
         [*COMMAND, "explain", "-f", *source],
         stdout=subprocess.PIPE,
@@ -237,16 +246,18 @@ def test_explain_says_what_is_wrong(server: Server, record_file: Path, tmp_path:
     url = ["--url", server.url]
     assert_one_line(mmcache("explain", *url), "the admin key is missing", "MMCACHE_ADMIN_KEY")
     assert_one_line(mmcache("explain", *url, VLLM_API_KEY=KEY), "the admin key is missing")
-    assert_one_line(mmcache("explain", *url, "--admin-key", "wrong"), "the admin key is not the server's")
+    assert_one_line(
+        mmcache("explain", *url, MMCACHE_ADMIN_KEY="not-the-one-of-this-server"), "the admin key is not the server's"
+    )
     assert_one_line(mmcache("explain", "none", *url, MMCACHE_ADMIN_KEY=KEY), "no record 'none'")
     assert_one_line(mmcache("explain", "none", "--file", str(record_file)), "no record 'none'")
-    key_file = tmp_path / "admin-key"
-    key_file.write_text(f"{KEY}\n")
-    assert mmcache("explain", *url, MMCACHE_ADMIN_KEY_FILE=str(key_file)).returncode == 0
-    key_file.write_text("short\n")
-    assert_one_line(mmcache("explain", *url, MMCACHE_ADMIN_KEY_FILE=str(key_file)), "admin_key_file", "16 printable")
-    key_file.unlink()
-    assert_one_line(mmcache("explain", *url, MMCACHE_ADMIN_KEY_FILE=str(key_file)), "No such file")
+    assert_one_line(mmcache("explain", "--admin-key", KEY), "--admin-key")  # no command line has a key
+    path = key_file(tmp_path)
+    assert mmcache("explain", *url, MMCACHE_ADMIN_KEY_FILE=path).returncode == 0
+    key_file(tmp_path, "short")
+    assert_one_line(mmcache("explain", *url, MMCACHE_ADMIN_KEY_FILE=path), "admin_key_file", "16 printable")
+    Path(path).unlink()
+    assert_one_line(mmcache("explain", *url, MMCACHE_ADMIN_KEY_FILE=path), "No such file")
     assert_one_line(mmcache("explain", "--url", "http://127.0.0.1:9"), "no answer from http://127.0.0.1:9", "--url")
     assert_one_line(mmcache("explain", "--url", "no address"), "no answer from")
     assert_one_line(mmcache("explain", "--url", f"{server.url}/elsewhere"), "has no /mmcache", "--observe")

@@ -104,7 +104,7 @@ def test_a_conversation(server: Server, page: "Page") -> None:
         expect(page.locator("#detail-title")).to_have_text(f"Request {record.id}")
         expect(page.locator("#facts")).to_contain_text(f"{record.reused_tokens:,} of {record.prompt_tokens:,}")
         assert page.locator("#bar button").count() == len(record.segments)
-        told = mmcache("explain", answer["id"], "--url", server.url, "--admin-key", ADMIN_KEY)
+        told = mmcache("explain", answer["id"], "--url", server.url, MMCACHE_ADMIN_KEY=ADMIN_KEY)
         assert f"{record.reused_tokens} of {record.prompt_tokens} prompt tokens reused" in told.stdout
     assert records(server)["records"][-1]["reused_tokens"] > 0
     page.screenshot(path=ARTEFACTS / "server.png", full_page=True)
@@ -178,7 +178,7 @@ def test_tenants_learn_nothing_of_each_other(server: Server) -> None:
 
 def test_explain_says_what_is_wrong(server: Server) -> None:
     assert_one_line(mmcache("explain", "--url", server.url), "the admin key is missing")
-    assert_one_line(mmcache("explain", "none", "--url", server.url, "--admin-key", ADMIN_KEY), "no record 'none'")
+    assert_one_line(mmcache("explain", "none", "--url", server.url, MMCACHE_ADMIN_KEY=ADMIN_KEY), "no record 'none'")
 
 
 def test_the_metrics_name_every_outcome_of_dashboard_and_alerts(server: Server) -> None:
@@ -235,7 +235,7 @@ def test_z_server_gone(server: Server, page: "Page") -> None:
     assert page.locator("#list li").count() > 0
     page.goto("about:blank")  # asks no more
     page.problems.clear()  # type: ignore[attr-defined]
-    assert_one_line(mmcache("explain", "--url", server.url, "--admin-key", ADMIN_KEY), "no answer from")
+    assert_one_line(mmcache("explain", "--url", server.url, MMCACHE_ADMIN_KEY=ADMIN_KEY), "no answer from")
 
 
 def test_only_where_the_operator_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,9 @@ def explain(
         typer.Argument(metavar="[ID]", help="of a record, or of requests (chatcmpl-...) [default: list the last ones]"),
     ] = None,
     url: Annotated[str | None, typer.Option(help=f"the server [default: {URL}]")] = None,
-    admin_key: Annotated[
-        str | None, typer.Option(help="its admin key [default: MMCACHE_ADMIN_KEY, or MMCACHE_ADMIN_KEY_FILE's]")
+    admin_key_file: Annotated[
+        str | None,
+        typer.Option(help="a file with its admin key [default: MMCACHE_ADMIN_KEY, or MMCACHE_ADMIN_KEY_FILE's]"),
     ] = None,
     file: Annotated[Path | None, typer.Option(help="a record file instead of a server")] = None,
     last: Annotated[int, typer.Option(min=1, max=1000, help="how many requests to list")] = 20,
@@ -46,7 +47,9 @@ def explain(
     if file is not None:
         source = readers.FileReader(file.expanduser())
     else:
-        source = readers.ServerReader(url or URL, admin_key or admin.admin_key(load_settings()))
+        source = readers.ServerReader(
+            url or URL, admin.read(admin_key_file) if admin_key_file else admin.admin_key(load_settings())
+        )
     if record_id is not None:
         found = source.named(record_id)
         if len(found) == 1:

@@ -7,20 +7,22 @@ same process id, the same signals. Works with both distributions (see vllm_main.
 
 import contextlib
 import importlib.util
+import json
 import os
 import secrets
 import socket
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from vllm_mmcache.cli import plugins
 from vllm_mmcache.cli.needs import check_vllm, compiler_hint
 from vllm_mmcache.errors import EnvironmentProblem
-from vllm_mmcache.places import STORE, default_directory
+from vllm_mmcache.places import PASSWORD_SHOWN, STORE, default_directory, holds_password, state_directory
 
 # Everything after MODEL belongs to vLLM, its --help too.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -29,6 +31,8 @@ DEFAULT_PORT = 8000
 OBSERVE = "--observe"
 OBJECT_STORES = ("s3://", "gs://", "az://")  # those that vLLM knows (transformers_utils/runai_utils.py)
 ADMIN_KEY = "MMCACHE_ADMIN_KEY"
+ADMIN_KEY_FILE = "MMCACHE_ADMIN_KEY_FILE"
+CONFIG_KEY = "mmcache"
 DEFAULTS = ("enable-prefix-caching", "enable-prompt-tokens-details")
 
 
@@ -53,8 +57,8 @@ def serve(
         wishes = [keep_features(rest), observe_requests() if observe else ""]
         if wanted := ", ".join(filter(None, wishes)):
             print(f"mmcache: wanted: {wanted}. What is so, the server says when its engines are ready", file=sys.stderr)
-        if observe and (key := make_admin_key()):
-            print(f"mmcache: the admin key of this start: {page_address(rest)}#key={key}", file=sys.stderr)
+        if observe and (said := provide_admin_key(rest)):
+            print(f"mmcache: {said}", file=sys.stderr)
     elif importlib.util.find_spec("vllm") is None:
         check_vllm()
     become(command(model, rest))
@@ -87,18 +91,45 @@ def observe_requests() -> str:
     return "requests recorded"
 
 
-def make_admin_key() -> str | None:
-    """A new key for /mmcache, where none is set; the server and its processes find it in their environment.
+def provide_admin_key(arguments: Sequence[str]) -> str:
+    """Give the server a key for /mmcache, where none is set; where the page and its key are, in words.
 
-    Raises: SettingsError for a key file that can't be read.
+    A terminal is shown the key of this start. All else that is printed is kept by somebody, as the log of a container:
+    there the key is in a file of this user's, made once, and only its path is said. Raises: SettingsError for a key
+    file that can't be used.
     """
     from vllm_mmcache.observe.admin import admin_key
     from vllm_mmcache.settings import load_settings
 
     if admin_key(load_settings()) is not None:
-        return None
-    os.environ[ADMIN_KEY] = key = secrets.token_urlsafe(32)
-    return key
+        return ""
+    key, page = secrets.token_urlsafe(32), page_address(arguments)
+    if sys.stderr.isatty():
+        os.environ[ADMIN_KEY] = key
+        return f"the admin key of this start: {page}#key={key}"
+    try:
+        path = str(keep_once(state_directory() / "admin-key", key))
+    except (OSError, RuntimeError) as error:
+        cure = f"name a file that holds one with {ADMIN_KEY_FILE}"
+        return f"no admin key could be kept ({error}), so /mmcache tells nothing: {cure}"
+    os.environ[ADMIN_KEY_FILE] = path
+    admin_key(load_settings())
+    return f"the page is {page}, its admin key is in {path} ({ADMIN_KEY_FILE})"
+
+
+def keep_once(path: Path, secret: str) -> Path:
+    """Write `secret` into a file that its owner alone can read, unless there is one. Raises: OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not path.exists():
+        written, name = tempfile.mkstemp(dir=path.parent)  # mode 0600
+        try:
+            with open(written, "w", encoding="ascii") as file:
+                file.write(f"{secret}\n")
+            with contextlib.suppress(FileExistsError):  # of another server, which starts as well
+                os.link(name, path)
+        finally:
+            os.unlink(name)
+    return path
 
 
 def page_address(arguments: Sequence[str]) -> str:
@@ -132,8 +163,46 @@ def check_before_start(model: str, arguments: Sequence[str]) -> None:
             f"{why}, so nothing of mmcache would run, and nothing could refuse later: name mmcache in "
             f"{plugins.VARIABLE}, or set MMCACHE_DISABLE=1 to serve without it"
         )
+    check_store(arguments)
     check_model(model)
     check_port(arguments)
+
+
+def check_store(arguments: Sequence[str]) -> None:
+    """Raises: EnvironmentProblem where the arguments hold a password of the store: vLLM logs them before it asks us."""
+    for where, given in additional_configs(arguments):
+        store = given.get("store") if isinstance(given, dict) else None
+        if isinstance(store, str) and holds_password(store):
+            raise EnvironmentProblem(f"mmcache.store in {where} {PASSWORD_SHOWN}")
+
+
+def additional_configs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """What vLLM's arguments say of our settings: where, and the settings. vLLM says what is wrong with the rest."""
+    name = "--additional-config"
+    for form, wrap in (
+        ("", lambda value: _parsed(value)),
+        (f".{CONFIG_KEY}", lambda value: {CONFIG_KEY: _parsed(value)}),
+        (f".{CONFIG_KEY}.store", lambda value: {CONFIG_KEY: {"store": value}}),
+    ):
+        if (value := option(arguments, f"additional-config{form}")) is not None:
+            yield name, _ours(wrap(value))
+    if config := option(arguments, "config"):
+        with contextlib.suppress(Exception):
+            import yaml  # type: ignore[import-untyped]  # comes with vLLM
+
+            for key, value in yaml.safe_load(Path(config).read_text(encoding="utf-8")).items():
+                if str(key).replace("_", "-") == "additional-config":
+                    yield config, _ours(value if isinstance(value, dict) else _parsed(str(value)))
+
+
+def _parsed(text: str) -> Any:
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    return None
+
+
+def _ours(additional: Any) -> Any:
+    return additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
 
 
 def check_model(model: str) -> None:

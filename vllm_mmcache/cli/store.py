@@ -21,7 +21,7 @@ import typer
 from vllm_mmcache import sealing
 from vllm_mmcache.cli.warm import warm
 from vllm_mmcache.errors import StoreCorrupt, StoreSealed, StoreUnusable
-from vllm_mmcache.places import STORE, places_in_use
+from vllm_mmcache.places import STORE, places_in_use, with_password
 from vllm_mmcache.sealing import CLEAR, Clear
 
 if TYPE_CHECKING:
@@ -168,6 +168,7 @@ def opened(place: Path | None, *, may_be_empty: bool = False) -> Iterator[Kept]:
     key = sealing.of(settings.store_key_file)
     remote = None
     if url is not None:
+        url = with_password(url, settings.store_password_file)
         from vllm_mmcache.cli.store_remote import RemoteStore  # imports redis
 
         remote = RemoteStore(url, key)

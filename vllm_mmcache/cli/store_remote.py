@@ -15,7 +15,7 @@ from vllm_mmcache.errors import SettingsError, StoreCorrupt, StoreSealed, StoreU
 from vllm_mmcache.features.lasting import name_of
 from vllm_mmcache.features.package import unpack
 from vllm_mmcache.features.remote import INCOMING, PREFIX, connect, open_value
-from vllm_mmcache.places import without_secrets
+from vllm_mmcache.places import error_without_secrets, without_secrets
 from vllm_mmcache.records.framing import unframe
 from vllm_mmcache.records.remote import PREFIX as RECORDS
 from vllm_mmcache.sealing import CLEAR, Clear
@@ -32,12 +32,13 @@ class RemoteStore:
 
     def __init__(self, url: str, key: Clear = CLEAR) -> None:
         self._key = key
+        self._url = url
         self.shown = str(without_secrets(url))
         try:
             self._client = connect(url, TIMEOUT_S)
         except (ValueError, TypeError, redis.RedisError) as error:
             raise SettingsError(
-                f"store {self.shown!r} is no URL of Redis or Valkey: {without_secrets(str(error))}"
+                f"store {self.shown!r} is no URL of Redis or Valkey: {error_without_secrets(error, url)}"
             ) from None
 
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -73,7 +74,7 @@ class RemoteStore:
         try:
             yield
         except (redis.RedisError, OSError) as error:
-            said = without_secrets(str(error))
+            said = error_without_secrets(error, self._url)
             raise StoreUnusable(f"{self.shown}: {said}: is it running, and is its password in the URL?") from None
 
     def _names(self, pattern: str) -> Iterator[bytes]:

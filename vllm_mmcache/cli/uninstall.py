@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mmcache uninstall`: removes all that mmcache keeps on this machine for this user, before pip removes the package.
 
-That is the store's directory, also the one that `mmcache serve` uses unasked, what `mmcache prove` has shown, and what
-`python -m vllm_mmcache.environment` has put into this Python environment. Redis or Valkey is others', too, and stays.
+That is the store's directory, also the one that `mmcache serve` uses unasked, what `mmcache prove` has shown, the
+admin key that `mmcache serve --observe` has made, and what `python -m vllm_mmcache.environment` has put into this
+Python environment. Redis or Valkey is others', too, and stays.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 from vllm_mmcache.errors import StoreUnusable
@@ -17,7 +19,7 @@ def uninstall() -> None:
     """
     from vllm_mmcache import environment
     from vllm_mmcache.cli import store
-    from vllm_mmcache.places import default_directory, store_places, without_secrets
+    from vllm_mmcache.places import default_directory, state_directory, store_places, without_secrets
     from vllm_mmcache.settings import load_settings
     from vllm_mmcache.upstream import proofs
 
@@ -30,6 +32,9 @@ def uninstall() -> None:
         except StoreUnusable as error:
             if Path(place).exists():
                 print(f"left {place}: {error}")
+    with suppress(FileNotFoundError, RuntimeError):
+        (state_directory() / "admin-key").unlink()
+        print("removed the admin key that `mmcache serve --observe` made")
     if num_proofs := proofs.remove():
         print(f"removed {num_proofs} proofs")
     for thing in environment.take_back():

@@ -169,7 +169,7 @@ class LastingTier(ABC):
             return False  # replaced or removed meanwhile: nothing is known of what lies there now
         return True
 
-    def _fail(self, breaker: Breaker, error: Exception) -> None:
+    def _fail(self, breaker: Breaker, error: object) -> None:
         self.counters.add(errors=1)
         breaker.failed(error)
 

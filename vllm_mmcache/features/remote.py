@@ -27,8 +27,8 @@ from vllm_mmcache.errors import SettingsError, StoreCorrupt
 from vllm_mmcache.features.breaker import Breaker
 from vllm_mmcache.features.lasting import LastingTier, Late
 from vllm_mmcache.features.package import Buffer
+from vllm_mmcache.places import error_without_secrets, without_secrets
 from vllm_mmcache.sealing import CLEAR, Clear
-from vllm_mmcache.settings import without_secrets
 
 PREFIX = "mmcache:features:2:"
 INCOMING = PREFIX + "incoming:"
@@ -150,7 +150,7 @@ class RemoteTier(LastingTier):
             self._writing_client = connect(url, max(timeout_s, WRITE_TIMEOUT_S))
         except (ValueError, TypeError, redis.RedisError) as error:
             raise SettingsError(
-                f"store {shown!r} is no URL of Redis or Valkey: {without_secrets(str(error))}"
+                f"store {shown!r} is no URL of Redis or Valkey: {error_without_secrets(error, url)}"
             ) from None
         super().__init__(
             reading=Breaker(f"feature store {shown} (reading)", rest_s, LONGEST_REST_S),
@@ -158,6 +158,7 @@ class RemoteTier(LastingTier):
             writing=Breaker(f"feature store {shown} (writing)", rest_s, LONGEST_REST_S),
             key=key,
         )
+        self._url = url
         self.max_bytes = max_bytes
         self.ttl_s = ttl_s
         self._slow_s = timeout_s * MAX_TIMEOUTS
@@ -192,11 +193,11 @@ class RemoteTier(LastingTier):
                 self._writing_client.unlink(incoming)
             raise
 
-    def _fail(self, breaker: Breaker, error: Exception) -> None:
+    def _fail(self, breaker: Breaker, error: object) -> None:
         # What is left in a pooled connection could be taken for the answer to a later question.
         for client in (self._client, self._writing_client):
             client.connection_pool.disconnect(inuse_connections=False)
-        super()._fail(breaker, error)
+        super()._fail(breaker, error_without_secrets(error, self._url))
 
     def _reject(self, key: str) -> None:
         self._client.unlink(PREFIX + key)

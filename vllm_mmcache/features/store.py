@@ -23,7 +23,7 @@ from vllm_mmcache.features.ram import RamTier, Slot
 from vllm_mmcache.features.threads import Threads
 from vllm_mmcache.features.writer import EXIT_S, Writer
 from vllm_mmcache.metrics import sizes
-from vllm_mmcache.settings import Settings, store_places
+from vllm_mmcache.settings import Settings, store_in_use
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -254,7 +254,7 @@ def open_tiers(settings: Settings) -> list[LastingTier]:
 
     Raises: SettingsError for a URL that is none of Redis or Valkey, and for a key that can't be used.
     """
-    directory, url = store_places(settings.store)
+    directory, url = store_in_use(settings)
     key = sealing.of(settings.store_key_file)
     below: list[LastingTier] = []
     if directory is not None:

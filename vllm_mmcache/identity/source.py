@@ -17,4 +17,4 @@ def source() -> tenant.Source:
 
 @lru_cache(maxsize=4)
 def _source(text: str, key_file: str | None) -> tenant.Source:
-    return tenant.parse_source(text, b"" if key_file is None else sealing.read_secret(key_file, "tenant_key_file"))
+    return tenant.parse_source(text, b"" if key_file is None else sealing.read_32_bytes(key_file, "tenant_key_file"))

@@ -181,7 +181,7 @@ MEDIA_SECONDS = Counter(
 )
 
 ALIASES_REBOUND = Counter("aliases_rebound", "Uuids that a tenant gave to other content than before.")
-ALIASES_OF_OTHERS = Counter("aliases_of_others", "Uuids without content that only another tenant had bound.")
+ALIASES_UNKNOWN = Counter("aliases_unknown", "Uuids without content that their tenant has not bound, or no longer.")
 ALIASES_TOO_LONG = Counter("aliases_too_long", "Uuids refused because of their length.")
 
 ITEMS_PROCESSED = Counter("items_processed", "Images and videos that went through vLLM's processor in an API server.")
@@ -284,7 +284,7 @@ COUNTERS = (
     BODY_SECONDS,
     MEDIA_SECONDS,
     ALIASES_REBOUND,
-    ALIASES_OF_OTHERS,
+    ALIASES_UNKNOWN,
     ALIASES_TOO_LONG,
     OBSERVED_DROPPED,
     *ENGINE_COUNTERS.values(),

@@ -5,15 +5,15 @@ API server and command line. The key of the server's clients never opens anythin
 """
 
 from functools import cache
-from pathlib import Path
 
 from vllm_mmcache.errors import SettingsError
 from vllm_mmcache.places import check_key
+from vllm_mmcache.secret_files import read_secret, shown
 from vllm_mmcache.settings import Settings
 
 MISSING = (
     "no admin key is set, so /mmcache tells nothing: set MMCACHE_ADMIN_KEY or MMCACHE_ADMIN_KEY_FILE before the start, "
-    "or start with `mmcache serve MODEL --observe`, which makes a key"
+    "or start with `mmcache serve MODEL --observe`, which makes one"
 )
 
 
@@ -24,18 +24,17 @@ def admin_key(settings: Settings) -> str | None:
     """
     if settings.admin_key is not None:
         return settings.admin_key.get_secret_value()
-    return _read(settings.admin_key_file) if settings.admin_key_file else None
+    return read(settings.admin_key_file) if settings.admin_key_file else None
 
 
 @cache
-def _read(path: str) -> str:
+def read(path: str) -> str:
+    """The admin key that is the first line of a file. Raises: SettingsError."""
+    content = read_secret("admin_key_file", path, "name a file whose first line is the admin key")
     try:
-        with Path(path).expanduser().open("rb") as file:
-            key = file.readline(4096).decode("ascii").strip()
+        key = content.partition(b"\n")[0].decode("ascii").strip()
         check_key(key)
-    except OSError as error:
-        raise SettingsError(f"admin_key_file {path}: {error.strerror}: name a file that holds the admin key") from None
-    except (ValueError, RuntimeError) as error:  # also what is no ASCII, and a home that is nobody's
+    except ValueError as error:
         why = "it is not ASCII" if isinstance(error, UnicodeError) else str(error)
-        raise SettingsError(f"admin_key_file {path}: {why}: its first line is to be the admin key") from None
+        raise SettingsError(f"admin_key_file {shown(path)}: {why}: its first line is to be the admin key") from None
     return key

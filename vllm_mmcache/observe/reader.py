@@ -91,7 +91,7 @@ class ServerReader:
         if error.code == 401:
             given = "is not the server's" if self.admin_key else "is missing"
             return RecordsError(
-                f"{self.url}: the admin key {given}: set MMCACHE_ADMIN_KEY, or give it with --admin-key"
+                f"{self.url}: the admin key {given}: set MMCACHE_ADMIN_KEY, or name its file with --admin-key-file"
             )
         if not isinstance(said, str):  # the server's own 404
             return RecordsError(

@@ -108,7 +108,7 @@ class Place(ABC):
     def close(self) -> None:
         """Let go of files and connections. Never raises."""
 
-    def _fail(self, breaker: Breaker, error: Exception) -> None:
+    def _fail(self, breaker: Breaker, error: object) -> None:
         self.counts.add(errors=1)
         breaker.failed(error)
 

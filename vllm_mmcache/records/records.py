@@ -9,12 +9,11 @@ from vllm_mmcache import sealing
 from vllm_mmcache.errors import SettingsError
 from vllm_mmcache.guarded import guarded
 from vllm_mmcache.metrics import sizes
-from vllm_mmcache.places import store_places
 from vllm_mmcache.records.framing import MAX_VALUE_BYTES
 from vllm_mmcache.records.place import Counts, Place
 from vllm_mmcache.records.ram import Entry, Ram
 from vllm_mmcache.records.writer import EXIT_S, Writer
-from vllm_mmcache.settings import Settings
+from vllm_mmcache.settings import Settings, store_in_use
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -39,9 +38,9 @@ class Records:
     @classmethod
     def of(cls, settings: Settings) -> "Records":
         """The records that these settings ask for. A place that can't be used is left out, with a line in the log."""
-        directory, url = store_places(settings.store)
         below: list[Place] = []
         try:
+            directory, url = store_in_use(settings)
             key = sealing.of(settings.store_key_file)
         except SettingsError as error:
             logger.warning("mmcache keeps records in RAM alone: %s", error)

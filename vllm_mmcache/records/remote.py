@@ -17,7 +17,7 @@ from vllm_mmcache.features.remote import (
     connect,
     open_value,
 )
-from vllm_mmcache.places import without_secrets
+from vllm_mmcache.places import error_without_secrets, without_secrets
 from vllm_mmcache.records.framing import HEAD_BYTES, MAX_VALUE_BYTES
 from vllm_mmcache.records.place import Place
 from vllm_mmcache.sealing import CLEAR, Clear
@@ -42,8 +42,11 @@ class RemotePlace(Place):
             self._client = connect(url, timeout_s)
             self._writing_client = connect(url, max(timeout_s, WRITE_TIMEOUT_S))
         except Exception as error:
-            raise SettingsError(f"{shown!r} is no URL of Redis or Valkey: {without_secrets(str(error))}") from None
+            raise SettingsError(
+                f"{shown!r} is no URL of Redis or Valkey: {error_without_secrets(error, url)}"
+            ) from None
         super().__init__(shown, rest_s, LONGEST_REST_S, key)
+        self._url = url
         self.ttl_s = ttl_s
         self._timeout_s = timeout_s
 
@@ -55,11 +58,11 @@ class RemotePlace(Place):
         for client in (self._client, self._writing_client):
             client.connection_pool.disconnect()
 
-    def _fail(self, breaker: Breaker, error: Exception) -> None:
+    def _fail(self, breaker: Breaker, error: object) -> None:
         # What is left in a pooled connection could be taken for the answer to a later question.
         for client in (self._client, self._writing_client):
             client.connection_pool.disconnect(inuse_connections=False)
-        super()._fail(breaker, error)
+        super()._fail(breaker, error_without_secrets(error, self._url))
 
     def _load(self, key: bytes) -> tuple[bytes, float] | None:
         try:

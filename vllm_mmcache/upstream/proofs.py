@@ -21,6 +21,7 @@ from typing import Any
 
 from vllm_mmcache import __version__
 from vllm_mmcache.errors import ProofsUnwritable
+from vllm_mmcache.places import state_directory
 from vllm_mmcache.upstream.proven import ENGINE_ROOMS
 
 FORMAT = 1
@@ -113,9 +114,7 @@ def torch_version() -> str:
 
 def path() -> Path:
     """The file. Raises: RuntimeError where neither XDG_STATE_HOME nor a home directory is known."""
-    home = os.environ.get("XDG_STATE_HOME", "")
-    state = Path(home) if os.path.isabs(home) else Path.home() / ".local" / "state"
-    return state / "mmcache" / "proofs.json"
+    return state_directory() / "proofs.json"
 
 
 def read() -> tuple[list[Proof], list[str]]:

@@ -58,10 +58,10 @@ class Target:
     A tenant is named by its salt: the client's cache_salt, or what a gateway puts into a header, or the API key.
     """
 
-    def __init__(self, url: str, mode: str = "body") -> None:
+    def __init__(self, url: str, mode: str = "body", api_key: str = "-") -> None:
         self.url = url
         self.mode = mode
-        self.client = OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=60)
+        self.client = OpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=60)
         self._truth: dict[str, Any] = {}
 
     def ask(
@@ -119,6 +119,12 @@ class Target:
         text = httpx.get(f"{self.url}/metrics", timeout=60).text
         found = re.findall(r"^([\w:]+)_total(?:{.*})? (\S+)$", text, re.MULTILINE)
         return {name: float(value) for name, value in found}
+
+    def samples(self) -> dict[str, float]:
+        """All that /metrics says of mmcache and of vLLM's caches, labels included, but for times."""
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        found = re.findall(r"^((?:mmcache:|vllm:\w*cache_)\S+(?: \S+)*) (\S+)$", text, re.MULTILINE)
+        return {name: float(value) for name, value in found if "seconds" not in name and "_created" not in name}
 
     def mm_hash(self, content: bytes) -> str:
         """vLLM's own id of an image, as the render endpoint gives it away."""
