@@ -13,6 +13,7 @@ for a Service of our name, and those of a newer version are still there after a 
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
@@ -227,6 +228,15 @@ class Settings(BaseSettings):
     @classmethod
     def _store_is_known(cls, value: str | None) -> str | None:
         store_places(value)
+        return value
+
+    @field_validator("store_key_file", "admin_key_file", "observe_file")
+    @classmethod
+    def _home_is_known(cls, value: str | None) -> str | None:
+        try:
+            Path(value or "/").expanduser()
+        except RuntimeError:
+            raise ValueError("there is no such home directory: give an absolute path") from None
         return value
 
     @field_validator("observe_listen")

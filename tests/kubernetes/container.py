@@ -19,7 +19,7 @@ shift 4
 exec 8<"$repo" 9<"$folder"
 while read -r _ _ _ _ place flags _; do
     case $place in /proc*|/sys*|/dev*) continue ;; esac
-    mount -o "remount,bind,ro,$flags" "$place"
+    mount -o "remount,bind,$flags,ro" "$place"
 done < /proc/self/mountinfo
 mount -t tmpfs -o size=64m,mode=1777 shm /dev/shm
 mount -t tmpfs -o size=1g,mode=1777 tmp /tmp

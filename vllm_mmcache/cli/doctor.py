@@ -136,7 +136,9 @@ def variable_findings() -> Findings:
         seen = "no setting, so it has no effect"
         if settings.is_protecting(near):
             seen += ", and what it was to protect is not protected"
-        found.append({"where": variable, "seen": seen, "cure": f"did you mean {near}? Else unset it" if near else "unset it"})
+        found.append(
+            {"where": variable, "seen": seen, "cure": f"did you mean {near}? Else unset it" if near else "unset it"}
+        )
     return found
 
 
