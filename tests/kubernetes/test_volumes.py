@@ -25,7 +25,7 @@ KEY = records.key("test")
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "_said", set(), raising=False)
+    monkeypatch.setattr(directory, "_said", set())
 
 
 def widen(volume: Path) -> None:
@@ -108,6 +108,35 @@ def test_what_is_not_ours_is_left_as_it_is(spoil: Callable[[Path], None], tmp_pa
         is_ours(folder)
     assert not save(DiskTier(tmp_path, BUDGET_BYTES), 1)
     assert load(DiskTier(tmp_path, BUDGET_BYTES), 0) is None
+    assert mode(folder) == 0o770
+
+
+@pytest.mark.parametrize("is_link", [True, False], ids=["a link", "another user's directory"])
+def test_what_is_put_there_meanwhile_is_left_as_it_is(
+    is_link: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the directory and its opening."""
+    if not is_link and os.geteuid() != 0:
+        pytest.skip("only root can give a directory to another user")
+    fill(tmp_path)
+    widen(tmp_path)
+    folder, other = tmp_path / "features", tmp_path / "other"
+    other.mkdir()
+    other.chmod(0o770)
+    open_ = os.open
+
+    def swap_and_open(path: Path, flags: int) -> int:
+        folder.rename(tmp_path / "elsewhere")
+        if is_link:
+            folder.symlink_to(other)
+        else:
+            os.chown(other, 12345, -1)
+            other.rename(folder)
+        return open_(path, flags)
+
+    monkeypatch.setattr(os, "open", swap_and_open)
+    with pytest.raises(StoreUnusable, match="can't be made so" if is_link else "owner 12345"):
+        is_ours(folder)
     assert mode(folder) == 0o770
 
 
