@@ -350,7 +350,7 @@ def _close_to_others(folder: Path, seen: os.stat_result) -> tuple[os.stat_result
             os.close(opened)
     except OSError as error:
         return seen, f", and it can't be made so: {error.strerror}"
-    if not after.st_mode & 0o077:
+    if _is_own_directory(after) and not after.st_mode & 0o077:
         log = logger.debug if folder in _said else logger.warning
         _said.add(folder)
         log(
