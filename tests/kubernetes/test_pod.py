@@ -81,13 +81,14 @@ def test_without_a_home_directory(tmp_path: Path) -> None:
 
 
 ARENA = """
-import os, shutil
+import os, shutil, subprocess, sys
 from vllm_mmcache.features.arena import Arena
 before = shutil.disk_usage("/dev/shm").used
 arena = Arena.create(256 << 20, 1)
 arena.buffer(0, 256 << 20)[:] = b"x" * (256 << 20)
-other = Arena.open(arena.address)
-assert other.buffer((256 << 20) - 1, 1) == b"x"
+opened = "import sys; from vllm_mmcache.features.arena import Arena; Arena.open(sys.argv[1]).buffer(7, 1)[:] = b'y'"
+subprocess.run([sys.executable, "-c", opened, arena.address], check=True)  # as a worker does
+assert bytes(arena.buffer(6, 3)) == b"xyx"
 assert shutil.disk_usage("/dev/shm").used == before == 0
 assert os.listdir("/dev/shm") == []
 """

@@ -16,8 +16,9 @@ from vllm_mmcache.demo.server import free_port, wait_until_healthy
 from vllm_mmcache.zoo import build_cached
 
 HOMES = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "USER", "LOGNAME", "TMPDIR")
-# On a CPU vLLM itself takes ten pieces of 16 MiB of /dev/shm, and refuses to start where they don't fit.
-VLLM_PIECES = {"VLLM_MQ_MAX_CHUNK_BYTES_MB": "4"}
+# The model runs in the engine's process, as on one GPU. On a CPU vLLM would begin a process for it and refuse to start,
+# since the queues between the two need 400 MiB of /dev/shm.
+ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 
 
 @pytest.mark.engine
@@ -35,8 +36,9 @@ def test_a_server_in_a_pod(tmp_path: Path) -> None:
         "--port",
         port,
         *ARGS,
+        *ONE_PROCESS,
     ]
-    variables = SERVICE | VLLM_PIECES | {"MMCACHE_STORE": str(volume), "MMCACHE_OF_A_LATER_VERSION": "1"}
+    variables = SERVICE | {"MMCACHE_STORE": str(volume), "MMCACHE_OF_A_LATER_VERSION": "1"}
     environ = {name: value for name, value in environment([REPO], variables).items() if name not in HOMES}
     with start(tmp_path / "log", in_pod(served, tmp_path), environ) as process:
         running = Deployment(f"http://127.0.0.1:{port}", tmp_path / "log", process)
