@@ -16,7 +16,7 @@ COPY . .
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 ENV PIP_NO_CACHE_DIR=1
-RUN scripts/make_venv python3 /opt/mmcache/venv cpu
+RUN scripts/make_venv python3 /opt/mmcache/venv cpu,encryption
 
 ENV PATH=/opt/mmcache/venv/bin:$PATH \
     MMCACHE_STORE=/var/lib/mmcache

@@ -11,7 +11,7 @@ ENV PIP_NO_CACHE_DIR=1 \
     PIP_BREAK_SYSTEM_PACKAGES=1
 RUN python3 -m pip freeze --exclude-editable > /tmp/image.txt \
     && grep -E '^(torch|torchvision|torchaudio|vllm|transformers|numpy)==' /tmp/image.txt > /tmp/kept.txt \
-    && python3 -m pip install --constraint /tmp/kept.txt '.[cuda]' \
+    && python3 -m pip install --constraint /tmp/kept.txt '.[cuda,encryption]' \
     && rm /tmp/image.txt /tmp/kept.txt \
     && useradd --create-home --uid 10001 mmcache \
     && install --directory --owner=mmcache /var/lib/mmcache

@@ -19,7 +19,12 @@ HEAD = f"""# Settings
 
 Every setting, its default, and what it does. Set the variable `{PREFIX}<NAME>`, or
 `--additional-config '{{"{CONFIG_KEY}": {{"name": value}}}}'`, which wins; engines and workers get it, also on other
-machines. Unknown names, wrong values and contradictions stop the start. `mmcache doctor --settings` shows all.
+machines. `mmcache doctor --settings` shows all.
+
+A wrong value, two settings that contradict each other, and an unknown name in `--additional-config` stop the start.
+A variable `{PREFIX}*` that is no setting does not stop it: it has no effect, is one line in the log with the name
+that may have been meant, and a finding of `mmcache doctor`. So a misspelt name of a setting that protects, such as
+`{PREFIX}REQUIRE_SALTS=1`, protects nothing; that line is an error. Run `mmcache doctor` after each change of variables.
 
 A room that is unset is on where it is [proven](limits.md#where-a-room-is-on). Write sizes as `512MiB`.
 

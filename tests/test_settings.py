@@ -8,6 +8,7 @@ import pytest
 
 from vllm_mmcache import settings
 from vllm_mmcache.errors import SettingsError
+from vllm_mmcache.settings_messages import is_of_a_service
 
 
 def test_defaults_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +39,6 @@ def test_command_line_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MMCACHE_MEDIA_RECORDS", "0", ["MMCACHE_MEDIA_RECORDS", "'0'", "greater than or equal to 1", "default 65536"]),
         ("MMCACHE_MEDIA_RECORDS_BYTES", "much", ["MMCACHE_MEDIA_RECORDS_BYTES", "'much'", "such as 512MiB"]),
         ("MMCACHE_RECORDS_DISK_BYTES", "-1", ["MMCACHE_RECORDS_DISK_BYTES", "'-1'", "such as 512MiB"]),
-        ("MMCACHE_BLOKC_KEYS", "1", ["MMCACHE_BLOKC_KEYS", "did you mean MMCACHE_BLOCK_KEYS"]),
     ],
 )
 def test_wrong_variable(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: list[str]) -> None:
@@ -165,3 +165,87 @@ def test_settings_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.feature_ram_bytes, found.features, found.observe) == (1 << 20, False, False)
     with pytest.raises(SettingsError, match="same version of mmcache"):
         settings.received({"of_a_later_version": True})
+
+
+@pytest.fixture
+def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has warned of no variable."""
+    monkeypatch.setattr(settings, "_warned_of", set())
+
+
+@pytest.mark.usefixtures("unwarned")
+@pytest.mark.parametrize(
+    ("variable", "level", "said"),
+    [
+        ("MMCACHE_BLOKC_KEYS", "WARNING", "did you mean MMCACHE_BLOCK_KEYS?"),
+        ("MMCACHE_OF_A_LATER_VERSION", "WARNING", "`mmcache doctor --settings` lists them"),
+        ("MMCACHE_PORT", "WARNING", "`mmcache doctor --settings`"),  # not the address that Kubernetes gives
+        ("MMCACHE_REQUIRE_SALTS", "ERROR", "did you mean MMCACHE_REQUIRE_SALT?"),
+        ("MMCACHE_REQUIRED_SALT", "ERROR", "did you mean MMCACHE_REQUIRE_SALT?"),
+        ("MMCACHE_IDENTIY", "ERROR", "did you mean MMCACHE_IDENTITY?"),
+        ("MMCACHE_STORE_KEY", "ERROR", "did you mean MMCACHE_STORE_KEY_FILE?"),
+        ("MMCACHE_ADMIN_KEY_FIEL", "WARNING", "did you mean MMCACHE_ADMIN_KEY_FILE?"),
+    ],
+)
+def test_an_unknown_variable_is_one_line_and_stops_nothing(
+    variable: str, level: str, said: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(variable, "s3cret")
+    settings.load_settings()
+    for _ in range(2):
+        settings.warn_of_unknown_variables()
+    (record,) = log.records
+    assert record.levelname == level
+    assert f"{variable} is no setting" in record.getMessage()
+    assert said in record.getMessage()
+    assert "s3cret" not in record.getMessage()
+
+
+SERVICE = {
+    # What kubelet sets for a Service `mmcache` with two ports, as in its documentation.
+    "MMCACHE_SERVICE_HOST": "10.0.0.11",
+    "MMCACHE_SERVICE_PORT": "8000",
+    "MMCACHE_SERVICE_PORT_HTTP": "8000",
+    "MMCACHE_SERVICE_PORT_METRICS": "9000",
+    "MMCACHE_PORT": "tcp://10.0.0.11:8000",
+    "MMCACHE_PORT_8000_TCP": "tcp://10.0.0.11:8000",
+    "MMCACHE_PORT_8000_TCP_PROTO": "tcp",
+    "MMCACHE_PORT_8000_TCP_PORT": "8000",
+    "MMCACHE_PORT_8000_TCP_ADDR": "10.0.0.11",
+    # And for a Service `mmcache-valkey`.
+    "MMCACHE_VALKEY_SERVICE_HOST": "10.0.0.12",
+    "MMCACHE_VALKEY_SERVICE_PORT": "6379",
+    "MMCACHE_VALKEY_PORT": "tcp://10.0.0.12:6379",
+    "MMCACHE_VALKEY_PORT_6379_TCP": "tcp://10.0.0.12:6379",
+    "MMCACHE_VALKEY_PORT_6379_TCP_PROTO": "tcp",
+    "MMCACHE_VALKEY_PORT_6379_TCP_PORT": "6379",
+    "MMCACHE_VALKEY_PORT_6379_TCP_ADDR": "10.0.0.12",
+}
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_variables_of_kubernetes_services_are_not_meant_for_us(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    before = settings.load_settings()
+    for name, value in SERVICE.items():
+        monkeypatch.setenv(name, value)
+    assert settings.load_settings() == before
+    settings.warn_of_unknown_variables()
+    assert log.records == []
+    forms = {settings.PREFIX + name.upper(): value for name in settings.Settings.model_fields for value in ("1", "")}
+    assert settings.unknown_variables(forms) == {}
+    assert not any(is_of_a_service(name, "tcp://10.0.0.1:80") for name in forms), "a setting is no Service's variable"
+    monkeypatch.setenv("MMCACHE_SERVICE_HOSTS", "10.0.0.11")  # control
+    settings.warn_of_unknown_variables()
+    assert len(log.records) == 1
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_a_misspelt_protection_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong value refuses as before, beside a name that is unknown."""
+    monkeypatch.setenv("MMCACHE_REQUIRE_SALTS", "1")
+    assert settings.load_settings().require_salt is False
+    monkeypatch.setenv("MMCACHE_REQUIRE_SALT", "perhaps")
+    with pytest.raises(SettingsError, match="MMCACHE_REQUIRE_SALT = 'perhaps'"):
+        settings.load_settings()

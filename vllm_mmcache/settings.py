@@ -5,10 +5,15 @@ The process that makes the VllmConfig reads the variables, and lays over them wh
 line wins. What was set travels with the VllmConfig, so that engines and workers have the same settings, also those
 that variables don't reach, as Ray's actors. The model is frozen and swapped whole, so that no reader sees half a
 change. Runs in every process.
+
+A wrong value stops the start. A variable that is no setting does not, and is one line in the log: Kubernetes sets some
+for a Service of our name, and those of a newer version are still there after a rollback.
 """
 
+import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
@@ -19,8 +24,10 @@ from vllm_mmcache.errors import SettingsError
 from vllm_mmcache.places import PASSWORD_SHOWN, check_key, holds_password, host_and_port, with_password
 from vllm_mmcache.places import store_places as store_places
 from vllm_mmcache.places import without_secrets as without_secrets
-from vllm_mmcache.settings_messages import allowed, check_together, known
+from vllm_mmcache.settings_messages import PROTECTING, allowed, check_together, is_of_a_service, known, nearest
 from vllm_mmcache.tenant import parse_source
+
+logger = logging.getLogger("vllm.mmcache")
 
 PREFIX = "MMCACHE_"
 CONFIG_KEY = "mmcache"
@@ -254,6 +261,15 @@ class Settings(BaseSettings):
         parse_source(value)
         return value
 
+    @field_validator("store_key_file", "store_password_file", "tenant_key_file", "admin_key_file", "observe_file")
+    @classmethod
+    def _home_is_known(cls, value: str | None) -> str | None:
+        try:
+            Path(value or "/").expanduser()
+        except RuntimeError:
+            raise ValueError("there is no user of that name, or no home directory: give an absolute path") from None
+        return value
+
     @field_validator("observe_listen")
     @classmethod
     def _address_is_one(cls, value: str | None) -> str | None:
@@ -287,16 +303,12 @@ ONLY_VARIABLES = frozenset({"disable", "allow_untested_vllm", "admin_key"})
 def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
     """Read the variables, then lay `config` over them.
 
-    Raises: SettingsError naming the field, the value seen and what is allowed, also for an unknown name; naming both,
-    where two settings contradict each other; for a key or password of the store that can't be used; for a password in
-    `config`, which command lines and vLLM's log show.
+    Raises: SettingsError naming the field, the value seen and what is allowed, also for an unknown name in `config`;
+    naming both, where two settings contradict each other; for a key or password of the store that can't be used; for a
+    password in `config`, which command lines and vLLM's log show.
     """
-    names = set(Settings.model_fields)
-    for variable in sorted(os.environ):
-        if variable.startswith(PREFIX):
-            known(variable, variable.removeprefix(PREFIX).lower(), names, lambda name: PREFIX + name.upper())
     for key in config or {}:
-        known(f"additional-config {CONFIG_KEY}.{key}", key, names - ONLY_VARIABLES, str)
+        known(f"additional-config {CONFIG_KEY}.{key}", key, set(Settings.model_fields) - ONLY_VARIABLES, str)
 
     def spelled(name: str) -> str:
         return f"additional-config {CONFIG_KEY}.{name}" if name in (config or {}) else PREFIX + name.upper()
@@ -322,6 +334,40 @@ def store_in_use(settings: Settings) -> tuple[str | None, str | None]:
     """The directory and the URL of the store, with the password that comes from a file. Raises: SettingsError."""
     directory, url = store_places(settings.store)
     return directory, url and with_password(url, settings.store_password_file)
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
+    """The variables MMCACHE_* that are no setting, each with the setting's that is nearest, None where none is near.
+
+    Those that Kubernetes sets for a Service are left out.
+    """
+    found = {}
+    for variable in sorted(environ):
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX) or name in Settings.model_fields:
+            continue
+        if not is_of_a_service(variable, environ[variable]):
+            near = nearest(name, Settings.model_fields)
+            found[variable] = PREFIX + near.upper() if near else None
+    return found
+
+
+def is_protecting(variable: str | None) -> bool:
+    """Whether this variable sets something that protects tenants or what is stored."""
+    return variable is not None and variable.removeprefix(PREFIX).lower() in PROTECTING
+
+
+_warned_of: set[str] = set()
+
+
+def warn_of_unknown_variables() -> None:
+    """Log a line for each variable that is no setting, once in a process; an error where a protection was meant."""
+    for variable, near in unknown_variables().items():
+        if variable not in _warned_of:
+            _warned_of.add(variable)
+            log = logger.error if is_protecting(near) else logger.warning
+            hint = f"did you mean {near}?" if near else "`mmcache doctor --settings` lists them"
+            log("mmcache: %s is no setting and has no effect: %s", variable, hint)
 
 
 def carried(settings: Settings) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 """What is said about wrong settings: the name that was meant, what a value may be, what excludes what. Any process."""
 
 import difflib
+import re
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -24,13 +25,37 @@ _CONTRADICTIONS: tuple[tuple[tuple[str, bool], tuple[str, bool], str], ...] = (
     (("observe", True), ("metrics", False), "records travel the way that the metrics do"),
 )
 
+# Whoever misspells one of these relies on a protection that is not there.
+PROTECTING = frozenset(
+    {"identity", "require_salt", "require_tenant", "store_key_file", "tenant_from", "tenant_key_file"}
+)
+
+# What Kubernetes sets in every container of a namespace for a Service whose name is `mmcache` or begins with `mmcache-`
+# (https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables).
+_SERVICE = re.compile(
+    r"MMCACHE_(?:[A-Z0-9_]+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_[A-Z0-9_]+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)"
+)
+_SERVICE_PORT = re.compile(r"MMCACHE_(?:[A-Z0-9_]+_)?PORT")
+_ADDRESS = re.compile(r"(?:tcp|udp|sctp)://")
+
+
+def is_of_a_service(variable: str, value: str) -> bool:
+    """Whether Kubernetes sets such a variable, so that it says nothing to us: the address of a Service."""
+    is_port = _SERVICE_PORT.fullmatch(variable) and _ADDRESS.match(value)
+    return bool(is_port or _SERVICE.fullmatch(variable))
+
+
+def nearest(name: str, names: Collection[str]) -> str | None:
+    """The one of `names` that may have been meant; None where none is like it."""
+    return next(iter(difflib.get_close_matches(name, names, n=1)), None)
+
 
 def known(where: str, name: str, names: Collection[str], spell: Callable[[str], str]) -> None:
     """Raises: SettingsError for a name that is none of `names`; spell writes one as it was given."""
     if name in names:
         return
-    near = difflib.get_close_matches(name, names, n=1)
-    guess = f"did you mean {spell(near[0])}? " if near else ""
+    near = nearest(name, names)
+    guess = f"did you mean {spell(near)}? " if near else ""
     raise SettingsError(f"unknown setting {where}: {guess}allowed are {', '.join(spell(n) for n in sorted(names))}")
 
 

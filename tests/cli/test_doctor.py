@@ -57,7 +57,10 @@ CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
     "by command line": ("qwen3-vl", ["--additional-config", '{"mmcache": {"identity": false}}'], {}, ""),
     "wrong command line": ("qwen3-vl", ["--additional-config", '{"mmcache": {"identy": false}}'], {}, ""),
     "no model": ("none", [], {}, ""),
-    "wrong": (None, [], {"MMCACHE_BLOCK_KEY": "1"}, ""),
+    "wrong": (None, [], {"MMCACHE_BLOCK_KEYS": "maybe"}, ""),
+    "unknown": (None, [], {"MMCACHE_BLOCK_KEY": "1", "MMCACHE_OF_A_LATER_VERSION": "1"}, ""),
+    "misspelt": (None, [], {"MMCACHE_REQUIRE_SALTS": "1"}, ""),
+    "service": (None, [], {"MMCACHE_SERVICE_HOST": "10.0.0.11", "MMCACHE_PORT": "tcp://10.0.0.11:8000"}, ""),
     "contradiction": (None, [], {"MMCACHE_REQUIRE_SALT": "1", "MMCACHE_IDENTITY": "0"}, ""),
     "disabled": (None, [], {"MMCACHE_DISABLE": "1"}, ""),
     "left out": (None, [], {"VLLM_PLUGINS": "other", "MMCACHE_REQUIRE_SALT": "1"}, ""),
@@ -154,6 +157,20 @@ def test_wrong_and_contradicting_settings(reports: dict[str, dict[str, Any]]) ->
     assert "MMCACHE_REQUIRE_SALT" in seen
     assert "MMCACHE_IDENTITY" in seen
     assert reports["wrong"]["rooms"] == reports["contradiction"]["rooms"] == {}
+
+
+def test_unknown_variables(reports: dict[str, dict[str, Any]]) -> None:
+    """Each is a finding of its own, with the name that may be meant; what Kubernetes sets for a Service is none."""
+    cures = {finding["where"]: finding["cure"] for finding in reports["unknown"]["findings"]}
+    assert cures == {
+        "MMCACHE_BLOCK_KEY": "did you mean MMCACHE_BLOCK_KEYS? Else unset it",
+        "MMCACHE_OF_A_LATER_VERSION": "unset it",
+    }
+    assert "not protected" in findings(reports["misspelt"])["MMCACHE_REQUIRE_SALTS"]
+    assert not any("not protected" in seen for seen in findings(reports["unknown"]).values())
+    assert findings(reports["service"]) == {}
+    for name in ("unknown", "misspelt", "service"):
+        assert reports[name]["rooms"] == reports["bare"]["rooms"]
 
 
 def test_a_model_that_cannot_be_resolved(reports: dict[str, dict[str, Any]]) -> None:

@@ -122,7 +122,8 @@ def test_none_is_asked_for(verb: str) -> None:
 
 
 def test_a_store_of_others_is_not_touched(tier: DiskTier, tmp_path: Path) -> None:
-    tier.directory.root.chmod(0o755)
+    tier.directory.root.rename(tmp_path / "elsewhere")
+    tier.directory.root.symlink_to(tmp_path / "elsewhere")
     assert_one_line(mmcache("store", "clear", "--dir", str(tmp_path / "store")), "expected a directory drwx------")
 
 
@@ -212,3 +213,12 @@ def test_a_valkey_that_does_not_answer(verb: str, tmp_path: Path) -> None:
         port = taken.getsockname()[1]
     store = f"redis://user:secret@127.0.0.1:{port}"
     assert_one_line(mmcache("store", verb, MMCACHE_STORE=store), f"redis://***@127.0.0.1:{port}", "is it running")
+
+
+def test_a_variable_that_is_no_setting_is_said_and_stops_nothing(tier: DiskTier, tmp_path: Path) -> None:
+    done = mmcache("store", "gc", "--dir", str(tmp_path / "store"), MMCACHE_STORE_DISK_BYTE="1")
+    assert done.returncode == 0
+    assert "0 files evicted" in done.stdout
+    assert done.stderr.splitlines() == [
+        "mmcache: MMCACHE_STORE_DISK_BYTE is no setting and has no effect: did you mean MMCACHE_STORE_DISK_BYTES?"
+    ]

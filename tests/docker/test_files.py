@@ -87,7 +87,7 @@ def test_a_dockerfile(path: Path) -> None:
 
 def test_the_cpu_image_installs_as_make_does() -> None:
     runs = [rest for word, rest in STEPS.instructions((DOCKER / "cpu.Dockerfile").read_text()) if word == "RUN"]
-    assert "scripts/make_venv python3 /opt/mmcache/venv cpu" in runs
+    assert "scripts/make_venv python3 /opt/mmcache/venv cpu,encryption" in runs
     assert '@scripts/make_venv "$(PYTHON)" "$(VENV)"' in (REPO / "Makefile").read_text()
 
 

@@ -120,7 +120,8 @@ def test_it_is_the_users_alone(place: DiskPlace, tmp_path: Path) -> None:
     place.save({KEYS[0]: b"one"})
     assert place.folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in place.folder.iterdir()} == {0o600}
-    place.folder.chmod(0o755)
+    place.folder.rename(tmp_path / "elsewhere")
+    place.folder.symlink_to(tmp_path / "elsewhere")
     assert place.get(KEYS[0]) is None
     assert place_at(tmp_path).get(KEYS[0]) is None
     assert place.counts.snapshot()["errors"] == 1

@@ -75,6 +75,7 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
     with ThreadPoolExecutor(1) as pool:
         problems = pool.submit(broken_packages)  # in processes of their own, beside what follows
         chosen = settings_here(findings)
+        findings += variable_findings()
         facts["vllm"] = vllm_facts(findings)
         is_there = facts["vllm"]["version"] is not None
         facts["packages"] = {name: distribution_version(name) for name in PACKAGES}
@@ -124,6 +125,21 @@ def settings_here(findings: Findings, config: Mapping[str, Any] | None = None) -
         return None
     settings.use(chosen)
     return chosen
+
+
+def variable_findings() -> Findings:
+    """Variables MMCACHE_* that are no setting."""
+    from vllm_mmcache import settings
+
+    found = []
+    for variable, near in settings.unknown_variables().items():
+        seen = "no setting, so it has no effect"
+        if settings.is_protecting(near):
+            seen += ", and what it was to protect is not protected"
+        found.append(
+            {"where": variable, "seen": seen, "cure": f"did you mean {near}? Else unset it" if near else "unset it"}
+        )
+    return found
 
 
 def vllm_facts(findings: Findings) -> dict[str, Any]:

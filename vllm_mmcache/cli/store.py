@@ -159,9 +159,10 @@ def opened(place: Path | None, *, may_be_empty: bool = False) -> Iterator[Kept]:
     from vllm_mmcache.features.directory import Directory, is_ours
     from vllm_mmcache.records.database import Busy
     from vllm_mmcache.records.disk import DiskPlace
-    from vllm_mmcache.settings import load_settings
+    from vllm_mmcache.settings import load_settings, warn_of_unknown_variables
 
     settings = load_settings()
+    warn_of_unknown_variables()
     chosen, url = (str(place.expanduser().absolute()), None) if place else places_in_use(settings.store)
     if chosen is None and url is None:
         raise StoreUnusable(f"{STORE} asks for no store: use --dir PATH, or set it")

@@ -14,6 +14,7 @@ open between calls, so a fork shares nothing. Runs in the threads of the store a
 """
 
 import fcntl
+import logging
 import os
 import re
 import stat
@@ -25,6 +26,8 @@ from pathlib import Path
 
 from vllm_mmcache.errors import StoreCorrupt, StoreUnusable
 from vllm_mmcache.sealing import Buffer
+
+logger = logging.getLogger("vllm.mmcache")
 
 SUFFIX = ".safetensors"
 MAX_ASIDE = 16
@@ -53,12 +56,15 @@ class Entry:
 
 
 class OpenFile:
-    """A package's file that is open for reading. Raises: StoreCorrupt for what is no file."""
+    """A package's file that is open for reading. Raises: StoreCorrupt for what is no file, or another user's."""
 
     def __init__(self, file: int, path: Path) -> None:
         seen = os.fstat(file)
         if not stat.S_ISREG(seen.st_mode):
             raise StoreCorrupt("not a file")
+        # It may be from a time when others could write into the directory.
+        if seen.st_uid != os.geteuid():
+            raise StoreCorrupt(f"a file of user {seen.st_uid}")
         self.num_bytes = seen.st_size
         self._file = file
         self._path = path
@@ -97,10 +103,7 @@ class Directory:
         return self.root / key[:2] / (key + SUFFIX)
 
     def is_there(self) -> bool:
-        """Whether there is a store that may be trusted.
-
-        Raises: StoreUnusable where others than this user could have written it.
-        """
+        """As `is_ours`, of the store's directory."""
         return is_ours(self.root)
 
     @contextmanager
@@ -301,21 +304,62 @@ class Directory:
         _sync(path.parent)
 
 
+_said: set[Path] = set()  # the directories of which a warning was logged
+
+
 def is_ours(folder: Path) -> bool:
     """Whether there is such a directory that may be trusted.
 
-    Raises: StoreUnusable where others than this user could have written it.
+    One that this user owns and that is open to others is closed to them again (mode 0700): Kubernetes opens each
+    directory of a volume with `fsGroup`.
+
+    Raises: StoreUnusable for a symbolic link, what is no directory, one of another user, and one that stays open.
     """
     try:
         seen = folder.lstat()
     except FileNotFoundError:
         return False
-    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.geteuid() or seen.st_mode & 0o077:
+    why = ""
+    if _is_own_directory(seen) and seen.st_mode & 0o077:
+        seen, why = _close_to_others(folder, seen)
+    if not _is_own_directory(seen) or seen.st_mode & 0o077:
         raise StoreUnusable(
             f"{folder} has mode {stat.filemode(seen.st_mode)} and owner {seen.st_uid}, expected a directory "
-            f"drwx------ of user {os.geteuid()}: remove it, or choose another store"
+            f"drwx------ of user {os.geteuid()}{why}: remove it, or choose another store"
         )
     return True
+
+
+def _is_own_directory(seen: os.stat_result) -> bool:
+    return stat.S_ISDIR(seen.st_mode) and seen.st_uid == os.geteuid()
+
+
+def _close_to_others(folder: Path, seen: os.stat_result) -> tuple[os.stat_result, str]:
+    """What the directory is after its mode was set, and what the system said where it refused.
+
+    What others put in the place of the directory meanwhile, such as a link, is not touched: the mode is set on what
+    was opened and is ours.
+    """
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if _is_own_directory(os.fstat(opened)):
+                os.fchmod(opened, 0o700)
+            after = os.fstat(opened)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        return seen, f", and it can't be made so: {error.strerror}"
+    if _is_own_directory(after) and not after.st_mode & 0o077:
+        log = logger.debug if folder in _said else logger.warning
+        _said.add(folder)
+        log(
+            "mmcache: %s was open to others (%s) and is closed to them again. What lies in it is used; who could write "
+            "there may have changed it",
+            folder,
+            stat.filemode(seen.st_mode),
+        )
+    return after, ""
 
 
 def _entries(folder: Path) -> Iterator[Entry]:

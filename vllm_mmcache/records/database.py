@@ -16,6 +16,7 @@ import math
 import os
 import re
 import sqlite3
+import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -145,8 +146,22 @@ def current(folder: Path) -> str | None:
 
 
 def names(folder: Path) -> list[str]:
-    """The names of all files that are or were in use. Raises: OSError, StoreUnusable."""
-    return [name for name in os.listdir(folder) if _FILE.fullmatch(name)] if is_ours(folder) else []
+    """The names of all files that are or were in use. Raises: OSError, StoreUnusable.
+
+    Links and other users' files are from a time when others could write into the folder, and are none of them.
+    """
+    if not is_ours(folder):
+        return []
+    with os.scandir(folder) as found:
+        return [entry.name for entry in found if _FILE.fullmatch(entry.name) and _is_own_file(entry)]
+
+
+def _is_own_file(entry: "os.DirEntry[str]") -> bool:
+    try:
+        seen = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:  # removed meanwhile
+        return False
+    return stat.S_ISREG(seen.st_mode) and seen.st_uid == os.geteuid()
 
 
 def begin(folder: Path) -> str:

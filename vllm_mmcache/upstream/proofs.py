@@ -227,10 +227,14 @@ def _shown() -> str:
 def _entries() -> tuple[list[Any], list[str]]:
     """What the file holds, unchecked, and why it is ignored where it is."""
     try:
+        path()
+    except RuntimeError:  # this user has no home, as in many containers: so no file either
+        return [], []
+    try:
         content = _content()
     except FileNotFoundError:
         return [], []
-    except (OSError, RuntimeError, _Foreign) as error:
+    except (OSError, _Foreign) as error:
         return [], [f"{_shown()} is ignored: {_why(error)}"]
     try:
         whole = json.loads(content)

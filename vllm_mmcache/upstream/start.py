@@ -44,6 +44,7 @@ def start() -> hooks.Outcome:
     version = vllm_version()
     outcome = _install(FIRST, groups()[FIRST], version)
     if outcome.state != "on":
+        settings.warn_of_unknown_variables()
         refuse_if_required(f"nothing of mmcache is on: {outcome.reason}")
         logger.error("mmcache %s is off on vLLM %s: %s", __version__, version, outcome.reason)
     return outcome
@@ -55,6 +56,8 @@ def take_on(role: Role, vllm_config: Any) -> None:
     Raises: HookError, where tenants must be kept apart and nothing would do it.
     """
     rooms.begin(role)
+    if role == "api":  # one process says it, not each
+        settings.warn_of_unknown_variables()
     version, engine = vllm_version(), engine_here(vllm_config)
     own, unusable = own_proofs(engine, vllm_config)
     absent = configuration.why_absent(role, vllm_config)

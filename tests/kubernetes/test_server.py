@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server in a pod's limits, all at once: root read-only, no home, a user that nobody knows, 64 MiB of /dev/shm.
+
+And with the variables of a Service named `mmcache`, and one of a newer version.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.deployments.deployment import ARGS, Deployment, environment, start
+from tests.kubernetes.container import REPO, in_pod
+from tests.test_settings import SERVICE
+from vllm_mmcache.demo.server import free_port, wait_until_healthy
+from vllm_mmcache.zoo import build_cached
+
+HOMES = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "USER", "LOGNAME", "TMPDIR")
+# The model runs in the engine's process, as on one GPU. On a CPU vLLM would begin a process for it and refuse to start,
+# since the queues between the two need 400 MiB of /dev/shm.
+ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+
+
+@pytest.mark.engine
+def test_a_server_in_a_pod(tmp_path: Path) -> None:
+    model = build_cached("qwen3-vl", tmp_path / "zoo")
+    volume, port = tmp_path / "volume", str(free_port())
+    served = [
+        sys.executable,
+        "-m",
+        "vllm_mmcache.cli",
+        "serve",
+        str(model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        *ARGS,
+        *ONE_PROCESS,
+    ]
+    variables = SERVICE | {"MMCACHE_STORE": str(volume), "MMCACHE_OF_A_LATER_VERSION": "1"}
+    environ = {name: value for name, value in environment([REPO], variables).items() if name not in HOMES}
+    with start(tmp_path / "log", in_pod(served, tmp_path), environ) as process:
+        running = Deployment(f"http://127.0.0.1:{port}", tmp_path / "log", process)
+        wait_until_healthy(running, 300)
+        root = Path(f"/proc/{process.pid}/root")
+        first = running.ask(1)
+        running.forget()
+        again = running.ask(1)
+        assert again.equals(first)
+        assert running.total("tower_images_avoided") >= 1
+        states = {room: state for room, (state, _) in running.rooms().items()}
+        assert {states[room] for room in ("features", "identity", "pixels", "block_keys")} == {"on"}, running.rooms()
+        in_memory = {path.name for path in (root / "dev/shm").iterdir()}
+        assert all(name.startswith(("psm_", "sem.")) for name in in_memory), in_memory  # vLLM's, and Python's
+        stored = root / volume.relative_to("/")
+        assert sorted(path.name for path in stored.iterdir()) == ["features", "records"]
+        owner = (root / f"proc/{process.pid}").stat().st_uid
+        assert {path.stat().st_uid for path in (stored / "features", stored / "records")} == {owner}
+    said = running.log()
+    ours = [line for line in said.splitlines() if "mmcache" in line and (" WARNING " in line or " ERROR " in line)]
+    assert len(ours) == 1, ours
+    assert "MMCACHE_OF_A_LATER_VERSION is no setting and has no effect" in ours[0]
