@@ -12,7 +12,7 @@ import yaml
 from pydantic import ByteSize, TypeAdapter
 
 from tests.docker.test_files import STEPS
-from vllm_mmcache import sealing, settings
+from vllm_mmcache import sealing, settings, tenant
 
 REPO = Path(__file__).parents[2]
 FOLDER = REPO / "docker" / "kubernetes"
@@ -126,21 +126,23 @@ def test_what_is_written_lies_on_a_volume() -> None:
 def as_in_the_pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The manifest's variables, with a key in the place of the Secret's, of the mode that a volume gives it."""
     (secret,) = (volume["secret"] for volume in VOLUMES.values() if "secret" in volume)
-    key = tmp_path / "store-key"
-    key.write_text("5" * 64)
-    key.chmod(secret["defaultMode"])
-    assert ENVIRONMENT["MMCACHE_STORE_KEY_FILE"] == f"{MOUNTS['secrets']}/{key.name}"
     for name, value in ENVIRONMENT.items():
         if name.startswith(settings.PREFIX):
             monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MMCACHE_STORE_KEY_FILE", str(key))
+    for name in ("store-key", "tenant-key"):
+        key, variable = tmp_path / name, f"MMCACHE_{name.upper().replace('-', '_')}_FILE"
+        key.write_text("5" * 64)
+        key.chmod(secret["defaultMode"])
+        assert ENVIRONMENT[variable] == f"{MOUNTS['secrets']}/{name}"
+        monkeypatch.setenv(variable, str(key))
 
 
 @pytest.mark.usefixtures("as_in_the_pod")
 def test_the_settings_are_known_and_right() -> None:
     assert settings.unknown_variables(ENVIRONMENT) == {}
     chosen = settings.load_settings()
-    assert chosen.require_salt
+    assert chosen.requires_tenant
+    assert tenant.parse_source(chosen.tenant_from).header == "x-tenant"
     assert settings.store_places(chosen.store) == ("/var/lib/mmcache/store", None)
 
 
