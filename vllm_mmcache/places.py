@@ -5,12 +5,12 @@ import os
 import re
 import sys
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
+from vllm_mmcache import remote_url
+
 STORE = "MMCACHE_STORE"
-REMOTE_SCHEMES = ("redis://", "rediss://", "valkey://", "valkeys://", "unix://")
 
 
 def store_places(store: str | None) -> tuple[str | None, str | None]:
@@ -19,12 +19,12 @@ def store_places(store: str | None) -> tuple[str | None, str | None]:
     Raises: ValueError for a part that is neither, or for two of a kind.
     """
     directory = url = None
-    for part in re.split(r"[\s,]+", store or ""):
-        if part.startswith(REMOTE_SCHEMES):
+    for part in _parts(store or ""):
+        if part.startswith((*remote_url.SCHEMES, *remote_url.SEVERAL_HOSTS)):
             if url is not None:
                 raise ValueError("only one URL can be given")
             url = part
-            _check_port(url)
+            remote_url.parsed(url)
         elif part.startswith(("/", "~")):
             if directory is not None:
                 raise ValueError("only one directory can be given")
@@ -55,11 +55,18 @@ def places_in_use(store: str | None) -> tuple[str | None, str | None]:
     return store_places(store) if store or STORE in os.environ else (default_directory(), None)
 
 
-def _check_port(url: str) -> None:
-    try:
-        _ = urlsplit(url).port
-    except ValueError:  # its message can quote a piece of the password
-        raise ValueError("its port is no number from 0 to 65535 (a / in a password is written %2F)") from None
+def _parts(store: str) -> list[str]:
+    """What stands between spaces and commas; a comma in a URL of several hosts is part of it."""
+    parts: list[str] = []
+    for word in store.split():
+        num_before = len(parts)
+        for part in filter(None, word.split(",")):
+            names_several = len(parts) > num_before and parts[-1].startswith(remote_url.SEVERAL_HOSTS)
+            if names_several and not part.startswith(("/", "~")) and "://" not in part:
+                parts[-1] += f",{part}"
+            else:
+                parts.append(part)
+    return parts
 
 
 def host_and_port(address: str) -> tuple[str, int]:

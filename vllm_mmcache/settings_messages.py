@@ -11,7 +11,8 @@ from pydantic.fields import FieldInfo
 from vllm_mmcache import sealing
 from vllm_mmcache.durations import Duration
 from vllm_mmcache.errors import SettingsError
-from vllm_mmcache.places import KEY_CHARS, REMOTE_SCHEMES
+from vllm_mmcache.places import KEY_CHARS
+from vllm_mmcache.remote_url import SCHEMES
 
 # Pairs that can't both be meant: (name, value), (name, value), and why.
 _CONTRADICTIONS: tuple[tuple[tuple[str, bool], tuple[str, bool], str], ...] = (
@@ -43,7 +44,7 @@ def allowed(name: str, field: FieldInfo) -> str:
     if name == "admin_key":
         return f"allowed: {KEY_CHARS} printable ASCII characters or more, such as `openssl rand -hex 32` writes"
     if name == "store":
-        return f"allowed: a directory such as /path, a URL with {', '.join(REMOTE_SCHEMES)}, or one of each"
+        return f"allowed: a directory such as /path, a URL with {', '.join(SCHEMES)}, or one of each"
     bounds = [str(bound) for bound in field.metadata]
     return ", ".join([f"allowed: {getattr(annotation, '__name__', annotation)}", *bounds])
 
