@@ -149,7 +149,7 @@ class Settings(BaseSettings):
         default=None,
         description=(
             "Where features go beyond RAM: a directory (absolute or ~), a URL (redis://, rediss://, valkey://, "
-            "valkeys://, unix://), or both, with space or comma between."
+            "valkeys://, unix://; redis+cluster://, redis+sentinel://), or both, with space or comma between."
         ),
     )
     store_disk_bytes: ByteSize = Field(
@@ -183,6 +183,13 @@ class Settings(BaseSettings):
         description=(
             "Seconds to wait for Redis or Valkey to connect, and for the next bytes. After a failure: left alone for 5 "
             "s, doubling up to 60 s."
+        ),
+    )
+    store_trusted_network: bool = Field(
+        default=False,
+        description=(
+            "Nobody else can reach Redis or Valkey, nor the network to it: no warning where TLS, password and "
+            "encryption are missing."
         ),
     )
     tower_one_by_one: bool = Field(

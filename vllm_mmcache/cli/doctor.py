@@ -89,6 +89,7 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
             findings.append({"where": "--speculative-config", "seen": wrong, "cure": WAYS_OUT})
         facts["rooms"] = {room: asdict(state) for room, state in rooms.items()}
         facts["symbols"] = symbol_rows() if with_symbols and chosen is not None and is_there else None
+        findings += exposed_store(chosen) if chosen is not None else []
         findings += problems.result()
     facts["block_keys"] = {
         algorithm: dict(zip(("layout", "why"), block_keys.layout_report(algorithm), strict=True))
@@ -124,6 +125,15 @@ def settings_here(findings: Findings, config: Mapping[str, Any] | None = None) -
         return None
     settings.use(chosen)
     return chosen
+
+
+def exposed_store(chosen: "Settings") -> Findings:
+    """A Redis or Valkey that others may read and write."""
+    from vllm_mmcache.settings import PREFIX
+    from vllm_mmcache.settings_messages import EXPOSED_CURE, why_exposed
+
+    seen = why_exposed(chosen)
+    return [{"where": f"{PREFIX}STORE", "seen": seen, "cure": EXPOSED_CURE}] if seen else []
 
 
 def vllm_facts(findings: Findings) -> dict[str, Any]:

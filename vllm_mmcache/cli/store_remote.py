@@ -11,7 +11,7 @@ from time import monotonic
 
 import redis
 
-from vllm_mmcache.errors import SettingsError, StoreCorrupt, StoreSealed, StoreUnusable
+from vllm_mmcache.errors import StoreCorrupt, StoreSealed, StoreUnusable
 from vllm_mmcache.features.lasting import name_of
 from vllm_mmcache.features.nodes import Nodes, open_value
 from vllm_mmcache.features.package import unpack
@@ -34,12 +34,7 @@ class RemoteStore:
     def __init__(self, url: str, key: Clear = CLEAR) -> None:
         self._key = key
         self.shown = str(without_secrets(url))
-        try:
-            self._nodes = Nodes(url, TIMEOUT_S, self.shown)
-        except (ValueError, TypeError, redis.RedisError) as error:
-            raise SettingsError(
-                f"store {self.shown!r} is no URL of Redis or Valkey: {without_secrets(str(error))}"
-            ) from None
+        self._nodes = Nodes(url, TIMEOUT_S, self.shown)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """By kind, packages or records: how many entries there are, and their bytes."""

@@ -29,7 +29,7 @@ from redis.exceptions import AskError, MovedError, TryAgainError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from vllm_mmcache.errors import StoreCorrupt
+from vllm_mmcache.errors import SettingsError, StoreCorrupt
 from vllm_mmcache.features.breaker import Breaker
 from vllm_mmcache.features.lasting import Late
 from vllm_mmcache.places import without_secrets
@@ -148,25 +148,12 @@ class Value:
 class Nodes:
     """The nodes at `url`. Units: each waits `timeout_s` for a connection, and for each time that nothing comes.
 
-    said: how log lines call it. Raises: ValueError, TypeError, RedisError for a URL that can't be meant. Makes no
-    connection until it is used.
+    said: how log lines call it. Raises: SettingsError for a URL that can't be meant. Makes no connection until it is
+    used.
     """
 
     def __init__(self, url: str, timeout_s: float, said: str) -> None:
-        self._url = parsed(url)
         self._said = said
-        self._options: dict[str, Any] = {
-            "socket_timeout": timeout_s,
-            "socket_connect_timeout": timeout_s,
-            "protocol": 2,  # one round trip less to connect, and nothing that a server pushes
-            "retry": Retry(NoBackoff(), 0),  # redis-py's own retries wait for seconds
-        } | dict(parse_url(self._url.of_first))  # type: ignore[no-untyped-call]
-        if self._options.get("connection_class") is SSLConnection:
-            self._options.setdefault("ssl_check_hostname", True)
-        for name in FILES:
-            if (path := self._options.get(name)) is not None and not os.access(path, os.R_OK):
-                raise ValueError(f"{name} = {path!r} can't be read")
-        self._seeds = self._url.hosts if self._url.kind == "cluster" else (self._url.hosts or (_SOCKET,))[:1]
         self._clients: dict[Host, redis.Redis] = {}
         self._breakers: dict[Host, Breaker] = {}
         # By slot: the node that has it; empty where this is no cluster, as far as is known.
@@ -176,8 +163,15 @@ class Nodes:
         self._is_reading_slots = False
         self._next_slots_s = 0.0
         self._has_told = False
-        # An option that redis-py does not know raises here, not in a request.
-        self._client(self._seeds[0]).connection_pool.make_connection()
+        try:
+            self._url = parsed(url)
+            self._seeds = self._url.hosts if self._url.kind == "cluster" else (self._url.hosts or (_SOCKET,))[:1]
+            self._options = _options(self._url.of_first, timeout_s)
+            # An option that redis-py does not know raises here, not in a request.
+            self._client(self._seeds[0]).connection_pool.make_connection()
+        except (ValueError, TypeError, redis.RedisError) as error:
+            shown, why = (without_secrets(text) for text in (url, str(error)))
+            raise SettingsError(f"{shown!r} is no URL of Redis or Valkey: {why}") from None
 
     def run(self, name: str, ask: Callable[["redis.Redis"], T], *, again: bool = True) -> T:
         """What `ask` makes of the client of the node that has `name`.
@@ -378,6 +372,22 @@ def _held(client: "redis.Redis", connection: Any) -> Iterator[None]:
         raise
     finally:
         client.connection_pool.release(connection)
+
+
+def _options(url: str, timeout_s: float) -> dict[str, Any]:
+    """Of redis-py's connections. Raises: ValueError for what redis-py can't read, and for files that nobody can."""
+    options: dict[str, Any] = {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "protocol": 2,  # one round trip less to connect, and nothing that a server pushes
+        "retry": Retry(NoBackoff(), 0),  # redis-py's own retries wait for seconds
+    } | dict(parse_url(url))  # type: ignore[no-untyped-call]
+    if options.get("connection_class") is SSLConnection:
+        options.setdefault("ssl_check_hostname", True)
+    for name in FILES:
+        if (path := options.get(name)) is not None and not os.access(path, os.R_OK):
+            raise ValueError(f"{name} = {path!r} can't be read")
+    return options
 
 
 def _by_sentinel(

@@ -15,7 +15,6 @@ from uuid import uuid4
 
 import redis
 
-from vllm_mmcache.errors import SettingsError
 from vllm_mmcache.features.breaker import Breaker
 from vllm_mmcache.features.lasting import LastingTier
 from vllm_mmcache.features.nodes import LONGEST_REST_S, MAX_TIMEOUTS, NodeAway, Nodes, Value
@@ -36,7 +35,7 @@ class RemoteTier(LastingTier):
     """The server at `url`. Packages of more than `max_bytes` don't go there.
 
     Units: entries live `ttl_s` from their last use, 0 is for ever; a load waits `timeout_s` for a connection, and for
-    each time that nothing comes. Raises: SettingsError for a URL that redis-py does not take. Makes no connection until
+    each time that nothing comes. Raises: SettingsError for a URL that can't be meant. Makes no connection until
     it is used.
     """
 
@@ -55,13 +54,8 @@ class RemoteTier(LastingTier):
     ) -> None:
         shown = without_secrets(url)
         reading, writing = (f"feature store {shown} ({what})" for what in ("reading", "writing"))
-        try:
-            self._nodes = Nodes(url, timeout_s, reading)
-            self._writing_nodes = Nodes(url, max(timeout_s, WRITE_TIMEOUT_S), writing)
-        except (ValueError, TypeError, redis.RedisError) as error:
-            raise SettingsError(
-                f"store {shown!r} is no URL of Redis or Valkey: {without_secrets(str(error))}"
-            ) from None
+        self._nodes = Nodes(url, timeout_s, reading)
+        self._writing_nodes = Nodes(url, max(timeout_s, WRITE_TIMEOUT_S), writing)
         super().__init__(
             reading=Breaker(reading, rest_s, LONGEST_REST_S),
             # Apart: what a full server holds can still be read.
@@ -91,12 +85,12 @@ class RemoteTier(LastingTier):
             try:
                 for part in parts:
                     sent_bytes += len(part)
-                    with client.pipeline() as together:
+                    with client.pipeline(transaction=False) as together:
                         together.append(incoming, memoryview(part))
                         together.expire(incoming, INCOMING_TTL_S)
                         if together.execute()[0] != sent_bytes:
                             raise redis.ResponseError("what was written before is gone: is the server full?")
-                with client.pipeline() as together:
+                with client.pipeline(transaction=False) as together:
                     _ = together.expire(incoming, self.ttl_s) if self.ttl_s else together.persist(incoming)
                     together.rename(incoming, PREFIX + key)
                     together.execute()

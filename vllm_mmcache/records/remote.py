@@ -10,7 +10,7 @@ from time import monotonic
 import redis
 from redis.exceptions import MovedError
 
-from vllm_mmcache.errors import SettingsError, StoreCorrupt
+from vllm_mmcache.errors import StoreCorrupt
 from vllm_mmcache.features.breaker import Breaker
 from vllm_mmcache.features.nodes import LONGEST_REST_S, MAX_TIMEOUTS, NodeAway, Nodes
 from vllm_mmcache.features.remote import FIRST_REST_S, WRITE_TIMEOUT_S
@@ -25,7 +25,7 @@ PREFIX = "mmcache:records:1:"
 class RemotePlace(Place):
     """The server at `url`. Units: entries live `ttl_s` from their last writing, 0 is for ever; a wait is `timeout_s`.
 
-    Raises: SettingsError for a URL that redis-py does not take. Makes no connection until it is used.
+    Raises: SettingsError for a URL that can't be meant. Makes no connection until it is used.
     """
 
     name = "remote"
@@ -35,11 +35,8 @@ class RemotePlace(Place):
         self, url: str, *, ttl_s: int, timeout_s: float, rest_s: float = FIRST_REST_S, key: Clear = CLEAR
     ) -> None:
         shown = without_secrets(url)
-        try:
-            self._nodes = Nodes(url, timeout_s, f"records in {shown} (reading)")
-            self._writing_nodes = Nodes(url, max(timeout_s, WRITE_TIMEOUT_S), f"records in {shown} (writing)")
-        except Exception as error:
-            raise SettingsError(f"{shown!r} is no URL of Redis or Valkey: {without_secrets(str(error))}") from None
+        self._nodes = Nodes(url, timeout_s, f"records in {shown} (reading)")
+        self._writing_nodes = Nodes(url, max(timeout_s, WRITE_TIMEOUT_S), f"records in {shown} (writing)")
         super().__init__(shown, rest_s, LONGEST_REST_S, key)
         self.ttl_s = ttl_s
         self._timeout_s = timeout_s
