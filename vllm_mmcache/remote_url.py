@@ -47,8 +47,8 @@ class RemoteUrl:
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing of it leaves this machine."""
-        return all(_is_loopback(host) for host, _ in self.hosts)
+        """Whether nothing of it leaves this machine. A Sentinel, or a node of a cluster, names others elsewhere."""
+        return self.kind == "one" and all(_is_loopback(host) for host, _ in self.hosts)
 
 
 def parsed(url: str) -> RemoteUrl:

@@ -78,8 +78,9 @@ OPEN = {
     "rediss://cache": "no password",
     "rediss://:p@cache?ssl_cert_reqs=none": "no TLS",
     "rediss://:p@cache?ssl_check_hostname=false": "no TLS",
-    "redis+cluster://127.0.0.1,10.0.0.1": "no TLS and no password",
-    "redis+sentinel://10.0.0.1/name": "no TLS and no password",
+    "redis+cluster://127.0.0.1": "no TLS and no password",
+    "redis://127.0.0.1.example": "no TLS and no password",
+    "redis+sentinel://127.0.0.1/name": "no TLS and no password",
 }
 CLOSED = [
     "rediss://:p@cache",

@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, cast
 
 import redis
@@ -184,8 +184,8 @@ class Nodes:
     @contextmanager
     def open(self, name: str, slow_s: float) -> Iterator[Value | None]:
         """What lies under `name`, over a connection of its own; None where there is nothing. Raises: as `run`."""
-        host, (connection, value) = self._run(name, lambda client: _take(client, name, slow_s), True)
-        with _held(self._client(host), connection), self._minded(host):
+        host, (held, value) = self._run(name, lambda client: _take(client, name, slow_s), True)
+        with held, self._minded(host):
             yield value if value.num_bytes else None
 
     def by_node(self, names: list[str]) -> list[list[str]]:
@@ -346,24 +346,24 @@ class Nodes:
 @contextmanager
 def open_value(client: "redis.Redis", name: str, slow_s: float) -> Iterator[Value | None]:
     """What this node has under `name`, over a connection of its own; None for nothing. Raises: as redis-py does."""
-    connection, value = _take(client, name, slow_s)
-    with _held(client, connection):
+    held, value = _take(client, name, slow_s)
+    with held:
         yield value if value.num_bytes else None
 
 
-def _take(client: "redis.Redis", name: str, slow_s: float) -> tuple[Any, Value]:
+def _take(client: "redis.Redis", name: str, slow_s: float) -> tuple["ExitStack[bool | None]", Value]:
+    """What lies under `name`, and the block in which its connection is held."""
     connection = client.connection_pool.get_connection()
-    try:
-        return connection, Value(connection, name, slow_s)
-    except BaseException:
-        connection.disconnect()  # type: ignore[no-untyped-call]
-        client.connection_pool.release(connection)
-        raise
+    with ExitStack() as stack:
+        stack.enter_context(_held(client, connection))
+        value = Value(connection, name, slow_s)
+        return stack.pop_all(), value
+    raise AssertionError  # the block above returns or raises
 
 
 @contextmanager
 def _held(client: "redis.Redis", connection: Any) -> Iterator[None]:
-    """The connection goes back to the client's."""
+    """The connection goes back to those of the client; closed where something is raised within."""
     try:
         yield
     except BaseException:
