@@ -10,6 +10,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit, urlunsplit
 
 from pydantic import SecretStr
 
+from vllm_mmcache import remote_url
 from vllm_mmcache.errors import SettingsError
 from vllm_mmcache.secret_files import read_secret, shown
 
@@ -18,7 +19,7 @@ PASSWORD_SHOWN = (
     "holds a password, and command lines are shown to everybody on this machine, and in vLLM's log: set MMCACHE_STORE "
     "instead, or leave the password out and name a file that holds it with MMCACHE_STORE_PASSWORD_FILE"
 )
-REMOTE_SCHEMES = ("redis://", "rediss://", "valkey://", "valkeys://", "unix://")
+REMOTE_SCHEMES = (*remote_url.SCHEMES, *remote_url.SEVERAL_HOSTS)
 
 
 def store_places(store: str | None) -> tuple[str | None, str | None]:
@@ -27,8 +28,8 @@ def store_places(store: str | None) -> tuple[str | None, str | None]:
     Raises: ValueError for a part that is neither, or for two of a kind.
     """
     directory = url = None
-    for part in re.split(r"[\s,]+", store or ""):
-        if part.startswith(REMOTE_SCHEMES):
+    for part in _parts(store or ""):
+        if part.startswith((*remote_url.SCHEMES, *remote_url.SEVERAL_HOSTS)):
             if url is not None:
                 raise ValueError("only one URL can be given")
             url = part
@@ -106,13 +107,12 @@ def has_password(url: str) -> bool:
     return bool(parts.password) or any(name in _PASSWORDS for name in parse_qs(parts.query))
 
 
-_PASSWORDS = ("password", "ssl_password")  # options of a URL that hold secrets
+_PASSWORDS = ("password", "ssl_password", "sentinel_password")  # options of a URL that hold secrets
 
 
 def _check(url: str) -> None:
     try:
         parts = urlsplit(url)
-        _ = parts.port
         # A password with a / or # would end there, and the rest of it would be no part of the address.
         is_cut = parts.scheme != "unix" and "@" in parts.path + parts.fragment
     except ValueError:  # its message can quote a piece of the password
@@ -121,11 +121,26 @@ def _check(url: str) -> None:
         raise ValueError(
             "it is no URL that can be read, or its port is no number from 0 to 65535 (a / in a password is written %2F)"
         )
+    remote_url.parsed(url)
 
 
 def _quoted(part: str, store: str | None) -> str:
     """A part of the setting as a message may have it: beside a URL it can be a piece of a password with a space."""
     return "a part of it" if store is None or "://" in store or "@" in store else repr(part)
+
+
+def _parts(store: str) -> list[str]:
+    """What stands between spaces and commas; a comma in a URL of several hosts is part of it."""
+    parts: list[str] = []
+    for word in store.split():
+        num_before = len(parts)
+        for part in filter(None, word.split(",")):
+            names_several = len(parts) > num_before and parts[-1].startswith(remote_url.SEVERAL_HOSTS)
+            if names_several and not part.startswith(("/", "~")) and "://" not in part:
+                parts[-1] += f",{part}"
+            else:
+                parts.append(part)
+    return parts
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -160,13 +175,14 @@ def without_secrets(value: Any) -> Any:
     except ValueError:
         start = re.match(r"[^@]*?://", value)
         return f"{start[0] if start else ''}***" if start or "@" in value else value
-    return "".join(_shown(part) if part.startswith(REMOTE_SCHEMES) else part for part in re.split(r"([\s,]+)", value))
+    return " ".join(_shown(part) if part.startswith(REMOTE_SCHEMES) else part for part in _parts(value))
 
 
 def _shown(url: str) -> str:
     parts = urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
-    path = parts.path if parts.scheme == "unix" or re.fullmatch("/?[0-9]*", parts.path) else "/***"
+    is_named = parts.scheme == "unix" or parts.scheme.endswith("+sentinel")
+    path = parts.path if is_named or re.fullmatch("/?[0-9]*", parts.path) else "/***"
     return f"{parts.scheme}://{'***@' if user else ''}{host}{path}{'?***' if parts.query else ''}"
 
 
@@ -193,7 +209,7 @@ def _secrets(url: str) -> set[str]:
     given = {
         parts.username,
         parts.password,
-        *(one for name in (*_PASSWORDS, "username") for one in options.get(name, ())),
+        *(one for name in (*_PASSWORDS, "username", "sentinel_username") for one in options.get(name, ())),
     }
     found = {form for one in given if one for form in (one, unquote(one), quote(one), quote(one, safe=""))}
     return found | {repr(one)[1:-1] for one in found}

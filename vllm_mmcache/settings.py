@@ -174,7 +174,8 @@ class Settings(BaseSettings):
         repr=False,  # a URL in it may hold a password
         description=(
             "Where features go beyond RAM: a directory (absolute or ~), a URL (redis://, rediss://, valkey://, "
-            "valkeys://, unix://), or both, with space or comma between. With a password in the URL: variable only."
+            "valkeys://, unix://; redis+cluster://, redis+sentinel://), or both, with space or comma between. With a "
+            "password in the URL: variable only."
         ),
     )
     store_disk_bytes: ByteSize = Field(
@@ -215,6 +216,13 @@ class Settings(BaseSettings):
         description=(
             "Seconds to wait for Redis or Valkey to connect, and for the next bytes. After a failure: left alone for 5 "
             "s, doubling up to 60 s."
+        ),
+    )
+    store_trusted_network: bool = Field(
+        default=False,
+        description=(
+            "Nobody else can reach Redis or Valkey, nor the network to it: no warning where TLS, password and "
+            "encryption are missing."
         ),
     )
     tower_one_by_one: bool = Field(

@@ -9,10 +9,11 @@ from typing import Any
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from vllm_mmcache import sealing
+from vllm_mmcache import remote_url, sealing
 from vllm_mmcache.durations import Duration
 from vllm_mmcache.errors import SettingsError
-from vllm_mmcache.places import KEY_CHARS, REMOTE_SCHEMES, store_places, with_password
+from vllm_mmcache.places import KEY_CHARS, store_places, with_password, without_secrets
+from vllm_mmcache.remote_url import SCHEMES
 
 # Pairs that can't both be meant: (name, value), (name, value), and why.
 _APART = "nothing would keep tenants apart"
@@ -73,13 +74,13 @@ def allowed(name: str, field: FieldInfo) -> str:
     if name == "tenant_from":
         return "allowed: cache_salt, api_key, or header:NAME such as header:X-Tenant"
     if name == "store":
-        return f"allowed: a directory such as /path, a URL with {', '.join(REMOTE_SCHEMES)}, or one of each"
+        return f"allowed: a directory such as /path, a URL with {', '.join(SCHEMES)}, or one of each"
     bounds = [str(bound) for bound in field.metadata]
     return ", ".join([f"allowed: {getattr(annotation, '__name__', annotation)}", *bounds])
 
 
 def check_together(settings: Any, spelled: Callable[[str], str]) -> None:
-    """Raises: SettingsError naming both, where two contradict each other; for a secret that can't be used."""
+    """Raises: SettingsError naming both, where two contradict each other; for a secret or a URL that can't be used."""
     for one, other, why in _CONTRADICTIONS:
         if all(getattr(settings, name) is value for name, value in (one, other)):
             said = " and ".join(f"{spelled(name)} = {value}" for name, value in (one, other))
@@ -95,5 +96,27 @@ def check_together(settings: Any, spelled: Callable[[str], str]) -> None:
         sealing.read_32_bytes(settings.tenant_key_file, "tenant_key_file")
     if settings.store_key_file is not None:
         sealing.read_key(settings.store_key_file)
-    if settings.store_password_file is not None and (url := store_places(settings.store)[1]):
-        with_password(url, settings.store_password_file)
+    _, url = store_places(settings.store)
+    if url is not None:
+        from vllm_mmcache.features.nodes import Nodes  # imports redis
+
+        try:
+            Nodes(with_password(url, settings.store_password_file), 1.0, "store")  # makes no connection
+        except SettingsError as error:
+            raise SettingsError(f"{spelled('store')}: {error}") from None
+
+
+def why_exposed(settings: Any) -> str:
+    """Who else may read and plant what is in Redis or Valkey, and what forbids it; empty where something does."""
+    _, url = store_places(settings.store)
+    if url is None or settings.store_key_file is not None or settings.store_trusted_network:
+        return ""
+    if not (lacks := remote_url.why_exposed(with_password(url, settings.store_password_file))):
+        return ""
+    shown = without_secrets(url)
+    return f"{shown} has {lacks}, and nothing encrypts: who reaches it can read what images show, and plant answers"
+
+
+EXPOSED_CURE = (
+    "rediss:// with a password, MMCACHE_STORE_KEY_FILE, or MMCACHE_STORE_TRUSTED_NETWORK=1 if nobody else can"
+)

@@ -76,6 +76,14 @@ CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
     ),
     "hybrid": ("qwen3.5", ["--kv-offloading-size", "1"], {}, ""),
     "sliding": ("gemma3", ["--kv-offloading-size", "1"], {}, ""),
+    "open store": (None, [], {"MMCACHE_STORE": "/a redis://:secret@10.0.0.1"}, ""),
+    "trusted store": (
+        "qwen3-vl",
+        ["--additional-config", '{"mmcache": {"store_trusted_network": true}}'],
+        {"MMCACHE_STORE": "redis://10.0.0.1"},
+        "",
+    ),
+    "store without a name": (None, [], {"MMCACHE_STORE": "redis+sentinel://10.0.0.1"}, ""),
     "hooks broken": (None, [], {}, "vllm.v1.worker.worker_base:WorkerBase.__init__"),
 }
 
@@ -171,6 +179,15 @@ def test_unknown_variables(reports: dict[str, dict[str, Any]]) -> None:
     assert findings(reports["service"]) == {}
     for name in ("unknown", "misspelt", "service"):
         assert reports[name]["rooms"] == reports["bare"]["rooms"]
+
+
+def test_a_store_that_others_can_reach(reports: dict[str, dict[str, Any]]) -> None:
+    ((where, seen),) = findings(reports["open store"]).items()
+    assert where == "MMCACHE_STORE"
+    assert seen.startswith("redis://***@10.0.0.1 has no TLS, and nothing encrypts")
+    assert "MMCACHE_STORE_TRUSTED_NETWORK" in reports["open store"]["findings"][0]["cure"]
+    assert findings(reports["trusted store"]) == {}
+    assert "redis+sentinel://HOST:26379/NAME" in findings(reports["store without a name"])["settings"]
 
 
 def test_a_model_that_cannot_be_resolved(reports: dict[str, dict[str, Any]]) -> None:

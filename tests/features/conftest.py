@@ -30,8 +30,10 @@ TIMEOUT_S = 10.0
 class Server:
     """A server on a free port of this machine, which can be killed and started again."""
 
-    def __init__(self, binary: str) -> None:
-        self._binary = binary
+    def __init__(self, binary: str, *options: str, config: Path | None = None, sentinel: bool = False) -> None:
+        plain = ("--bind", "127.0.0.1") if sentinel else ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
+        self._command = [binary, *([str(config)] if config else []), *(["--sentinel"] if sentinel else []), *plain]
+        self._options = options
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -40,7 +42,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [self._binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command = [*self._command, "--port", str(self.port), *self._options]
         process = self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until = time.monotonic() + START_S
         while process.poll() is None and time.monotonic() < until:
@@ -50,7 +52,11 @@ class Server:
             except redis.ConnectionError:
                 time.sleep(0.01)
         self.kill()
-        raise RuntimeError(f"{self._binary} does not answer on port {self.port}")
+        raise RuntimeError(f"{command[0]} does not answer on port {self.port}")
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None
 
     @property
     def pid(self) -> int:
@@ -85,10 +91,10 @@ def running_server() -> Iterator[Server]:
     server.kill()
 
 
-def started(binary: str) -> Server:
+def started(binary: str, *options: str, config: Path | None = None, sentinel: bool = False) -> Server:
     """On a port that nobody else has taken between its choice and the server's start."""
     for _ in range(5):
-        server = Server(binary)
+        server = Server(binary, *options, config=config, sentinel=sentinel)
         with suppress(RuntimeError):
             server.start()
             return server

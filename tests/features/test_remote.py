@@ -16,8 +16,9 @@ from tests.features.packages import SHAPE, features, identity, load, packed, sav
 from tests.features.tiers import LONG_S, within
 from vllm_mmcache.errors import SettingsError
 from vllm_mmcache.features.lasting import PIECE_BYTES
+from vllm_mmcache.features.nodes import Value
 from vllm_mmcache.features.package import Shape, pack
-from vllm_mmcache.features.remote import INCOMING, INCOMING_TTL_S, PREFIX, RemoteTier, Value
+from vllm_mmcache.features.remote import INCOMING, INCOMING_TTL_S, PREFIX, RemoteTier
 
 MAX_BYTES = 32 * 1024**2
 KINDS = ("(reading)", "(writing)")

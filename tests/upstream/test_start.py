@@ -283,6 +283,25 @@ def test_required_salts_need_the_room(
     start.take_on("api", configurations["qwen3-vl"])
 
 
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_a_store_that_others_can_reach_is_a_warning(
+    is_trusted: bool,
+    configurations: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of the API server, once."""
+    install(monkeypatch)
+    chosen = settings.load_settings({"store": "redis://u:secret@cache", "store_trusted_network": is_trusted})
+    monkeypatch.setattr(settings, "_current", chosen)
+    with caplog.at_level(logging.WARNING, "vllm.mmcache"):
+        for role in rooms.ROLES:
+            start.take_on(role, configurations["qwen3-vl"])
+    said = [line for line in caplog.messages if "open to others" in line]
+    assert len(said) == (0 if is_trusted else 1)
+    assert all("redis://***@cache has no TLS" in line and "MMCACHE_STORE_KEY_FILE" in line for line in said)
+
+
 @pytest.mark.engine
 def test_an_engine_without_proof_runs_without_the_rooms(tmp_path: Path) -> None:
     """A real engine whose runner nobody tried: it says which rooms are off, and answers."""

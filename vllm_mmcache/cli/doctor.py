@@ -90,6 +90,7 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
             findings.append({"where": "--speculative-config", "seen": wrong, "cure": WAYS_OUT})
         facts["rooms"] = {room: asdict(state) for room, state in rooms.items()}
         facts["symbols"] = symbol_rows() if with_symbols and chosen is not None and is_there else None
+        findings += exposed_store(chosen) if chosen is not None else []
         findings += problems.result()
     facts["block_keys"] = {
         algorithm: dict(zip(("layout", "why"), block_keys.layout_report(algorithm), strict=True))
@@ -140,6 +141,15 @@ def variable_findings() -> Findings:
             {"where": variable, "seen": seen, "cure": f"did you mean {near}? Else unset it" if near else "unset it"}
         )
     return found
+
+
+def exposed_store(chosen: "Settings") -> Findings:
+    """A Redis or Valkey that others may read and write."""
+    from vllm_mmcache.settings import PREFIX
+    from vllm_mmcache.settings_messages import EXPOSED_CURE, why_exposed
+
+    seen = why_exposed(chosen)
+    return [{"where": f"{PREFIX}STORE", "seen": seen, "cure": EXPOSED_CURE}] if seen else []
 
 
 def vllm_facts(findings: Findings) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from time import monotonic
 
 import redis
 
-from vllm_mmcache.errors import SettingsError, StoreCorrupt, StoreSealed, StoreUnusable
+from vllm_mmcache.errors import StoreCorrupt, StoreSealed, StoreUnusable
 from vllm_mmcache.features.lasting import name_of
+from vllm_mmcache.features.nodes import Nodes, open_value
 from vllm_mmcache.features.package import unpack
-from vllm_mmcache.features.remote import INCOMING, PREFIX, connect, open_value
+from vllm_mmcache.features.remote import INCOMING, PREFIX
 from vllm_mmcache.places import error_without_secrets, without_secrets
 from vllm_mmcache.records.framing import unframe
 from vllm_mmcache.records.remote import PREFIX as RECORDS
@@ -34,12 +35,7 @@ class RemoteStore:
         self._key = key
         self._url = url
         self.shown = str(without_secrets(url))
-        try:
-            self._client = connect(url, TIMEOUT_S)
-        except (ValueError, TypeError, redis.RedisError) as error:
-            raise SettingsError(
-                f"store {self.shown!r} is no URL of Redis or Valkey: {error_without_secrets(error, url)}"
-            ) from None
+        self._nodes = Nodes(url, TIMEOUT_S, self.shown)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """By kind, packages or records: how many entries there are, and their bytes."""
@@ -55,18 +51,19 @@ class RemoteStore:
         """
         with self._asked():
             verdicts = list(self._verdicts())
-            for name, is_whole in verdicts:
+            for client, name, is_whole in verdicts:
                 if is_whole is False:
-                    self._client.unlink(name)
-        return sum(is_whole is True for _, is_whole in verdicts), sum(is_whole is False for _, is_whole in verdicts)
+                    client.unlink(name)
+        found = [is_whole for *_, is_whole in verdicts]
+        return found.count(True), found.count(False)
 
     def clear(self) -> int:
         """Remove all that is ours; returns the number of entries."""
         removed = 0
         with self._asked():
             for pattern in (PACKAGES_OF_ALL, RECORDS_OF_ALL):
-                for names in _batches(self._names(pattern)):
-                    removed += int(self._client.unlink(*names))
+                for client, names in self._batches(pattern):
+                    removed += sum(_each(client, "unlink", names))
         return removed
 
     @contextmanager
@@ -77,45 +74,51 @@ class RemoteStore:
             said = error_without_secrets(error, self._url)
             raise StoreUnusable(f"{self.shown}: {said}: is it running, and is its password in the URL?") from None
 
-    def _names(self, pattern: str) -> Iterator[bytes]:
-        seen = set()  # SCAN may give a name twice
-        for name in self._client.scan_iter(match=pattern, count=AT_ONCE):
-            if name not in seen:
-                seen.add(name)
-                yield name
+    def _batches(self, pattern: str) -> Iterator[tuple["redis.Redis", list[bytes]]]:
+        """Names that match, once each, with the node that has them."""
+        for client in self._nodes.primaries():
+            seen: set[bytes] = set()  # SCAN may give a name twice
+
+            def names(client: "redis.Redis" = client, seen: set[bytes] = seen) -> Iterator[bytes]:
+                for name in client.scan_iter(match=pattern, count=AT_ONCE):
+                    if name not in seen:
+                        seen.add(name)
+                        yield name
+
+            found = names()
+            while batch := list(islice(found, AT_ONCE)):
+                yield client, batch
 
     def _lengths(self, pattern: str) -> Iterator[int]:
-        for names in _batches(self._names(pattern)):
-            with self._client.pipeline(transaction=False) as together:
-                for name in names:
-                    together.strlen(name)
-                yield from (length for length in together.execute(raise_on_error=False) if isinstance(length, int))
+        for client, names in self._batches(pattern):
+            yield from _each(client, "strlen", names)
 
-    def _verdicts(self) -> Iterator[tuple[bytes, bool | None]]:
-        """Each entry's name, and whether it is whole; None where that can't be said (sealed, or gone)."""
+    def _verdicts(self) -> Iterator[tuple["redis.Redis", bytes, bool | None]]:
+        """Each entry's node and name, and whether it is whole; None where that can't be said (sealed, or gone)."""
         for prefix, is_whole in ((PREFIX, self._is_whole_package), (RECORDS, self._is_whole_record)):
-            for name in self._names(prefix + "*"):
-                if name.startswith(INCOMING.encode()):
-                    continue
-                try:
-                    text = name.decode()
-                    verdict = is_whole(bytes.fromhex(text.removeprefix(prefix)), text)
-                except StoreSealed:
-                    verdict = None
-                except (StoreCorrupt, ValueError):  # also for a name that is no number in base 16
-                    verdict = False
-                yield name, verdict
+            for client, names in self._batches(prefix + "*"):
+                for name in names:
+                    if name.startswith(INCOMING.encode()):
+                        continue
+                    try:
+                        text = name.decode()
+                        verdict = is_whole(client, bytes.fromhex(text.removeprefix(prefix)), text)
+                    except StoreSealed:
+                        verdict = None
+                    except (StoreCorrupt, ValueError):  # also for a name that is no number in base 16
+                        verdict = False
+                    yield client, name, verdict
 
-    def _is_whole_package(self, short: bytes, name: str) -> bool | None:
-        packed = self._content(short, name)
+    def _is_whole_package(self, client: "redis.Redis", short: bytes, name: str) -> bool | None:
+        packed = self._content(client, short, name)
         return None if packed is None else name_of(unpack(packed)[0], self._key) == short.hex()
 
-    def _is_whole_record(self, short: bytes, name: str) -> bool | None:
-        framed = self._content(short, name)
+    def _is_whole_record(self, client: "redis.Redis", short: bytes, name: str) -> bool | None:
+        framed = self._content(client, short, name)
         return None if framed is None else unframe(short, bytes(framed)) is not None
 
-    def _content(self, short: bytes, name: str) -> bytearray | None:
-        with open_value(self._client, name, TIMEOUT_S) as value:
+    def _content(self, client: "redis.Redis", short: bytes, name: str) -> bytearray | None:
+        with open_value(client, name, TIMEOUT_S) as value:
             if value is None:
                 return None
             source = self._key.opened(value, short)
@@ -124,6 +127,16 @@ class RemoteStore:
             return content
 
 
-def _batches(names: Iterator[bytes]) -> Iterator[list[bytes]]:
-    while batch := list(islice(names, AT_ONCE)):
-        yield batch
+def _each(client: "redis.Redis", command: str, names: list[bytes]) -> list[int]:
+    """What the command answers for each name; names of other types than it is for are left out.
+
+    Raises: ResponseError for what this user may not do.
+    """
+    with client.pipeline(transaction=False) as together:
+        for name in names:
+            getattr(together, command)(name)
+        answers = together.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, redis.exceptions.NoPermissionError):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, int)]

@@ -160,7 +160,7 @@ class DiskPlace(Place):
         framed, written_s = found
         return framed if isinstance(framed, bytes) else b"", written_s if isinstance(written_s, int) else 0
 
-    def _save(self, frames: Mapping[bytes, bytes]) -> None:
+    def _save(self, frames: Mapping[bytes, bytes]) -> int:
         now = int(time.time())
         num_bytes = sum(len(framed) + ROW_BYTES for framed in frames.values())
 
@@ -182,6 +182,7 @@ class DiskPlace(Place):
             counters.RECORD_DISK_BUDGET_BYTES.show(self._budget_bytes)
         except Busy as error:
             raise StoreUnusable(str(error)) from None
+        return len(frames)
 
     def _make_room(self, connection: sqlite3.Connection, num_bytes: int) -> int:
         """Evict what was written longest ago, if there is no room for so much; returns how many records went."""

@@ -74,19 +74,18 @@ class Place(ABC):
         return entry
 
     def save(self, values: Mapping[bytes, bytes]) -> None:
-        """Keep these values by key, all or none; what could not be kept is counted as dropped. Never raises."""
-        kept = False
+        """Keep these values by key; what could not be kept is counted as dropped. Never raises."""
+        num_kept = 0
         if not self._writing.resting():
             try:
-                self._save(dict(self._sealed(key, value) for key, value in values.items()))
+                num_kept = self._save(dict(self._sealed(key, value) for key, value in values.items()))
                 self._writing.worked()
-                kept = True
             except self.failures as error:
                 self._fail(self._writing, error)
             except Exception:  # a bug of ours must not end the writer
                 self.counts.add(errors=1)
                 logger.exception("mmcache could not save records; serving goes on without them")
-        self.counts.add(**{"saved" if kept else "dropped": len(values)})
+        self.counts.add(saved=num_kept, dropped=len(values) - num_kept)
 
     def tidy(self) -> None:
         """Remove what is over, where that does not happen by itself. Never raises."""
@@ -136,8 +135,8 @@ class Place(ABC):
         """The frame under `key`, and when it was written, in seconds since the epoch. Raises: one of `failures`."""
 
     @abstractmethod
-    def _save(self, frames: Mapping[bytes, bytes]) -> None:
-        """Keep these frames, in the place of older ones. Raises: one of `failures`."""
+    def _save(self, frames: Mapping[bytes, bytes]) -> int:
+        """Keep these frames, in the place of older ones; how many are kept. Raises: one of `failures`."""
 
 
 def unsealed(name: bytes, sealed: bytes, key: Clear) -> bytes | None:

@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records in Redis or Valkey, which replicas share. They expire by themselves.
 
-The connection, its time limits and the reading from it are those of the feature store (features/remote.py).
+The connections, their time limits and the reading from them are those of the feature store (features/nodes.py).
 """
 
 from collections.abc import Mapping
 from time import monotonic
 
-from vllm_mmcache.errors import SettingsError, StoreCorrupt
+import redis
+from redis.exceptions import MovedError
+
+from vllm_mmcache.errors import StoreCorrupt
 from vllm_mmcache.features.breaker import Breaker
-from vllm_mmcache.features.remote import (
-    FIRST_REST_S,
-    LONGEST_REST_S,
-    MAX_TIMEOUTS,
-    WRITE_TIMEOUT_S,
-    connect,
-    open_value,
-)
+from vllm_mmcache.features.nodes import LONGEST_REST_S, MAX_TIMEOUTS, NodeAway, Nodes
+from vllm_mmcache.features.remote import FIRST_REST_S, WRITE_TIMEOUT_S
 from vllm_mmcache.places import error_without_secrets, without_secrets
 from vllm_mmcache.records.framing import HEAD_BYTES, MAX_VALUE_BYTES
 from vllm_mmcache.records.place import Place
@@ -28,7 +25,7 @@ PREFIX = "mmcache:records:1:"
 class RemotePlace(Place):
     """The server at `url`. Units: entries live `ttl_s` from their last writing, 0 is for ever; a wait is `timeout_s`.
 
-    Raises: SettingsError for a URL that redis-py does not take. Makes no connection until it is used.
+    Raises: SettingsError for a URL that can't be meant. Makes no connection until it is used.
     """
 
     name = "remote"
@@ -38,13 +35,8 @@ class RemotePlace(Place):
         self, url: str, *, ttl_s: int, timeout_s: float, rest_s: float = FIRST_REST_S, key: Clear = CLEAR
     ) -> None:
         shown = without_secrets(url)
-        try:
-            self._client = connect(url, timeout_s)
-            self._writing_client = connect(url, max(timeout_s, WRITE_TIMEOUT_S))
-        except Exception as error:
-            raise SettingsError(
-                f"{shown!r} is no URL of Redis or Valkey: {error_without_secrets(error, url)}"
-            ) from None
+        self._nodes = Nodes(url, timeout_s, f"records in {shown} (reading)")
+        self._writing_nodes = Nodes(url, max(timeout_s, WRITE_TIMEOUT_S), f"records in {shown} (writing)")
         super().__init__(shown, rest_s, LONGEST_REST_S, key)
         self._url = url
         self.ttl_s = ttl_s
@@ -54,19 +46,21 @@ class RemotePlace(Place):
         """What others may use, too, expires."""
 
     def close(self) -> None:
-        """Close the connections of both pools."""
-        for client in (self._client, self._writing_client):
-            client.connection_pool.disconnect()
+        """Close all connections."""
+        for nodes in (self._nodes, self._writing_nodes):
+            nodes.close()
 
     def _fail(self, breaker: Breaker, error: object) -> None:
-        # What is left in a pooled connection could be taken for the answer to a later question.
-        for client in (self._client, self._writing_client):
-            client.connection_pool.disconnect(inuse_connections=False)
+        if isinstance(error, NodeAway):  # it rests by itself, and the others serve
+            self.counts.add(errors=error.is_new)
+            return
+        for nodes in (self._nodes, self._writing_nodes):
+            nodes.drop()
         super()._fail(breaker, error_without_secrets(error, self._url))
 
     def _load(self, key: bytes) -> tuple[bytes, float] | None:
         try:
-            with open_value(self._client, PREFIX + key.hex(), self._timeout_s * MAX_TIMEOUTS) as value:
+            with self._nodes.open(PREFIX + key.hex(), self._timeout_s * MAX_TIMEOUTS) as value:
                 if value is None:
                     return None
                 most_bytes = self._key.num_bytes(HEAD_BYTES + MAX_VALUE_BYTES)
@@ -76,8 +70,32 @@ class RemotePlace(Place):
             return b"", 0.0
         return bytes(framed), 0.0  # so it is written again, for another `ttl_s`
 
-    def _save(self, frames: Mapping[bytes, bytes]) -> None:
-        with self._writing_client.pipeline(transaction=False) as together:
-            for key, framed in frames.items():
-                together.set(PREFIX + key.hex(), framed, ex=self.ttl_s or None)
-            together.execute()
+    def _save(self, frames: Mapping[bytes, bytes]) -> int:
+        named = {PREFIX + key.hex(): framed for key, framed in frames.items()}
+        num_kept = 0
+        for names in self._writing_nodes.by_node(list(named)):
+            try:
+                num_kept += self._set({name: named[name] for name in names})
+            except NodeAway as error:  # the other nodes' records are kept
+                self._fail(self._writing, error)
+        return num_kept
+
+    def _set(self, named: Mapping[str, bytes]) -> int:
+        """Keep these values, of which one node has all, as far as is known. Raises: as `Nodes.run`."""
+
+        def set_all(client: "redis.Redis") -> list[str]:
+            with client.pipeline(transaction=False) as together:
+                for name, framed in named.items():
+                    together.set(name, framed, ex=self.ttl_s or None)
+                answers = together.execute(raise_on_error=False)
+            for answer in answers:
+                if isinstance(answer, Exception) and not isinstance(answer, MovedError):
+                    raise answer
+            return [name for name, answer in zip(named, answers, strict=True) if isinstance(answer, MovedError)]
+
+        for name in self._writing_nodes.run(next(iter(named)), set_all):
+            self._set_at_its_node(name, named[name])
+        return len(named)
+
+    def _set_at_its_node(self, name: str, framed: bytes) -> None:
+        self._writing_nodes.run(name, lambda client: client.set(name, framed, ex=self.ttl_s or None))

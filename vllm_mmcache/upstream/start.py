@@ -15,6 +15,7 @@ from typing import Any
 from vllm_mmcache import __version__, rooms, settings
 from vllm_mmcache.errors import HookError
 from vllm_mmcache.rooms import ON, ROLES, Role, State
+from vllm_mmcache.settings_messages import EXPOSED_CURE, why_exposed
 from vllm_mmcache.upstream import configuration, hooks, proofs, subclasses, vllm_version
 from vllm_mmcache.upstream.extension_points import EXTENSION_POINTS
 from vllm_mmcache.upstream.ledger import (
@@ -81,6 +82,8 @@ def take_on(role: Role, vllm_config: Any) -> None:
     if role == "api":
         for line in unusable:
             logger.warning("mmcache: %s", line)
+        if exposed := why_exposed(settings.current()):
+            logger.warning("mmcache: the store is open to others: %s. Way out: %s", exposed, EXPOSED_CURE)
 
 
 def decide(room: str, engine: Engine, vllm_config: Any, own: Container[str] = ()) -> State:
