@@ -113,6 +113,8 @@ _PASSWORDS = ("password", "ssl_password", "sentinel_password")  # options of a U
 def _check(url: str) -> None:
     try:
         parts = urlsplit(url)
+        if not url.startswith(remote_url.SEVERAL_HOSTS):
+            _ = parts.port
         # A password with a / or # would end there, and the rest of it would be no part of the address.
         is_cut = parts.scheme != "unix" and "@" in parts.path + parts.fragment
     except ValueError:  # its message can quote a piece of the password
