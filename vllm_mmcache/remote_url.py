@@ -26,6 +26,7 @@ SEVERAL_HOSTS = tuple(f"{scheme}+{kind}://" for scheme in PLAIN_SCHEMES for kind
 SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
 _PORTS = {"one": 6379, "cluster": 6379, "sentinel": 26379}
 _NO = ("0", "f", "false", "n", "no")
+_NO_PORT = "its port is no number from 0 to 65535 (a / in a password is written %2F)"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def parsed(url: str) -> RemoteUrl:
     authenticated = bool(parts.password or options.get("password") or options.get("ssl_certfile"))
     if scheme == "unix":
         return RemoteUrl("one", (), "", url, {}, False, authenticated)
+    if "@" in parts.path + parts.fragment:  # a password that ends at a / or #, and a rest that is no address
+        raise ValueError(_NO_PORT)
     hosts = tuple(_host(part, _PORTS[kind]) for part in netloc.split(","))
     if len(hosts) > 1 and kind == "one":
         raise ValueError("several hosts are for redis+cluster:// and redis+sentinel://")
@@ -68,7 +71,7 @@ def parsed(url: str) -> RemoteUrl:
     if kind == "sentinel" and not service:
         raise ValueError("Sentinel has a name for what it watches: redis+sentinel://HOST:26379/NAME")
     if not re.fullmatch("[0-9]*", db):
-        raise ValueError("its database is no number such as /0 (a / in a password is written %2F)")
+        raise ValueError("its database is no number such as /0")
     if kind == "cluster" and any(int(number or 0) for number in (db, *options.get("db", ()))):
         raise ValueError("a cluster has the database 0 alone")
     query = [(name, value) for name, value in parse_qsl(parts.query) if name not in SENTINEL_OPTIONS]
@@ -108,7 +111,7 @@ def _host(text: str, port: int) -> Host:
     try:
         return parts.hostname or "localhost", port if parts.port is None else parts.port
     except ValueError:  # its message can quote a piece of the password
-        raise ValueError("its port is no number from 0 to 65535 (a / in a password is written %2F)") from None
+        raise ValueError(_NO_PORT) from None
 
 
 def _is_loopback(host: str) -> bool:

@@ -27,7 +27,7 @@ from vllm_mmcache.zoo import build_cached
 
 pytestmark = [pytest.mark.engine, larger]
 
-NUM_PICTURES = 12
+NUM_PICTURES = 24
 NUM_CLIENTS = 2
 WAIT_S = 1.0
 TIMEOUT_S = 0.2
@@ -95,8 +95,9 @@ def test_a_failover_while_clients_ask(make_cluster: MakeCluster, tmp_path: Path)
         "MMCACHE_FEATURE_RAM_BYTES": "0",
         "VLLM_SERVER_DEV_MODE": "1",
     }
-    # The encoder's own cache has room for a few pictures alone.
-    args = (*CPU_ARGS, "--served-model-name", "zoo", "--enable-prefix-caching", "--max-num-batched-tokens", "512")
+    # vLLM's own encoder cache has room for a few pictures alone.
+    few = ("--max-model-len", "1024", "--max-num-batched-tokens", "512")
+    args = (*CPU_ARGS, "--served-model-name", "zoo", "--enable-prefix-caching", *few)
     model = build_cached("qwen3-vl", tmp_path / "zoo")
     with serve(model, log_path=tmp_path / "log", env=env, args=args) as server:
         asking, ended = Asking(server.url), threading.Event()

@@ -68,6 +68,8 @@ def with_store(store: str, monkeypatch: pytest.MonkeyPatch, **more: object) -> s
         ("redis://a?socket_timeout=soon", "socket_timeout"),
         ("rediss://user:secret@a?ssl_ca_certs=/no/such", "'/no/such' can't be read"),
         ("redis://user:123/secret@a", "a / in a password is written %2F"),
+        ("redis://user:123#secret@a", "a / in a password is written %2F"),
+        ("redis+sentinel://user:123/secret@a/name", "a / in a password is written %2F"),
     ],
 )
 def test_what_is_refused_at_start(store: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

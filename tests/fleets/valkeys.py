@@ -6,8 +6,7 @@ import datetime
 import ipaddress
 import ssl
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -111,12 +110,11 @@ def info(server: Server, command: str) -> dict[str, str]:
 class Watched:
     """A primary, its replica, and a Sentinel that makes the replica the primary when the primary is gone."""
 
-    def __init__(self, binary: str, folder: Path, *primary_options: str) -> None:
-        self.primary = started(binary, *primary_options)
-        self.replica = started(
-            binary, "--replicaof", "127.0.0.1", str(self.primary.port), "--repl-diskless-sync-delay", "0"
-        )
+    def __init__(self, binary: str, folder: Path) -> None:
         folder.mkdir()
+        there = ("--dir", str(folder), "--repl-diskless-sync-delay", "0")  # a replica writes a file
+        self.primary = started(binary, *there)
+        self.replica = started(binary, *there, "--replicaof", "127.0.0.1", str(self.primary.port))
         config = folder / "sentinel.conf"
         config.write_text(
             f"sentinel monitor {SERVICE} 127.0.0.1 {self.primary.port} 1\n"
@@ -233,17 +231,3 @@ def behind_tls(server: Server, certificate: Path, key: Path) -> Iterator[int]:
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(LONG_S)
-
-
-def every(seconds: float, what: Callable[[], object]) -> Callable[[], None]:
-    """Do `what` again and again in a thread of its own, until what is returned is called."""
-    ended = threading.Event()
-
-    def go_on() -> None:
-        while not ended.is_set():
-            what()
-            time.sleep(seconds)
-
-    thread = threading.Thread(target=go_on, daemon=True)
-    thread.start()
-    return lambda: (ended.set(), thread.join())[1]

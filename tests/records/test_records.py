@@ -42,10 +42,11 @@ class Broken(Place):
     def _load(self, key: bytes) -> tuple[bytes, float] | None:
         raise KeyError("a bug")
 
-    def _save(self, frames: Mapping[bytes, bytes]) -> None:
+    def _save(self, frames: Mapping[bytes, bytes]) -> int:
         if self._go_on is None:
             raise KeyError("a bug")
         assert self._go_on.wait(60)
+        return len(frames)
 
 
 def in_force(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:
@@ -92,6 +93,9 @@ def test_settings_choose_the_places(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     one = records.current()
     in_force(monkeypatch, store=str(tmp_path), records_disk_bytes=0)
     assert records.current() is one
+    # Refused with the settings, unless those came from another process.
+    monkeypatch.setattr(settings, "_current", settings.Settings(store="redis://localhost:1?no_such_option=1"))
+    assert records.current().counts().keys() == {"ram"}  # and a line in the log
     in_force(monkeypatch, store="redis://localhost:1", records_ram_bytes=0)
     records.current().put(KEYS[0], b"value")
     assert records.current().get(KEYS[0]) is None

@@ -171,8 +171,9 @@ class Nodes:
             # An option that redis-py does not know raises here, not in a request.
             self._client(self._seeds[0]).connection_pool.make_connection()
         except (ValueError, TypeError, redis.RedisError) as error:
-            why = error_without_secrets(error, url)
-            raise SettingsError(f"{without_secrets(url)!r} is no URL of Redis or Valkey: {why}") from None
+            raise SettingsError(
+                f"{without_secrets(url)!r} is no URL of Redis or Valkey: {self._text_of(error)}"
+            ) from None
 
     def run(self, name: str, ask: Callable[["redis.Redis"], T], *, again: bool = True) -> T:
         """What `ask` makes of the client of the node that has `name`.
@@ -250,11 +251,15 @@ class Nodes:
             if not self._owners:
                 raise
             if not isinstance(error, (AskError, TryAgainError)):
-                self._breaker(host).failed(error_without_secrets(error, self._whole_url))
-            raise NodeAway(error_without_secrets(error, self._whole_url), is_new=True) from None
+                self._breaker(host).failed(self._text_of(error))
+            raise NodeAway(self._text_of(error), is_new=True) from None
         else:
             if self._owners:
                 self._breaker(host).worked()
+
+    def _text_of(self, error: Exception) -> str:
+        """What an error says, as it may be shown."""
+        return error_without_secrets(error, self._whole_url)
 
     def _host_of(self, name: str) -> Host:
         owners = self._owners
@@ -318,7 +323,7 @@ class Nodes:
                 logger.warning(
                     "mmcache %s can't ask who has which slots: %s. After a failover, entries may not be found.",
                     self._said,
-                    error_without_secrets(refused[0], self._whole_url),
+                    self._text_of(refused[0]),
                 )
         finally:
             with self._lock:
