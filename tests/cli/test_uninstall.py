@@ -110,7 +110,8 @@ def test_what_is_not_ours_stays(home: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_store_that_may_not_be_touched_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = home / "xdg_cache_home" / "mmcache"
     fill(place)
-    (place / "features").chmod(0o755)
+    (place / "features").rename(home / "elsewhere")
+    (place / "features").symlink_to(home / "elsewhere")
     uninstall()
     assert f"left {place}: " in capsys.readouterr().out
-    assert files(place)
+    assert files(home / "elsewhere")
