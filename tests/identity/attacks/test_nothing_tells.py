@@ -26,6 +26,7 @@ import pytest
 from tests.cli.test_commands import mmcache
 from tests.features.conftest import server_binary
 from tests.identity.attacks.target import MODEL, Target, fresh, png, url_of
+from tests.sizes import larger
 from vllm_mmcache.demo.server import CPU_ARGS, Server, free_port, living, serve
 from vllm_mmcache.zoo import build_cached
 
@@ -196,7 +197,7 @@ def in_both(found: Differences, again: Differences) -> Differences:
     }
 
 
-@pytest.mark.parametrize("is_salted", [True, False])
+@pytest.mark.parametrize("is_salted", [True, pytest.param(False, marks=larger)])
 def test_what_another_tenant_has_moves_what_a_new_one_moves(rig: Rig, is_salted: bool) -> None:
     """Every counter, size, answer and line. What a busy machine moves is not more each time for the same side."""
     compared = rounds(rig, False, fresh("salt") if is_salted else None)
