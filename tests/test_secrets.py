@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -105,6 +106,17 @@ def test_what_is_no_store_is_not_quoted(store: str, monkeypatch: pytest.MonkeyPa
     assert not tells(str(error.value))
 
 
+@pytest.mark.parametrize("store", [["redis://:s3cretw0rd@h"], {"url": "redis://:s3cretw0rd@h"}])
+def test_what_is_no_text_is_not_quoted(store: object) -> None:
+    for config in ({"store": store}, {"store": "/a", "observe_file": store}):
+        with pytest.raises(SettingsError, match="is not allowed") as error:
+            settings.load_settings(config)
+        assert not tells(str(error.value))
+    with pytest.raises(SettingsError, match="expected an object") as error:
+        settings.config_of(SimpleNamespace(additional_config={"mmcache": [store]}))
+    assert not tells(str(error.value))
+
+
 def test_settings_are_shown_without_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MMCACHE_STORE", "redis://:s3cretw0rd@127.0.0.1:6379")
     assert not tells(f"{settings.load_settings()!r} {settings.load_settings()}")
@@ -149,8 +161,6 @@ def test_the_command_line_may_name_a_store() -> None:
 
 def test_settings_travel_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes get the store beside vLLM's configuration, of which vLLM's log shows what repr does."""
-    from types import SimpleNamespace
-
     from vllm_mmcache.upstream import configuration
 
     monkeypatch.setenv("MMCACHE_STORE", "redis://:s3cretw0rd@b")

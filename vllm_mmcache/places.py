@@ -170,8 +170,8 @@ def without_secrets(value: Any) -> Any:
     """
     if isinstance(value, SecretStr):
         return "***"
-    if not isinstance(value, str):
-        return value
+    if not isinstance(value, str):  # what JSON may have in the place of a text is not looked into
+        return type(value).__name__ if isinstance(value, list | dict) else value
     try:
         store_places(value)
     except ValueError:

@@ -133,11 +133,12 @@ class Settings(BaseSettings):
         default=None,
         description=(
             "Key of /mmcache (not the API key): at least 16 printable ASCII characters, no spaces. Without one nothing "
-            "is told; `mmcache serve --observe` makes one. Variable only, shown nowhere."
+            "is told; `mmcache serve --observe` makes one. Variable only, in no log."
         ),
     )
     admin_key_file: str | None = Field(
-        default=None, description="File whose first line is the admin key; the variable wins."
+        default=None,
+        description="File whose first line is the admin key; the variable wins. Readable by its owner or group alone.",
     )
     observe_listen: str | None = Field(
         default=None, description="HOST:PORT that serves /mmcache, without TLS, instead of vLLM's port."
@@ -410,7 +411,7 @@ def config_of(vllm_config: Any) -> Mapping[str, Any]:
     part = additional[CONFIG_KEY]
     if not isinstance(part, dict):
         raise SettingsError(
-            f"additional-config {CONFIG_KEY} is {part!r}, expected an object such as "
+            f"additional-config {CONFIG_KEY} is of type {type(part).__name__}, expected an object such as "
             f'{{"{CONFIG_KEY}": {{"block_keys": false}}}}'
         )
     return part
