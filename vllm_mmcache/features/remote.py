@@ -25,12 +25,13 @@ from redis.retry import Retry
 
 from vllm_mmcache.errors import SettingsError, StoreCorrupt
 from vllm_mmcache.features.breaker import Breaker
+from vllm_mmcache.features.identity import FORMAT
 from vllm_mmcache.features.lasting import LastingTier, Late
 from vllm_mmcache.features.package import Buffer
 from vllm_mmcache.sealing import CLEAR, Clear
 from vllm_mmcache.settings import without_secrets
 
-PREFIX = "mmcache:features:2:"
+PREFIX = f"mmcache:features:{FORMAT}:"
 INCOMING = PREFIX + "incoming:"
 INCOMING_TTL_S = 60
 """What a killed writer leaves is gone so long after its last piece."""

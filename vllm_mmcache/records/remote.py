@@ -18,11 +18,11 @@ from vllm_mmcache.features.remote import (
     open_value,
 )
 from vllm_mmcache.places import without_secrets
-from vllm_mmcache.records.framing import HEAD_BYTES, MAX_VALUE_BYTES
+from vllm_mmcache.records.framing import FORMAT, HEAD_BYTES, MAX_VALUE_BYTES
 from vllm_mmcache.records.place import Place
 from vllm_mmcache.sealing import CLEAR, Clear
 
-PREFIX = "mmcache:records:1:"
+PREFIX = f"mmcache:records:{FORMAT}:"
 
 
 class RemotePlace(Place):
