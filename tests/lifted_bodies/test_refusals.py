@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import http.server
+import json
 import re
 import threading
 import time
@@ -95,7 +96,8 @@ def fetching_requests(url: str) -> dict[str, tuple[dict[str, Any], int, list[str
         "too long": (
             chat(here, there("/image.png"), {"type": "text", "text": "word " * 20_000}), 400, ["/image.png"],
         ),
-        "a wrong field": (chat(here, there("/image.png"), temperature=-3), 400, []),
+        "a wrong value": (chat(here, there("/image.png"), temperature=-3), 400, ["/image.png"]),
+        "a value of a wrong type": (chat(here, there("/image.png"), max_tokens="many"), 400, []),
         "too many images": (chat(*[here] * 4, there("/image.png")), 400, []),
     }  # fmt: skip
 
@@ -108,8 +110,9 @@ def fetched(url: str) -> dict[str, tuple[tuple[int, Any, Any], list[str]]]:
     found = {}
     with Fetches() as server:
         for name, (request, _, _) in fetching_requests(server.url).items():
-            answer = ask(url, "/v1/chat/completions", request)
-            found[name] = answer, sorted(server.paths)
+            status, headers, answer = ask(url, "/v1/chat/completions", request)
+            said = json.loads(json.dumps(answer).replace(server.url, "http://there"))
+            found[name] = (status, headers, said), sorted(server.paths)
             server.paths.clear()
     return found
 
