@@ -257,6 +257,8 @@ def lay(name: str, place: DiskPlace) -> dict[str, bytes]:
     """Put the files of another version of mmcache into a store; returns them by name."""
     shutil.copytree(STORES / name, place.folder)
     place.folder.chmod(0o700)
+    for path in place.folder.iterdir():
+        os.utime(path)
     return files_of(place)
 
 
