@@ -15,6 +15,7 @@
     +-- StoreError           the feature store can't do what was asked
     |   +-- StoreCorrupt         bytes that are no whole package, or are another package than their name says
     |   |   +-- StoreSealed          bytes that are encrypted with another key
+    |   |   +-- StoreForeign         a package of another format, so of another version of mmcache
     |   +-- StoreUnusable        a directory that is no store, or not ours, or kept locked
     |   +-- ArenaUnusable        the engine's shared memory can't be made, or is not to be had here
     +-- HookError            a vLLM symbol could not be replaced
@@ -88,6 +89,10 @@ class StoreCorrupt(StoreError):
 
 class StoreSealed(StoreCorrupt):
     """These bytes are encrypted with another key than the one that is given, if any is."""
+
+
+class StoreForeign(StoreCorrupt):
+    """These bytes are a package of another format than this version's."""
 
 
 class StoreUnusable(StoreError):

@@ -28,7 +28,7 @@ import redis
 DISK_BYTES = 8 << 20  # of the file system
 EVERY_S = 0.2
 PACKAGES = "features/??/*.safetensors"
-DATABASE = ("records/*.sqlite", "records/*.sqlite-wal")
+DATABASE = ("records/*.sqlite", "records/*.sqlite-journal")
 KEYS = "mmcache:*"
 LEAST_LOCKED_S = 8.0  # the server waits 5 s for a lock
 MOST_ASLEEP_S = 2.0  # of Valkey, for which the server waits 0.5 s

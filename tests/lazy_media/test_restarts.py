@@ -182,7 +182,7 @@ def test_other_facts_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     restart()
     assert not is_known(content[:-1] + b"\x00" + content[-1:])
     assert not is_known(content, "on black")
-    for module in ("vllm_mmcache", "vllm", "PIL", "numpy"):
+    for module in ("vllm", "PIL", "numpy"):
         with monkeypatch.context() as other:
             other.setattr(sys.modules[module], "__version__", "another")
             loader._facts.cache_clear()

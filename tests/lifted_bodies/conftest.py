@@ -23,9 +23,10 @@ ARGS = (
 
 
 class Said(NamedTuple):
-    """What a server said to test_refusals.py's requests, with the tokens it generated, and to test_server.py's."""
+    """What a server said to test_refusals.py's requests, and what it generated and fetched; and to test_server.py's."""
 
     refusals: dict[str, tuple[tuple[int, Any, Any], float]]
+    fetched: dict[str, tuple[tuple[int, Any, Any], list[str]]]
     answers: dict[str, list[Any]]
 
 
@@ -40,7 +41,8 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Said:
     log_path = tmp_path_factory.mktemp("log") / "log"
     with serve(model, log_path=log_path, env={**ENV, "MMCACHE_DISABLE": "1"}, args=ARGS) as server:
         assert not test_server.counters(server.url)
-        return Said(test_refusals.seen(server.url), test_server.answers(server.url))
+        refusals, fetched = test_refusals.seen(server.url), test_refusals.fetched(server.url)
+        return Said(refusals, fetched, test_server.answers(server.url))
 
 
 @pytest.fixture(scope="package")
@@ -54,8 +56,8 @@ def url(stock: Said, model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="package")
 def plugin(url: str) -> Said:
-    refusals = test_refusals.seen(url)
+    refusals, fetched = test_refusals.seen(url), test_refusals.fetched(url)
     counted = test_server.counters(url)
     assert counted["images_lifted"] >= len(refusals)
     assert counted["bodies_failed"] == 0
-    return Said(refusals, test_server.answers(url))
+    return Said(refusals, fetched, test_server.answers(url))

@@ -69,7 +69,7 @@ class Application:
 async def ask_engine() -> None:
     """As vLLM does it: in tasks of the request's task, and the engine's client says that it has taken the request."""
     await asyncio.sleep(0)
-    layer.engine_asked()
+    layer.work_begun()
 
 
 def name_in(body: bytes) -> bytes:
@@ -161,13 +161,40 @@ def test_what_the_engine_has_answered_is_not_asked_for_twice(status: int) -> Non
 @pytest.mark.parametrize("asks_engine", [False, True])
 @pytest.mark.parametrize("status", [400, 500])
 def test_an_error_that_holds_a_name_of_ours_is_never_sent(status: int, asks_engine: bool) -> None:
-    """Also one that comes in pieces, none of which holds the whole name."""
+    """Also one that comes in pieces, none of which holds the whole name. What was begun is not done twice for it."""
     application = Application(status, asks_engine, says=b"no image: NAME!")
     answer = asyncio.run(ask(application, in_chunks(BODY)))
     said = b"".join(message.get("body", b"") for message in answer)
     assert said.startswith(b"no image: " + text_of("a").encode() + b"!")
     assert references.PREFIX.encode() not in said
-    assert len(application.bodies) == 2
+    assert len(application.bodies) == (1 if asks_engine else 2)
+    assert answer[-1].get("more_body", False) is False
+
+
+def test_an_error_with_many_names_tells_its_length() -> None:
+    """A name may be the beginning of another one."""
+    names = [f"image {number}" for number in range(12)]
+    body = json.dumps(chat(*map(image, names))).encode()
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        parts = json.loads((await receive())["body"])["messages"][0]["content"]
+        said = "; ".join(part["image_url"]["url"].partition(",")[2] for part in parts[:12]).encode()
+        layer.work_begun()
+        headers = [(b"content-type", b"text/plain"), (b"Content-Length", str(len(said)).encode())]
+        await send({"type": "http.response.start", "status": 400, "headers": headers})
+        await send({"type": "http.response.body", "body": said})
+
+    start, *rest = asyncio.run(ask(refuse, in_chunks(body)))
+    said = b"".join(message["body"] for message in rest)
+    assert said == "; ".join(map(text_of, names)).encode()
+    assert start["headers"] == [(b"content-type", b"text/plain"), (b"Content-Length", str(len(said)).encode())]
+
+
+def test_an_error_that_holds_a_part_of_a_name_is_asked_for_again() -> None:
+    """Of a text that was cut nobody can say what it was cut from."""
+    application = Application(400, asks_engine=True, says=b"no image: " + references.PREFIX[:20].encode() + b"...")
+    asyncio.run(ask(application, in_chunks(BODY)))
+    assert [len(seen) < 1000 for seen in application.bodies] == [True, False]
 
 
 def test_engines_are_asked_by_requests_apart() -> None:
@@ -179,7 +206,7 @@ def test_engines_are_asked_by_requests_apart() -> None:
 
     asyncio.run(both())
     assert [len(early.bodies), len(late.bodies)] == [2, 1]
-    layer.engine_asked()  # outside of any request
+    layer.work_begun()  # outside of any request
 
 
 def test_an_error_of_ours_passes_the_body_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

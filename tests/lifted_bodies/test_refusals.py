@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real server refuses before and after it has generated: answers as stock's, and no generation is done twice."""
+"""A real server refuses before and after it has generated: answers as stock's, and no work is done twice.
+
+Work is what the engine generates, and what is fetched from a server that counts.
+"""
 
 from __future__ import annotations
 
+import base64
+import http.server
+import json
 import re
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +18,8 @@ import httpx
 import pytest
 
 from tests.features.tiers import LONG_S, within
-from tests.lifted_bodies.test_server import ask, chat, differences, image_url, picture
+from tests.lazy_media import files
+from tests.lifted_bodies.test_server import ask, chat, differences, encoded, image_url, picture
 
 if TYPE_CHECKING:
     from tests.lifted_bodies.conftest import Said
@@ -35,6 +43,78 @@ def requests() -> dict[str, tuple[dict[str, Any], int, bool]]:
 
 
 REQUESTS = requests()
+
+
+PAGES = {"/image.png": base64.b64decode(picture("at a url")), "/text": b"This is no image."}
+
+
+class Fetches:
+    """A server for media that counts what it is asked for. Use as a context."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        fetched = self.paths
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                fetched.append(self.path)
+                content = PAGES.get(self.path)
+                self.send_response(404 if content is None else 200)
+                self.send_header("content-length", str(len(content or b"")))
+                self.end_headers()
+                self.wfile.write(content or b"")
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Fetches:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def fetching_requests(url: str) -> dict[str, tuple[dict[str, Any], int, list[str]]]:
+    """Name -> (request, status, what is fetched for it); each has an image in its body, too."""
+    here = image_url(picture("refused"))
+    broken = image_url(encoded(files.bad()["no image"] + b"\0" * 6400))
+
+    def there(path: str) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": url + path}}
+
+    return {
+        "answered": (chat(here, there("/image.png")), 200, ["/image.png"]),
+        "no image at the url": (chat(here, there("/text")), 400, ["/text"]),
+        "no image at the url, and one": (chat(here, there("/image.png"), there("/text")), 400, ["/image.png", "/text"]),
+        "nothing at the url": (chat(here, there("/nothing")), 422, ["/nothing"]),
+        "a broken image beside a url": (chat(broken, there("/image.png")), 400, ["/image.png"]),
+        "too long": (
+            chat(here, there("/image.png"), {"type": "text", "text": "word " * 20_000}), 400, ["/image.png"],
+        ),
+        "a wrong value": (chat(here, there("/image.png"), temperature=-3), 400, ["/image.png"]),
+        "a value of a wrong type": (chat(here, there("/image.png"), max_tokens="many"), 400, []),
+        "too many images": (chat(*[here] * 4, there("/image.png")), 400, []),
+    }  # fmt: skip
+
+
+FETCHING = list(fetching_requests(""))
+
+
+def fetched(url: str) -> dict[str, tuple[tuple[int, Any, Any], list[str]]]:
+    """Name -> (answer, what was fetched for it)."""
+    found = {}
+    with Fetches() as server:
+        for name, (request, _, _) in fetching_requests(server.url).items():
+            status, headers, answer = ask(url, "/v1/chat/completions", request)
+            said = json.loads(json.dumps(answer).replace(server.url, "http://there"))
+            found[name] = (status, headers, said), sorted(server.paths)
+            server.paths.clear()
+    return found
 
 
 def num_generated(url: str) -> float:
@@ -69,3 +149,13 @@ def test_as_stock(name: str, stock: Said, plugin: Said) -> None:
     answer, num_generated_here = plugin.refusals[name]
     assert num_generated_here == num_tokens
     assert differences(answer, expected) == []
+
+
+@pytest.mark.parametrize("name", FETCHING)
+def test_nothing_is_fetched_twice(name: str, stock: Said, plugin: Said) -> None:
+    """As often as stock does, which is once; and what is refused before is fetched by neither."""
+    _, status, paths = fetching_requests("")[name]
+    answer, fetched_by_stock = stock.fetched[name]
+    assert (answer[0], fetched_by_stock) == (status, paths), answer
+    assert differences(plugin.fetched[name][0], answer) == []
+    assert plugin.fetched[name][1] == paths

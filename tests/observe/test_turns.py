@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Marks of turns found by probes, on the templates of the zoo and on templates that have none."""
 
+import gc
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vllm_mmcache.observe import server
 from vllm_mmcache.observe.turns import Marks, find_marks
 from vllm_mmcache.zoo import build_cached
 
@@ -55,3 +59,41 @@ def test_marks_inside_images_do_not_count() -> None:
     assert marks.find(prompt, [(2, 2, "")]) == [0, 5]
     assert marks.find(prompt, []) == [0, 2, 3, 5]
     assert marks.find([], []) == []
+
+
+class Renderer:
+    """As vLLM's, for templates that are the text before each message; counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.num_rendered = 0
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(all_special_ids=[1])
+
+    def render_messages(self, messages: Sequence[dict[str, str]], params: Any) -> tuple[None, dict[str, Any]]:
+        self.num_rendered += 1
+        opening = [1] if params.chat_template_kwargs["add_generation_prompt"] else []
+        return None, {"prompt_token_ids": [*([1, 2] * len(messages)), *opening]}
+
+
+def test_templates_of_clients_are_bounded() -> None:
+    """However many a client brings, and however long they are: those of the last ones are known, none is held."""
+    renderer: Any = Renderer()
+    own, own_digest = server._marks_of(renderer, None)
+    assert own is not None
+    tracemalloc.start()
+    before = tracemalloc.take_snapshot()
+    for number in range(500):
+        marks, digest = server._marks_of(renderer, f"{number} " * 20_000)
+        assert (marks, digest != own_digest) == (own, True)
+        assert server._marks_of(renderer, None) == (own, own_digest)  # which is in use, so it stays
+    gc.collect()
+    grown = sum(one.size_diff for one in tracemalloc.take_snapshot().compare_to(before, "filename"))
+    tracemalloc.stop()
+    assert grown < server.MOST_TEMPLATES * server.TEMPLATE_COST_BYTES + 100_000
+    asked = renderer.num_rendered
+    for number in range(440, 500):
+        server._marks_of(renderer, f"{number} " * 20_000)
+    assert renderer.num_rendered == asked, "the last ones are known"
+    server._marks_of(renderer, "0 " * 20_000)
+    assert renderer.num_rendered > asked, "the first ones are not"

@@ -8,14 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from vllm_mmcache import records
 from vllm_mmcache.records import database
-from vllm_mmcache.records.database import MOST_WAL_BYTES
 from vllm_mmcache.records.disk import DiskPlace
 from vllm_mmcache.records.framing import frame
 from vllm_mmcache.records.ram import Entry
@@ -34,6 +34,20 @@ for number in range(300):
     place.save({records.key("of", sys.argv[2], str(number)): sys.argv[2].encode() * 100})
     assert place.get(records.key("of", sys.argv[2], str(number))) is not None
 assert not place.counts.snapshot()["errors"], place.counts.snapshot()
+"""
+
+SPOILED = """
+import sys
+from vllm_mmcache import records
+from vllm_mmcache.records.disk import DiskPlace
+place = DiskPlace(sys.argv[1], 1024**2, rest_s=0.0)
+key, value = records.key("a"), b"value" * 100
+for line in sys.stdin:  # one for each time that its files were spoiled
+    for number in range(20):
+        place.save({key: value, records.key("b", str(number)): value})
+        found = place.get(key)
+        assert found is None or found.value == value
+    print(place.get(key) is not None, flush=True)
 """
 
 ENDING = """
@@ -91,6 +105,11 @@ def file_of(place: DiskPlace) -> Path:
     name = database.current(place.folder)
     assert name is not None
     return place.folder / name
+
+
+def in_use(folder: Path) -> list[Path]:
+    """The files that hold something: a journal is emptied when its transaction ends."""
+    return [path for path in folder.iterdir() if path.stat().st_size]
 
 
 def change(place: DiskPlace, statement: str, *values: object) -> None:
@@ -154,7 +173,7 @@ def test_one_changed_bit_of_the_file_is_never_served(place: DiskPlace, tmp_path:
     place.save(dict.fromkeys(KEYS, b"value" * 20))
     place.close()
     whole = file_of(place)
-    assert not whole.with_name(whole.name + "-wal").exists()
+    assert in_use(place.folder) == [whole]
     content = whole.read_bytes()
     missed = 0
     for number in range(0, len(content) * 8, len(content) * 8 // 97):
@@ -207,9 +226,7 @@ def test_damaged_under_an_open_connection(place: DiskPlace) -> None:
     assert value_of(place.get(KEYS[0])) == b"value"
     change(place, "UPDATE records SET written_s = 1 WHERE key = ?", KEYS[0])  # what is in memory is old
     file = file_of(place)
-    for path in (file, file.with_name(file.name + "-wal")):
-        if path.exists():
-            path.write_bytes(b"\xff" * path.stat().st_size)
+    file.write_bytes(b"\xff" * file.stat().st_size)
     assert value_of(place.get(KEYS[0])) in (b"value", None)
     place.save({KEYS[1]: b"new"})
     place.save({KEYS[1]: b"new"})
@@ -233,18 +250,123 @@ def test_removed_under_an_open_connection(place: DiskPlace, tmp_path: Path) -> N
     assert other.counts.snapshot()["errors"] == place.counts.snapshot()["errors"] == 0
 
 
-def test_another_format_is_left_alone(place: DiskPlace, tmp_path: Path) -> None:
-    place.save({KEYS[0]: b"value"})
-    place.close()
-    connection = sqlite3.connect(file_of(place))
-    connection.execute("PRAGMA user_version=2")
-    connection.close()
-    file = file_of(place)
+STORES = Path(__file__).parent / "stores"
+"""Records as earlier versions have left them, in the folder of their format."""
+
+
+def lay(name: str, place: DiskPlace) -> dict[str, bytes]:
+    """Put the files of another version of mmcache into a store; returns them by name."""
+    shutil.copytree(STORES / name, place.folder)
+    place.folder.chmod(0o700)
+    for path in place.folder.iterdir():
+        os.utime(path)
+    return files_of(place)
+
+
+def files_of(place: DiskPlace) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in place.folder.iterdir()}
+
+
+def test_versions_have_files_of_their_own(place: DiskPlace, log: pytest.LogCaptureFixture) -> None:
+    """What another version has written is neither read nor changed, set aside or removed, whoever was first."""
+    theirs = lay("format-1", place)
     assert place.get(KEYS[0]) is None
     place.save({KEYS[0]: b"value"})
-    assert file_of(place) == file
+    assert value_of(place.get(KEYS[0])) == b"value"
+    file_of(place).write_bytes(b"no database at all" * 400)  # one that is set aside is our own
+    place.save({KEYS[0]: b"value"})
+    place.sweep()
+    assert place.check() == (1, 0, None)
+    place.close()
+    assert theirs.items() <= files_of(place).items()
+    assert "set aside" in log.text
+    assert not any(name in log.text for name in theirs)
     counts = place.counts.snapshot()
-    assert (counts["errors"], counts["dropped"]) == (2, 1)
+    assert (counts["errors"], counts["dropped"], counts["corrupt"]) == (0, 0, 0)
+
+
+def test_a_version_after_this_one_has_files_of_its_own(place: DiskPlace) -> None:
+    place.save({KEYS[0]: b"value"})
+    later = file_of(place).with_name(f"records-v{database.FORMAT + 1}-00000007-0a1b2c3d.sqlite")
+    later.write_bytes(b"of a format that is not known yet")
+    assert value_of(place.get(KEYS[0])) == b"value"
+    file_of(place).write_bytes(b"no database at all" * 400)
+    place.save({KEYS[0]: b"value"})
+    assert later.read_bytes() == b"of a format that is not known yet"
+    place.remove()  # `mmcache store clear` leaves nothing
+    assert not place.folder.exists()
+
+
+def test_files_of_other_versions_go_when_nobody_uses_them(place: DiskPlace, tmp_path: Path) -> None:
+    theirs = lay("format-1", place)
+    place.save({KEYS[0]: b"value"})
+    tidy = DiskPlace(tmp_path / "store", BUDGET_BYTES, ttl_s=1000)
+    tidy.sweep()
+    assert theirs.keys() <= files_of(place).keys()
+    (name,) = theirs
+    os.utime(place.folder / name, (time.time() - 2000,) * 2)
+    log_of_theirs = place.folder / (name + "-wal")
+    log_of_theirs.write_bytes(b"")  # it is being written to
+    tidy.sweep()
+    assert theirs.keys() <= files_of(place).keys()
+    os.utime(log_of_theirs, (time.time() - 2000,) * 2)
+    tidy.sweep()
+    assert in_use(place.folder) == [file_of(place)]
+    assert value_of(tidy.get(KEYS[0])) == b"value"
+
+
+def test_another_user_version_under_our_name_is_set_aside(place: DiskPlace, log: pytest.LogCaptureFixture) -> None:
+    """Versions have names of their own, so it is no version's."""
+    place.save({KEYS[0]: b"value"})
+    place.close()
+    bad = file_of(place)
+    connection = sqlite3.connect(bad)
+    connection.execute(f"PRAGMA user_version={database.FORMAT + 1}")
+    connection.close()
+    assert place.get(KEYS[0]) is None
+    place.save({KEYS[0]: b"value"})
+    assert value_of(place.get(KEYS[0])) == b"value"
+    assert file_of(place) > bad
+    assert "its user_version is" in log.text
+
+
+SPOIL: dict[str, Callable[[Path], object]] = {
+    "cut to nothing": lambda path: os.truncate(path, 0),
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "removed": lambda path: path.unlink(),
+    "garbled": lambda path: path.write_bytes(os.urandom(path.stat().st_size)),
+    "replaced": lambda path: (path.unlink(), path.write_bytes(b"x" * 40_000)),
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("how", SPOIL)
+def test_no_spoiled_file_ends_a_process(how: str, tmp_path: Path) -> None:
+    """Whatever happens to any file of the folder while it is in use: records are missed, and kept again later."""
+    code = [sys.executable, "-c", SPOILED, str(tmp_path / "store")]
+    process = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    spoiled = set()
+    for number in range(30):
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        if number % 2:  # while it is reading and writing, else between
+            time.sleep(0.002)
+        else:
+            assert process.stdout.readline() == "True\n", process.communicate()[1]
+        for path in sorted((tmp_path / "store" / "records").glob("*")):
+            with suppress(FileNotFoundError, IsADirectoryError, PermissionError):
+                SPOIL[how](path)
+                spoiled.add(path.name.partition(".sqlite")[2])
+        if number % 2:
+            assert process.stdout.readline(), process.communicate()[1]
+        for path in (tmp_path / "store" / "records").glob("*"):
+            if path.is_dir():
+                path.rmdir()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert "" in spoiled
 
 
 def test_written_longest_ago_goes_first(place: DiskPlace) -> None:
@@ -261,7 +383,7 @@ def test_written_longest_ago_goes_first(place: DiskPlace) -> None:
     assert BUDGET_BYTES * 0.8 < held_bytes <= BUDGET_BYTES
     assert 1000 < num_records < 2000
     place.close()
-    assert sum(path.stat().st_size for path in place.folder.iterdir()) <= BUDGET_BYTES + MOST_WAL_BYTES
+    assert sum(path.stat().st_size for path in place.folder.iterdir()) <= BUDGET_BYTES
 
 
 def test_a_smaller_budget_is_kept_by_sweep(place: DiskPlace, tmp_path: Path) -> None:
@@ -301,7 +423,7 @@ def test_what_is_waiting_is_written_when_the_process_ends(tmp_path: Path) -> Non
     ending = run(ENDING, str(tmp_path / "store"))
     _, said = ending.communicate(timeout=60)
     assert (ending.returncode, said) == (0, "")
-    assert len(list((tmp_path / "store" / "records").iterdir())) == 1  # SQLite has let go of it
+    assert len(in_use(tmp_path / "store" / "records")) == 1  # SQLite has let go of it
     assert place_at(tmp_path).check() == (500, 0, None)
 
 

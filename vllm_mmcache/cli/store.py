@@ -20,7 +20,7 @@ import typer
 
 from vllm_mmcache import sealing
 from vllm_mmcache.cli.warm import warm
-from vllm_mmcache.errors import StoreCorrupt, StoreSealed, StoreUnusable
+from vllm_mmcache.errors import StoreCorrupt, StoreForeign, StoreSealed, StoreUnusable
 from vllm_mmcache.places import STORE, places_in_use, with_password
 from vllm_mmcache.sealing import CLEAR, Clear
 
@@ -194,7 +194,7 @@ def opened(place: Path | None, *, may_be_empty: bool = False) -> Iterator[Kept]:
 def checked(directory: "Directory", key: Clear) -> tuple[int, list[dict[str, str]]]:
     """How many packages are whole, and of each one that was not and is set aside, its name and why.
 
-    What another key has sealed is left alone.
+    What another key has sealed, or another version of mmcache has written, is left alone.
     """
     from vllm_mmcache.features.lasting import name_of
     from vllm_mmcache.features.package import unpack
@@ -213,7 +213,7 @@ def checked(directory: "Directory", key: Clear) -> tuple[int, list[dict[str, str
             if (name := name_of(identity, key)) != entry.key:
                 raise StoreCorrupt(f"another package: its identity gives the key {name}")
             num_good += 1
-        except StoreSealed:
+        except (StoreSealed, StoreForeign):
             continue
         except StoreCorrupt as error:
             directory.set_aside(entry.key)

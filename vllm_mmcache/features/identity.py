@@ -13,7 +13,14 @@ from struct import Struct
 
 from blake3 import blake3
 
-MAGIC = b"vllm-mmcache feature key 1\0"
+FORMAT = 2
+"""Of features: raise it when a package's bytes change, or what features of an identity are.
+
+It is in the key and in the package's head. So versions of another format look elsewhere in the same store: neither
+finds the other's packages, nor takes them for damaged ones.
+"""
+# Packages had their second format before keys had one, and kept the keys of the first.
+MAGIC = b"vllm-mmcache feature key %d\0" % (FORMAT - 1)
 
 _U32 = Struct("<I")
 

@@ -18,11 +18,13 @@ from struct import Struct
 
 from blake3 import blake3
 
-from vllm_mmcache.errors import StoreCorrupt
+from vllm_mmcache.errors import StoreCorrupt, StoreForeign
+from vllm_mmcache.features.identity import FORMAT as FORMAT_NUMBER
 from vllm_mmcache.features.identity import Identity
 from vllm_mmcache.sealing import Source
 
-FORMAT = "vllm-mmcache features 2"
+_FORMATS = "vllm-mmcache features "
+FORMAT = f"{_FORMATS}{FORMAT_NUMBER}"
 FEATURES = "features"
 LENGTH = Struct("<Q")
 """The bytes before the header: its length."""
@@ -173,7 +175,7 @@ def read_record(packed: Buffer) -> Record:
     """The record of a package, or of its beginning up to the end of the head or further.
 
     A record that can be read is not yet a whole package: only `Check` looks at the features.
-    Raises: StoreCorrupt for what is no head of this format; the message names an other format version.
+    Raises: StoreCorrupt for what is no head of this format; StoreForeign for one of another version's.
     """
     data = memoryview(packed)
     try:
@@ -185,7 +187,8 @@ def read_record(packed: Buffer) -> Record:
     except Exception as error:  # bytes from outside: whatever the parser raises, they are no package
         raise StoreCorrupt(f"no package: {type(error).__name__}: {error}"[:200]) from None
     if seen != FORMAT:
-        raise StoreCorrupt(f"format {seen[:80]!r}, expected {FORMAT!r}")
+        kind = StoreForeign if seen.startswith(_FORMATS) else StoreCorrupt
+        raise kind(f"format {seen[:80]!r}, expected {FORMAT!r}")
     try:
         fields = json.loads(metadata["record"])
         identity = Identity(**fields["identity"])

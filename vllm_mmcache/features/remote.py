@@ -16,13 +16,14 @@ from uuid import uuid4
 import redis
 
 from vllm_mmcache.features.breaker import Breaker
+from vllm_mmcache.features.identity import FORMAT
 from vllm_mmcache.features.lasting import LastingTier
 from vllm_mmcache.features.nodes import LONGEST_REST_S, MAX_TIMEOUTS, NodeAway, Nodes, Value
 from vllm_mmcache.features.package import Buffer
 from vllm_mmcache.places import error_without_secrets, without_secrets
 from vllm_mmcache.sealing import CLEAR, Clear
 
-PREFIX = "mmcache:features:2:"
+PREFIX = f"mmcache:features:{FORMAT}:"
 INCOMING = PREFIX + "incoming:"
 INCOMING_TTL_S = 60
 """What a killed writer leaves is gone so long after its last piece."""

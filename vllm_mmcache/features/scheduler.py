@@ -23,6 +23,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm_mmcache import rooms, settings
 from vllm_mmcache.arguments import argument
 from vllm_mmcache.errors import StoreUnusable
+from vllm_mmcache.features import client_names
 from vllm_mmcache.features.arena import Arena
 from vllm_mmcache.features.costs import Costs, Estimate
 from vllm_mmcache.features.digests import inputs_digest
@@ -162,7 +163,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
             return
         wanted = {}
         for index, feature in enumerate(request.mm_features):
-            if (one := self._wanted(feature)) is not None:
+            if (one := self._wanted(feature, is_kept=not client_names.are_in(request))) is not None:
                 wanted[index] = one
                 self._look_for(one)
                 if self._needs_pixels(one) and self._pixels.may_begin_ahead and not self._may_do_without(request, one):
@@ -171,8 +172,8 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
             self._requests[request.request_id] = wanted
             self._ahead[request.request_id] = list(wanted.values())
 
-    def _wanted(self, feature: Any) -> _Wanted | None:
-        is_kept = self.ranks.keeps(feature.modality)
+    def _wanted(self, feature: Any, *, is_kept: bool) -> _Wanted | None:
+        is_kept = is_kept and self.ranks.keeps(feature.modality)
         if not (is_kept or is_deferred(feature.data)):
             return None
         data = feature.data if feature.data is not None else {}
@@ -189,7 +190,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
             end=place.offset + place.length,
             shape=self.ranks.shape(place.get_num_embeds()),
             feature=feature,
-            pixels=None if trusted else data,
+            pixels=None if trusted or not is_kept else data,
             content_id=feature.identifier if trusted and is_kept else "",
         )
 

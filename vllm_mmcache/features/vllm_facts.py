@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vllm_mmcache.features.digests import inputs_digest
+from vllm_mmcache.features.model_files import code_digest, files_digest
 from vllm_mmcache.lazy_media.video import DECODERS
 from vllm_mmcache.upstream import installed
 
@@ -78,11 +79,18 @@ def processor_facts(model_config: Any, processor: Any) -> dict[str, str]:
     from vllm.version import __version__
 
     hf_config = model_config.hf_config
+    of_model = model_config.model, model_config.revision
+    of_tokenizer = model_config.tokenizer, model_config.tokenizer_revision
+    files = files_digest(*of_model)
     return {
         **_processing(model_config),
         "videos": _of_videos(processor),
         "config": _text(hf_config.to_dict()),
-        "tokenizer": _text([model_config.tokenizer, model_config.tokenizer_revision, str(model_config.tokenizer_mode)]),
+        "processor": f"{type(processor).__module__}.{type(processor).__qualname__}",
+        "files": files,
+        "tokenizer": files if of_tokenizer == of_model else files_digest(*of_tokenizer),
+        "tokenizer mode": _text([str(model_config.tokenizer_mode), installed("tokenizers")]),
+        "dtype": str(model_config.dtype),
         "torch": torch.__version__,
         "vllm": __version__,
     }
@@ -92,6 +100,7 @@ def _processing(model_config: Any) -> dict[str, str]:
     """What features depend on of it: a name stands for an image's bytes, and what becomes of them for who does it."""
     mm_config = model_config.multimodal_config
     made_by = {name: installed(name) for name in ("pillow", "numpy", "torchvision", "transformers")}
+    code = code_digest(model_config.model, model_config.revision) if model_config.trust_remote_code else ""
     return {
         "settings": _text(model_config.hf_image_processor_config),
         "given": _text(mm_config.mm_processor_kwargs),
@@ -100,6 +109,7 @@ def _processing(model_config: Any) -> dict[str, str]:
         "names": _text(mm_config.mm_hasher_algorithm),
         "code": _text([model_config.revision, model_config.code_revision]),
         "made by": _text(made_by),
+        **({"own code": code} if code else {}),  # so that features of models without any keep their keys
     }
 
 

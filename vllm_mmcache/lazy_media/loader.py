@@ -16,7 +16,6 @@ import vllm.envs as envs
 from PIL import Image, ImageFile, features
 from vllm.multimodal.media import MediaWithBytes
 
-import vllm_mmcache
 from vllm_mmcache import rooms, tenant
 from vllm_mmcache.arguments import argument
 from vllm_mmcache.lazy_media import records
@@ -27,6 +26,9 @@ from vllm_mmcache.lazy_media.video.recorded import RecordedFrames, ask_undecoded
 from vllm_mmcache.lifted_bodies import references
 from vllm_mmcache.lifted_bodies.payload import Payload, content_id_of
 from vllm_mmcache.metrics import counters
+
+FORMAT = 2
+"""Of records of images, in their key: raise it when what is kept of one means something else, or is another layout."""
 
 # Pillow's names of the libraries that it decodes with.
 _CODECS = ("jpg", "libjpeg_turbo", "jpg_2000", "zlib", "zlib_ng", "libtiff", "webp", "avif")
@@ -151,14 +153,17 @@ def _key(content_id: bytes, instance: Any) -> Key:
     """Everything that ImageMediaIO's result depends on, beside limits that are charged per request."""
     limits = envs.VLLM_MAX_IMAGE_PIXELS, Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
     options = instance.image_mode, instance.rgba_background_color
-    return Key(content_id, (_facts(), type(instance).__module__, type(instance).__qualname__, *options, *limits))
+    kind = type(instance).__module__, type(instance).__qualname__
+    # Without it, an mm_hash may be made of an ImageID in the EXIF, which whoever made the file has chosen.
+    is_by_content = rooms.is_on("identity")
+    return Key(content_id, (FORMAT, is_by_content, _facts(), *kind, *options, *limits))
 
 
 @cache
 def _facts() -> str:
     """What decodes here, since a record is read by other processes, too."""
     codecs = [(name, features.version(name)) for name in _CODECS]
-    versions = [(module.__name__, module.__version__) for module in (vllm_mmcache, vllm, PIL, numpy)]
+    versions = [(module.__name__, module.__version__) for module in (vllm, PIL, numpy)]
     return repr((versions, codecs))
 
 

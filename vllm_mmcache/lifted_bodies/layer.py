@@ -2,19 +2,21 @@
 """The ASGI layer: receives the body, has its images lifted, and hands the application the short body.
 
 API server process, event loop; bodies are worked on in a thread. The layer is the innermost one, so that a refused
-client costs nothing and all others see the body as it came. An error that came before the engine may repeat or measure
-the input: then the application gets the same request once more as it came, and that answer is sent. It must never
-fail a request itself: after an error of ours the body goes on as it came.
+client costs nothing and all others see the body as it came. An error that came while the body was read may repeat or
+measure the input: then the application gets the same request once more as it came, and that answer is sent. Once the
+request's images are being fetched and opened, nothing is done twice. It must never fail a request itself: after an
+error of ours the body goes on as it came.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
 from vllm_mmcache.guarded import guarded
 from vllm_mmcache.lifted_bodies import references
 from vllm_mmcache.lifted_bodies.lift import MIN_TEXT_BYTES, Lifted, lift
+from vllm_mmcache.lifted_bodies.payload import Payload
 from vllm_mmcache.lifted_bodies.scan import find_texts
 from vllm_mmcache.lifted_bodies.shapes import WALKERS, Walker
 from vllm_mmcache.metrics import counters
@@ -36,8 +38,8 @@ class LiftImages:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI call; what is no request with images to lift passes untouched.
 
-        The application is called a second time, with the body as it came, where its first answer is an error that
-        came before the engine, or that shows a name of ours. Raises: what the application raises.
+        The application is called a second time, with the body as it came, where its first answer is an error from
+        before anything was fetched, opened or generated. Raises: what the application raises.
         """
         walker = self._walker(scope)
         if walker is None:
@@ -53,7 +55,7 @@ class LiftImages:
         counters.BYTES_LIFTED.add(lifted.num_bytes)
         counters.IMAGES_LIFTED.add(len(lifted.payloads))
         before = dict(scope)
-        answer = _Answer(send)
+        answer = _Answer(send, lifted.payloads)
         token = _ANSWER.set(answer)
         try:
             with references.lend(lifted.payloads):
@@ -82,14 +84,16 @@ class LiftImages:
 class _Answer:
     """Passes an answer on, but keeps an error back until all of it is there, and one that is to be asked again, ever.
 
-    A 4xx that came before the engine is: whatever it says of the input, it should say of the input as it came. One
-    that came after is not, for it would cost a generation. An error whose text holds a name of ours is, in any case.
+    A 4xx from before anything was begun is: whatever it says of the input, it should say of the input as it came. One
+    that came after is not, for it would cost what was begun once more; a name of ours in it is replaced by the text
+    that it stands for. Only where a part of a name would be left is the request asked again in any case.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, payloads: Mapping[str, Payload]) -> None:
         self._send = send
+        self._payloads = payloads
         self._kept: list[Message] | None = None
-        self.engine_asked = False
+        self.is_begun = False
         self.is_dropped = False
 
     async def send(self, message: Message) -> None:
@@ -99,26 +103,41 @@ class _Answer:
             return await self._send(message)
         self._kept.append(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False) and not self.is_dropped:
-            self.is_dropped = self._is_to_be_asked_again(self._kept)
-            if not self.is_dropped:
-                kept, self._kept = self._kept, None
-                for one in kept:
-                    await self._send(one)
+            kept, self._kept = self._settled(self._kept), None
+            if kept is None:
+                self._kept, self.is_dropped = [], True
+            for one in kept or ():
+                await self._send(one)
 
-    def _is_to_be_asked_again(self, messages: list[Message]) -> bool:
-        if messages[0]["status"] < 500 and not self.engine_asked:
-            return True
-        return references.PREFIX.encode() in b"".join([message.get("body", b"") for message in messages])
+    def _settled(self, messages: list[Message]) -> list[Message] | None:
+        """What is to be sent of an error that is all there; None where the request is to be asked again."""
+        body = b"".join([message.get("body", b"") for message in messages])
+        is_named = _PART_OF_A_NAME in body
+        if not self.is_begun and (messages[0]["status"] < 500 or is_named):
+            return None
+        if not is_named:
+            return messages
+        for name in sorted(self._payloads, key=len, reverse=True):  # one may be the beginning of another
+            body = body.replace(name.encode(), self._payloads[name].text)
+        if _PART_OF_A_NAME in body:
+            return None
+        headers = [
+            (name, b"%d" % len(body) if name.lower() == b"content-length" else value)
+            for name, value in messages[0].get("headers", ())
+        ]
+        return [{**messages[0], "headers": headers}, {"type": "http.response.body", "body": body}]
 
 
+# Texts that are cut still show that they had one.
+_PART_OF_A_NAME = references.PREFIX[:16].encode()
 _ANSWER: ContextVar[_Answer | None] = ContextVar("mmcache_answer", default=None)
 
 
-def engine_asked() -> None:
-    """The engine has taken a request on behalf of the HTTP request that is being answered, if any."""
+def work_begun() -> None:
+    """From here on the HTTP request that is being answered, if any, has cost what must not be spent on it twice."""
     answer = _ANSWER.get()
     if answer is not None:
-        answer.engine_asked = True
+        answer.is_begun = True
 
 
 async def _lift(body: bytes, walker: Walker) -> Lifted | None:

@@ -10,15 +10,21 @@ from typing import Any
 import vllm.envs as envs
 
 from vllm_mmcache import rooms
-from vllm_mmcache.lifted_bodies.layer import Scope, engine_asked
+from vllm_mmcache.lifted_bodies.layer import Scope, work_begun
 from vllm_mmcache.upstream.subclasses import base_of
 
 
 async def tell_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of AsyncLLM.add_request(...): what is refused from here on has cost the engine work."""
     outcome = await wrapped(*args, **kwargs)
-    engine_asked()
+    work_begun()
     return outcome
+
+
+def tell_layer_of_media(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of MediaConnector.load_from_url(url, media_io) and its async one: images are fetched and opened now."""
+    work_begun()
+    return wrapped(*args, **kwargs)
 
 
 def may_lift(scope: Scope, path: str) -> bool:

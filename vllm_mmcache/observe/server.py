@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import xxhash
+from blake3 import blake3
 
 from vllm_mmcache import rooms, tenant
 from vllm_mmcache.arguments import argument, named
+from vllm_mmcache.bounded import Bounded, Budget
 from vllm_mmcache.guarded import guarded
 from vllm_mmcache.lazy_media.picture import LazyPicture
 from vllm_mmcache.observe import wire
@@ -24,6 +26,10 @@ from vllm_mmcache.observe.digests import salt_class
 from vllm_mmcache.observe.recorder import RECORDER, message_digest
 from vllm_mmcache.observe.schema import REQUEST_ID_CHARS
 from vllm_mmcache.observe.turns import Marks, find_marks
+
+MOST_TEMPLATES = 64
+"""Chat templates whose marks are known at a time."""
+TEMPLATE_COST_BYTES = 4096  # its digests, and a few roles
 
 _CHAT = "mmcache_chat"
 _IMAGES = "mmcache_images"
@@ -182,18 +188,25 @@ def _notes(items: Any, given: Any, cached: Sequence[bool] | None) -> list[tuple[
 
 
 def _marks_of(renderer: Any, template: str | None) -> tuple[Marks | None, int]:
-    """The marks of a chat template, and a digest of it."""
-    known: dict[str | None, tuple[Marks | None, int]] = renderer.__dict__.setdefault(_MARKS, {})
-    found = known.get(template)
+    """The marks of a chat template, and a digest of it. Those of the last templates are kept, not the templates."""
+    known: Bounded[bytes, tuple[Marks | None, int]] = renderer.__dict__.setdefault(_MARKS, _table())
+    name = b"" if template is None else blake3(template.encode(errors="surrogatepass")).digest()
+    found = known.get(name)
     if found is None:
         from vllm_mmcache.observe.carrier import probe
 
         template_digest = xxhash.xxh3_64_intdigest(repr(template))
-        known[template] = None, template_digest  # also where the probe fails: it is not tried with every request
+        known.replace(name, (None, template_digest))  # also where the probe fails: it is not tried with every request
         tokenizer = renderer.get_tokenizer()
         specials = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
-        found = known[template] = find_marks(probe(renderer, template), specials), template_digest
+        found = find_marks(probe(renderer, template), specials), template_digest
+        known.replace(name, found)
     return found
+
+
+def _table() -> Bounded[bytes, tuple[Marks | None, int]]:
+    """By digest of the template: clients may bring templates of their own, as many as they like."""
+    return Bounded(lambda: Budget(MOST_TEMPLATES, MOST_TEMPLATES * TEMPLATE_COST_BYTES), TEMPLATE_COST_BYTES)
 
 
 def _message_digests(conversation: Sequence[Any]) -> tuple[list[int], list[int | None]]:

@@ -34,7 +34,8 @@ logger = logging.getLogger("vllm.mmcache")
 
 MOST_THREADS = 8
 
-_FORMAT = "1"  # of item records
+FORMAT = 2
+"""Of item records, in their key: raise it when what is kept of one means something else, or is another layout."""
 _SIDE = "_mmcache_pixels"
 
 
@@ -69,7 +70,7 @@ class Side:
         self.cache = ReadyCache(cache)
         self._processor = processor
         self._algorithm = processor.info.ctx.get_mm_config().mm_hasher_algorithm
-        self._facts = inputs_digest({"format": _FORMAT, **processor_facts(model_config, processor)})
+        self._facts = inputs_digest(item_facts(model_config, processor))
         num_threads = max(1, min(MOST_THREADS, len(background.cores())))
         self._pool = ThreadPoolExecutor(num_threads, "mmcache-pixels", use_one_core)
         self._lock = threading.Lock()
@@ -180,6 +181,13 @@ class Side:
 
     def _key(self, modality: str, mm_hash: str) -> bytes:
         return records.key("item", self._facts, modality, mm_hash)
+
+
+def item_facts(model_config: Any, processor: Any) -> dict[str, str]:
+    """All that an item record depends on beside the item's mm_hash; each of them makes another key."""
+    # With it off, an mm_hash may be made of what a file says of itself.
+    is_by_content = rooms.is_on("identity")
+    return {"format": str(FORMAT), "identity": str(is_by_content), **processor_facts(model_config, processor)}
 
 
 def may_defer() -> bool:

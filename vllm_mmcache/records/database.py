@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SQLite file of the disk place: one connection to it, which moves on when the file does.
 
-    <store>/records/                        mode 0700, ours alone
-        records-00000000-1b2c3d4e.sqlite    one table: key, frame, when it was written; WAL, several processes at once
-        ...-wal, ...-shm                    SQLite's own
+    <store>/records/                           mode 0700, ours alone
+        records-v2-00000000-1b2c3d4e.sqlite    one table: key, frame, when it was written
+        ...-journal                            SQLite's own
 
-The file in use is that with the greatest name. A file that is no database any more is left lying, and one with the next
-number is begun; the older ones go. No name is ever used twice, so that a connection to a file that is gone, of this or
-another process, can't touch the files of the next one. Whoever uses a connection looks for the greatest name first, so
-a file that was removed (`mmcache store clear`) or replaced is let go of at once.
+The file in use is that of this FORMAT with the greatest name. A file that is no database any more is left lying, and
+one with the next number is begun; the older ones go. No name is ever used twice, so that a connection to a file that is
+gone, of this or another process, can't touch the files of the next one. Whoever uses a connection looks for the
+greatest name first, so a file that was removed (`mmcache store clear`) or replaced is let go of at once. Files of other
+formats belong to other versions of mmcache, which may be using them.
+
+Several processes use a file at once, with a rollback journal: a write-ahead log has an index in mapped memory, and who
+cuts that file off ends every process that has it mapped. Readers wait while a transaction is written, which takes no
+longer than copying it to the system: nothing waits for the disk. So a crash of the system may cost the file.
 """
 
 import logging
@@ -25,18 +30,20 @@ from secrets import token_hex
 from time import monotonic
 from typing import TypeVar
 
-from vllm_mmcache.errors import StoreUnusable
 from vllm_mmcache.features.directory import is_ours
 
 logger = logging.getLogger("vllm.mmcache")
 
-FORMAT = 1
+FORMAT = 2
+"""Of the file: raise it when the table or the way of using it changes. It is in the file's name, so that each version
+of mmcache has files of its own in a store; what a record means is in its key (framing.py)."""
 HUNG_S = 1.0
 """Work that takes longer hangs: nobody waits for its connection any more."""
 CACHE_KIB = 256
-MOST_WAL_BYTES = 4 * 1024**2
 
-_FILE = re.compile(r"records-([0-9]{8})-[0-9a-f]{8}\.sqlite")
+_FILE = re.compile(rf"records-v{FORMAT}-([0-9]{{8}})-[0-9a-f]{{8}}\.sqlite")
+_FILE_OF_ANY_FORMAT = re.compile(r"records(-v[0-9]+)?-[0-9]{8}-[0-9a-f]{8}\.sqlite")
+_OWN_FILES = ("-journal", "-wal", "-shm")  # of SQLite, beside a file of any format
 _NO_DATABASE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR})
 # Of a process that has forked: its connections must not be used here, nor closed.
 _inherited: list[sqlite3.Connection] = []
@@ -124,9 +131,9 @@ class Database:
             if version == 0:  # begun by somebody, and without a table so far
                 self._let_go()
                 return None
-            check_format(self._folder / name, version)
+            check_format(version)
         else:
-            make_table(self._folder / name, connection)
+            make_table(connection)
         return connection
 
     def _let_go(self) -> None:
@@ -164,6 +171,12 @@ def _is_own_file(entry: "os.DirEntry[str]") -> bool:
     return stat.S_ISREG(seen.st_mode) and seen.st_uid == os.geteuid()
 
 
+def names_of_others(folder: Path) -> list[str]:
+    """The names of the files of other formats. Raises: OSError, StoreUnusable."""
+    found = os.listdir(folder) if is_ours(folder) else []
+    return [name for name in found if _FILE_OF_ANY_FORMAT.fullmatch(name) and not _FILE.fullmatch(name)]
+
+
 def begin(folder: Path) -> str:
     """Make a file that is in use from now on, and remove all but the last one before it; returns its name.
 
@@ -174,8 +187,8 @@ def begin(folder: Path) -> str:
         folder.mkdir(mode=0o700, exist_ok=True)
         is_ours(folder)
     former = sorted(names(folder))
-    number = int(former[-1].split("-")[1]) + 1 if former else 0
-    name = f"records-{number:08}-{token_hex(4)}.sqlite"
+    number = int(former[-1].split("-")[2]) + 1 if former else 0
+    name = f"records-v{FORMAT}-{number:08}-{token_hex(4)}.sqlite"
     os.close(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     for older in former[:-1]:
         remove(folder / older)
@@ -185,11 +198,20 @@ def begin(folder: Path) -> str:
 def remove(file: Path) -> int:
     """Remove one database with SQLite's own files beside it; returns how many there were. Raises: OSError."""
     removed = 0
-    for path in (file, file.with_name(file.name + "-wal"), file.with_name(file.name + "-shm")):
+    for path in _with_own_files(file):
         with suppress(FileNotFoundError):
             path.unlink()
             removed += 1
     return removed
+
+
+def changed_s(file: Path) -> float:
+    """When a database was last written to, in seconds since the epoch; 0 where it is gone. Raises: OSError."""
+    last = 0.0
+    for path in _with_own_files(file):
+        with suppress(FileNotFoundError):
+            last = max(last, path.lstat().st_mtime)
+    return last
 
 
 def connect(file: Path, wait_s: float) -> sqlite3.Connection:
@@ -201,28 +223,25 @@ def connect(file: Path, wait_s: float) -> sqlite3.Connection:
         f"{file.as_uri()}?mode=rw", uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False
     )
     try:
-        # Not mapped: a mapped file that somebody cuts off kills the process that looks at it.
+        # Not mapped: a mapped file that somebody cuts off kills the process that looks at it. And what a transaction
+        # has changed is written at its end, all at once, since nobody can read meanwhile.
         connection.executescript(
-            f"PRAGMA mmap_size=0; PRAGMA cache_size=-{CACHE_KIB}; PRAGMA synchronous=NORMAL; "
-            f"PRAGMA journal_size_limit={MOST_WAL_BYTES};"
+            f"PRAGMA mmap_size=0; PRAGMA cache_size=-{CACHE_KIB}; PRAGMA cache_spill=OFF; PRAGMA synchronous=OFF;"
         )
+        (mode,) = connection.execute("PRAGMA journal_mode=TRUNCATE").fetchone()
+        if mode != "truncate":  # it is another program's, which uses it
+            raise sqlite3.DatabaseError(f"its journal_mode is {mode}")
     except sqlite3.Error:
         connection.close()
         raise
     return connection
 
 
-def make_table(file: Path, connection: sqlite3.Connection) -> None:
-    """Make the table, if there is none.
-
-    Raises: StoreUnusable where the file can't be used in our way; sqlite3.Error.
-    """
+def make_table(connection: sqlite3.Connection) -> None:
+    """Make the table, if there is none. Raises: sqlite3.Error, also where the file is not one of ours."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version == 0:
         connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
-        (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
-        if mode != "wal":
-            raise StoreUnusable(f"SQLite can't keep {file} in WAL mode here: use a store on a local disk")
         connection.executescript(
             f"""BEGIN IMMEDIATE;
             CREATE TABLE IF NOT EXISTS records(key BLOB PRIMARY KEY, frame BLOB NOT NULL, written_s INTEGER NOT NULL);
@@ -231,13 +250,14 @@ def make_table(file: Path, connection: sqlite3.Connection) -> None:
             COMMIT;"""
         )
         version = FORMAT
-    check_format(file, version)
+    check_format(version)
 
 
-def check_format(file: Path, version: int) -> None:
-    """Raises: StoreUnusable for a file that another version of mmcache has made."""
+def check_format(version: int) -> None:
+    """Raises: sqlite3.DatabaseError for a file that has our name, and is not what we wrote."""
     if version != FORMAT:
-        raise StoreUnusable(
-            f"{file} has format {version}, expected {FORMAT}: another version of mmcache uses it. Use another store, "
-            "or clear it with `mmcache store clear`"
-        )
+        raise sqlite3.DatabaseError(f"its user_version is {version}, expected {FORMAT}")
+
+
+def _with_own_files(file: Path) -> list[Path]:
+    return [file, *(file.with_name(file.name + ending) for ending in _OWN_FILES)]

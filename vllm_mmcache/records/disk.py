@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from vllm_mmcache.errors import StoreUnusable
 from vllm_mmcache.metrics import counters
@@ -27,6 +27,7 @@ WRITE_WAIT_S = 5.0
 # An eviction goes below the budget by this part, so that not every write needs one.
 SLACK = 0.1
 EVICTED_AT_ONCE = 100  # rows in one transaction
+VACUUMED_AT_ONCE = 256  # pages in one transaction
 ROW_BYTES = 128  # beside its frame: key, time, and their places in two indices
 
 T = TypeVar("T")
@@ -58,8 +59,9 @@ class DiskPlace(Place):
         self._writing_to = Database(self.folder, WRITE_WAIT_S, makes=True)
 
     def sweep(self) -> tuple[int, int]:
-        """Remove what is over, evict until the budget holds, and give the pages back. Also old files set aside.
+        """Remove what is over, evict until the budget holds, and give the pages back.
 
+        Files that were set aside, and those of other versions of mmcache, go when nobody wrote to them for `ttl_s`.
         Returns bytes in use, records evicted.
 
         Raises: one of `failures`, or Busy.
@@ -68,15 +70,18 @@ class DiskPlace(Place):
         def work(connection: sqlite3.Connection) -> tuple[int, int]:
             evicted = sum(removals(connection, int(over_s))) if self.ttl_s else 0
             evicted += self._make_room(connection, 0)
-            connection.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
+            while unused := pages(connection).unused:
+                connection.execute(f"PRAGMA incremental_vacuum({VACUUMED_AT_ONCE})").fetchall()
+                if pages(connection).unused >= unused:  # others have freed some meanwhile
+                    break
             return held_bytes(connection), evicted
 
         over_s = time.time() - self.ttl_s
         swept = self._run(work) or (0, 0)
-        for name in sorted(database.names(self.folder))[:-1] if self.ttl_s else ():
-            with suppress(FileNotFoundError):
-                if (self.folder / name).lstat().st_mtime < over_s:
-                    database.remove(self.folder / name)
+        former = [*sorted(database.names(self.folder))[:-1], *database.names_of_others(self.folder)]
+        for name in former if self.ttl_s else ():
+            if database.changed_s(self.folder / name) < over_s:
+                database.remove(self.folder / name)
         return swept
 
     def check(self) -> tuple[int, int, str | None]:
@@ -117,7 +122,8 @@ class DiskPlace(Place):
         Returns the number of files. Raises: OSError, StoreUnusable.
         """
         self.close()  # a file that is open takes its room still
-        removed = sum(database.remove(self.folder / name) for name in database.names(self.folder))
+        names = [*database.names(self.folder), *database.names_of_others(self.folder)]
+        removed = sum(database.remove(self.folder / name) for name in names)
         with suppress(OSError):
             self.folder.rmdir()
         return removed
@@ -207,8 +213,21 @@ def removals(connection: sqlite3.Connection, before_s: int = 2**62) -> Iterator[
         yield num_rows
 
 
+class Pages(NamedTuple):
+    """What a file is made of: how many pages, how many of them hold nothing, and the bytes of each."""
+
+    num: int
+    unused: int
+    num_bytes: int
+
+
+def pages(connection: sqlite3.Connection) -> Pages:
+    """The pages of the file now."""
+    names = ("page_count", "freelist_count", "page_size")
+    return Pages(*(int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in names))
+
+
 def held_bytes(connection: sqlite3.Connection) -> int:
     """Bytes of the pages in use."""
-    names = ("page_count", "freelist_count", "page_size")
-    pages, unused, size = (int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in names)
-    return (pages - unused) * size
+    found = pages(connection)
+    return (found.num - found.unused) * found.num_bytes

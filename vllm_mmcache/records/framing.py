@@ -11,11 +11,15 @@ from blake3 import blake3
 MAX_VALUE_BYTES = 64 * 1024
 """A larger value is not kept."""
 
-_FORMAT = b"mmcr\x01"
+FORMAT = 1
+"""Of frames: raise it when their bytes change. It is in every key, so that no version meets another one's frames; what
+a value means has a number of its own for each kind of record, among the fields of the key."""
+
+_MAGIC = b"mmcr%c" % FORMAT
 _DIGEST_BYTES = 32
-HEAD_BYTES = len(_FORMAT) + _DIGEST_BYTES
-_KEY_CONTEXT = "vllm-mmcache record key 1"
-_FRAME_CONTEXT = "vllm-mmcache record frame 1"
+HEAD_BYTES = len(_MAGIC) + _DIGEST_BYTES
+_KEY_CONTEXT = f"vllm-mmcache record key {FORMAT}"
+_FRAME_CONTEXT = f"vllm-mmcache record frame {FORMAT}"
 
 
 def key(kind: str, *fields: str | bytes) -> bytes:
@@ -33,13 +37,13 @@ def key(kind: str, *fields: str | bytes) -> bytes:
 
 def frame(key: bytes, value: bytes) -> bytes:
     """`value` as it is kept under `key`, HEAD_BYTES longer."""
-    return b"".join((_FORMAT, _digest(key, value), value))
+    return b"".join((_MAGIC, _digest(key, value), value))
 
 
 def unframe(key: bytes, framed: bytes) -> bytes | None:
     """The value; None for anything but a whole frame of `key`."""
     value = framed[HEAD_BYTES:]
-    return value if framed[:HEAD_BYTES] == _FORMAT + _digest(key, value) else None
+    return value if framed[:HEAD_BYTES] == _MAGIC + _digest(key, value) else None
 
 
 def _digest(key: bytes, value: bytes) -> bytes:

@@ -15,11 +15,11 @@ from vllm_mmcache.features.breaker import Breaker
 from vllm_mmcache.features.nodes import LONGEST_REST_S, MAX_TIMEOUTS, NodeAway, Nodes
 from vllm_mmcache.features.remote import FIRST_REST_S, WRITE_TIMEOUT_S
 from vllm_mmcache.places import error_without_secrets, without_secrets
-from vllm_mmcache.records.framing import HEAD_BYTES, MAX_VALUE_BYTES
+from vllm_mmcache.records.framing import FORMAT, HEAD_BYTES, MAX_VALUE_BYTES
 from vllm_mmcache.records.place import Place
 from vllm_mmcache.sealing import CLEAR, Clear
 
-PREFIX = "mmcache:records:1:"
+PREFIX = f"mmcache:records:{FORMAT}:"
 
 
 class RemotePlace(Place):

@@ -7,6 +7,10 @@ from vllm_mmcache.upstream.hooks import TESTED_VLLM, Hook
 
 _hook = partial(Hook, vllm=TESTED_VLLM)
 
+_REMOVE = "vLLM takes images out of bodies itself, which are megabytes of text to parse and copy (44688)"
+_MEDIA_WHY = "a refusal is asked for again with the body as it came, but none whose images were fetched and opened"
+_MEDIA_UPSTREAM = "none: no answer says whether its request's images were fetched"
+
 BODIES: tuple[Hook, ...] = (
     _hook(
         name="lifted_bodies.engine",
@@ -18,6 +22,28 @@ BODIES: tuple[Hook, ...] = (
         args_used=(),
         why="a refusal is asked for again with the body as it came, but none that the engine has generated for",
         upstream="none: no answer says whether its request reached the engine",
-        remove_when="vLLM takes images out of bodies itself, which are megabytes of text to parse and copy (44688)",
+        remove_when=_REMOVE,
+    ),
+    _hook(
+        name="lifted_bodies.media",
+        group="lifted_bodies",
+        target="vllm.multimodal.media.connector:MediaConnector.load_from_url",
+        make="vllm_mmcache.lifted_bodies.server:tell_layer_of_media",
+        process="api",
+        args_used=(),
+        why=_MEDIA_WHY,
+        upstream=_MEDIA_UPSTREAM,
+        remove_when=_REMOVE,
+    ),
+    _hook(
+        name="lifted_bodies.media_async",
+        group="lifted_bodies",
+        target="vllm.multimodal.media.connector:MediaConnector.load_from_url_async",
+        make="vllm_mmcache.lifted_bodies.server:tell_layer_of_media",
+        process="api",
+        args_used=(),
+        why=_MEDIA_WHY,
+        upstream=_MEDIA_UPSTREAM,
+        remove_when=_REMOVE,
     ),
 )

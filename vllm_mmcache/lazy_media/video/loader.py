@@ -27,6 +27,9 @@ from vllm_mmcache.lifted_bodies.payload import content_id_of
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.upstream import installed, vllm_version
 
+FORMAT = 2
+"""Of records of videos, in their key: raise it when what is kept of one means something else, or is another layout."""
+
 Load = Callable[[Any], Any]
 """Stock's way to open the bytes, given a loader."""
 
@@ -121,7 +124,8 @@ def _key(content_id: bytes, instance: Any, is_text: bool) -> Key | None:
     kinds = tuple(f"{type(loader).__module__}.{type(loader).__qualname__}" for loader in loaders)
     of_images = images.image_mode, images.rgba_background_color, envs.VLLM_MAX_IMAGE_PIXELS
     # A client's arguments may be long, the key must not be.
-    return Key(content_id, (*kinds, is_text, tenant.digest(arguments.encode(), None), *of_images, _made_by()))
+    of_request = is_text, tenant.digest(arguments.encode(), None)
+    return Key(content_id, (FORMAT, rooms.is_on("identity"), *kinds, *of_request, *of_images, _made_by()))
 
 
 @cache

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an item record and a model's features depend on beside the image: each thing that changes makes another key."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm.version
+from vllm.config import ModelConfig
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from vllm_mmcache import rooms
+from vllm_mmcache.features import vllm_facts
+from vllm_mmcache.features.digests import inputs_digest
+from vllm_mmcache.features.vllm_facts import facts_of
+from vllm_mmcache.pixels import renderer
+from vllm_mmcache.pixels.renderer import item_facts
+from vllm_mmcache.zoo.build import ZooOptions, token_ids, write_all_but_weights
+from vllm_mmcache.zoo.catalogue import BY_NAME
+from vllm_mmcache.zoo.tokenizer import tokenizer_json
+
+MAX_PIXELS = 64 * 64
+
+
+def configuration(directory: Path, **more: Any) -> ModelConfig:
+    return ModelConfig(model=str(directory), dtype="float32", max_model_len=1024, **more)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's directory without weights, which no processor reads."""
+    directory = tmp_path_factory.mktemp("model") / "model"
+    directory.mkdir()
+    family = BY_NAME["qwen3-vl"]
+    text, ids, _ = tokenizer_json(family)
+    assert ids == token_ids(text)
+    write_all_but_weights(family, directory, ZooOptions(), text, ids)
+    return directory
+
+
+class Made:
+    """A model's directory, its configuration, and vLLM's processor, as a server has them at start."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.config = configuration(directory)
+        self.processor: Any = MULTIMODAL_REGISTRY.create_processor(self.config)
+
+    def read_again(self, **more: Any) -> None:
+        """As a server does that starts now."""
+        self.config = configuration(self.directory, **more)
+
+    def edit(self, name: str, **fields: Any) -> None:
+        path = self.directory / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+        self.read_again()
+
+    def items(self) -> dict[str, str]:
+        """Of item records."""
+        return item_facts(self.config, self.processor)
+
+    def features(self) -> dict[str, str]:
+        """Of features, in the worker."""
+        parallel = SimpleNamespace(tensor_parallel_size=1)
+        return facts_of(SimpleNamespace(model_config=self.config, parallel_config=parallel), torch.device("cpu"))
+
+
+@pytest.fixture
+def made(written: Path, tmp_path: Path) -> Made:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for path in written.iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    return Made(directory)
+
+
+Change = Callable[[Made, pytest.MonkeyPatch], object]
+
+
+def attribute(name: str, value: Any) -> Change:
+    return lambda made, monkeypatch: setattr(made.config, name, value)
+
+
+def of_multimodal(name: str, value: Any) -> Change:
+    def change(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+        made.config.multimodal_config = copy.copy(made.config.multimodal_config)
+        assert getattr(made.config.multimodal_config, name) != value
+        monkeypatch.setattr(made.config.multimodal_config, name, value)
+
+    return change
+
+
+def another(distribution: str) -> Change:
+    """Another version of it is installed."""
+
+    def change(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = vllm_facts.installed
+        monkeypatch.setattr(vllm_facts, "installed", lambda name: "another" if name == distribution else before(name))
+
+    return change
+
+
+def add_token(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = made.directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"][0]["content"] += "x"
+    path.write_text(json.dumps(content))
+
+
+def bring_code(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    (made.directory / "processing.py").write_text("SIZE = 1")
+    made.read_again(trust_remote_code=True)
+
+
+def change_size(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.edit("preprocessor_config.json", size={"shortest_edge": 1024, "longest_edge": MAX_PIXELS})
+
+
+def change_videos(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.processor.info.get_hf_processor().video_processor.fps = 7
+
+
+def another_class(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.processor.__class__ = type("Another", (type(made.processor),), {})
+
+
+def to_another_directory(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer of its own, elsewhere."""
+    elsewhere = made.directory.parent / "tokenizer"
+    elsewhere.mkdir()
+    (elsewhere / "tokenizer.json").write_text("{}")
+    made.config.tokenizer = str(elsewhere)
+
+
+def identity_off(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms, "is_on", lambda room: room != "identity")
+
+
+CHANGES: dict[str, tuple[Change, set[str], bool]] = {
+    # what changes -> (how, the fields of an item record's key that do, whether features have another key, too)
+    "the format": (lambda made, patch: patch.setattr(renderer, "FORMAT", 99), {"format"}, False),
+    "identity": (identity_off, {"identity"}, False),
+    "tokenizer.json": (add_token, {"files", "tokenizer"}, False),
+    "tokenizer_config.json": (
+        lambda made, patch: made.edit("tokenizer_config.json", eos_token="x"), {"files", "tokenizer"}, False,
+    ),
+    "the tokenizer's directory": (to_another_directory, {"tokenizer"}, False),
+    "the tokenizer's mode": (attribute("tokenizer_mode", "slow"), {"tokenizer mode"}, False),
+    "tokenizers": (another("tokenizers"), {"tokenizer mode"}, False),
+    "preprocessor_config.json": (change_size, {"settings", "files", "tokenizer"}, True),
+    "a file of the processor": (
+        lambda made, patch: (made.directory / "processor_config.json").write_text("{}"), {"files", "tokenizer"}, False,
+    ),
+    "config.json": (
+        lambda made, patch: made.edit("config.json", vision_start_token_id=7), {"config", "files", "tokenizer"}, True,
+    ),
+    "code of its own": (bring_code, {"own code", "files", "tokenizer"}, True),
+    "--mm-processor-kwargs": (of_multimodal("mm_processor_kwargs", {"max_pixels": MAX_PIXELS}), {"given"}, True),
+    "--media-io-kwargs": (of_multimodal("media_io_kwargs", {"image": {"image_mode": "L"}}), {"loading"}, True),
+    "--mm-device-do-normalize": (of_multimodal("mm_device_do_normalize", False), {"normalized on the device"}, True),
+    "--mm-hasher-algorithm": (of_multimodal("mm_hasher_algorithm", "sha512"), {"names"}, True),
+    "--revision": (attribute("revision", "b"), {"code"}, True),
+    "--code-revision": (attribute("code_revision", "b"), {"code"}, True),
+    "--dtype": (attribute("dtype", torch.float16), {"dtype"}, True),
+    "the settings for videos": (change_videos, {"videos"}, False),
+    "what decodes videos": (another("opencv-python-headless"), {"videos"}, False),
+    "the processor's class": (another_class, {"processor"}, False),
+    "pillow": (another("pillow"), {"made by"}, True),
+    "numpy": (another("numpy"), {"made by"}, True),
+    "torchvision": (another("torchvision"), {"made by"}, True),
+    "transformers": (another("transformers"), {"made by"}, True),
+    "torch": (lambda made, patch: patch.setattr(torch, "__version__", "another"), {"torch"}, True),
+    "vllm": (lambda made, patch: patch.setattr(vllm.version, "__version__", "another"), {"vllm"}, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_the_meaning_is_in_the_key(name: str, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, changed, of_features = CHANGES[name]
+    items, features = made.items(), made.features()
+    assert (made.items(), made.features()) == (items, features)  # the control
+    change(made, monkeypatch)
+    now = made.items()
+    assert {field for field in {**items, **now} if items.get(field) != now.get(field)} == changed
+    assert inputs_digest(now) != inputs_digest(items)
+    assert (made.features() != features) == of_features
+
+
+def test_every_field_has_a_change(made: Made) -> None:
+    """A field that nothing here changes could be left out, and no test would fail."""
+    covered = set().union(*(changed for _, changed, _ in CHANGES.values()))
+    assert covered == {*made.items(), "own code"}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "chat_template.jinja", "generation_config.json", "README.md"])
+def test_what_says_nothing_of_an_item_is_not_in_the_key(name: str, made: Made) -> None:
+    before = made.items()
+    (made.directory / name).write_text("another")
+    assert made.items() == before
+
+
+def test_a_model_whose_files_are_not_found_is_another_one_each_time(made: Made) -> None:
+    made.config.tokenizer = "somebody/of-the-hub-that-is-not-there"
+    first, second = made.items(), made.items()
+    assert first["tokenizer"] != second["tokenizer"]
+    assert first["files"] == second["files"]
