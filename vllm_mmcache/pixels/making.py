@@ -12,8 +12,13 @@ from vllm.tokenizers import cached_tokenizer_from_config, maybe_make_thread_pool
 
 from vllm_mmcache.lazy_media import origin
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.pixels.item import is_deferred, undo
+from vllm_mmcache.pixels.item import is_deferred, small_fields, undo
 from vllm_mmcache.pixels.processing import process
+from vllm_mmcache.pixels.record import digest_of, encode
+
+
+class Refuted(ValueError):
+    """An item is not what its record says."""
 
 
 class Maker:
@@ -25,10 +30,15 @@ class Maker:
         self._lock = threading.Lock()
 
     def make(self, item: MultiModalKwargsItem) -> MultiModalKwargsItem:
-        """The item that the API server's processor would have made. Raises: what vLLM raises for broken bytes."""
-        modality, opened, arguments = undo(item)
-        made, _ = process(self._processor_here(), modality, origin.load(opened), arguments)
+        """The item that the API server's processor would have made.
+
+        Raises: Refuted where its record was not its own; what vLLM raises for broken bytes.
+        """
+        modality, opened, arguments, digest = undo(item)
+        made, updates = process(self._processor_here(), modality, origin.load(opened), arguments)
         counters.PIXELS_MADE.add()
+        if digest_of(encode(small_fields(made)), updates) != digest:
+            raise Refuted(f"the processor makes something else of this {modality} than its record says")
         return made
 
     def complete(self, item: MultiModalKwargsItem) -> MultiModalKwargsItem:

@@ -8,16 +8,16 @@ processed as it always was, and fails as it always did. Nothing is deferred unle
 
 import asyncio
 import contextvars
+import json
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import msgspec
-
 from vllm_mmcache import background, records, rooms
+from vllm_mmcache.bounded import Bounded, Budget
 from vllm_mmcache.features.digests import inputs_digest
 from vllm_mmcache.features.vllm_facts import processor_facts
 from vllm_mmcache.guarded import guarded
@@ -26,15 +26,26 @@ from vllm_mmcache.lazy_media.video.recorded import RecordedVideo
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.pixels.cache import Ready, ReadyCache
 from vllm_mmcache.pixels.item import Arguments, defer, is_deferred
-from vllm_mmcache.pixels.processing import Processed, inputs_of, is_for_one, process, use_one_core
-from vllm_mmcache.pixels.record import describe, restore
+from vllm_mmcache.pixels.processing import (
+    Processed,
+    inputs_of,
+    is_for_one,
+    process,
+    process_blank,
+    updates_of,
+    use_one_core,
+)
+from vllm_mmcache.pixels.record import FORMAT, Kinds, are_equal, digest_of, num_tokens_of
 from vllm_mmcache.upstream import report
 
 logger = logging.getLogger("vllm.mmcache")
 
 MOST_THREADS = 8
+KNOWN = Budget(64, 64 * 1024**2)  # sizes of images whose placeholders are at hand
 
-_FORMAT = "1"  # of item records
+Placeholders = tuple[Sequence[Any], bytes]
+"""How vLLM changes the prompt for one item, and the digest of what its record says."""
+
 _SIDE = "_mmcache_pixels"
 
 
@@ -69,7 +80,10 @@ class Side:
         self.cache = ReadyCache(cache)
         self._processor = processor
         self._algorithm = processor.info.ctx.get_mm_config().mm_hasher_algorithm
-        self._facts = inputs_digest({"format": _FORMAT, **processor_facts(model_config, processor)})
+        self._max_tokens = int(model_config.max_model_len)
+        self._facts = inputs_digest({"format": str(FORMAT), **processor_facts(model_config, processor)})
+        self._kinds: dict[str, Kinds | None] = {}
+        self._known: Bounded[tuple[Any, ...], Placeholders] = Bounded(lambda: KNOWN, KNOWN.size_bytes // KNOWN.entries)
         num_threads = max(1, min(MOST_THREADS, len(background.cores())))
         self._pool = ThreadPoolExecutor(num_threads, "mmcache-pixels", use_one_core)
         self._lock = threading.Lock()
@@ -125,30 +139,69 @@ class Side:
         (mm_hash,) = self._processor._get_mm_hashes(inputs)[asked.modality]
         if self.cache.is_kept(mm_hash):
             return None
-        processed = self.cache.lent(mm_hash) or self._deferred(asked, mm_hash) or self._processed(asked, mm_hash)
+        processed = (
+            self.cache.lent(mm_hash)
+            or self._deferred(asked, inputs, mm_hash)
+            or self._processed(asked, inputs, mm_hash)
+        )
         asked.media.processor = "deferred" if is_deferred(processed[0]) else "run"
         return mm_hash, processed
 
     def _plain(self, asked: Asked) -> tuple[Any, ...]:
         return self._processor, asked.modality, asked.media, asked.name, asked.arguments, asked.loading
 
-    def _deferred(self, asked: Asked, mm_hash: str) -> Processed | None:
+    def _deferred(self, asked: Asked, inputs: Any, mm_hash: str) -> Processed | None:
         """The item without its pixels, if it may go without and its record is known."""
-        if asked.media.origin is None or not may_defer():
+        if asked.media.origin is None or not may_defer() or self.cache.is_refuted(mm_hash):
             return None
-        record = records.current().get(self._key(asked.modality, mm_hash))
-        if record is None:
-            return None
+        key = self._key(asked.modality, mm_hash)
+        processed = records.current().read(key, lambda record: self._restored(asked, inputs, record))
+        if processed is not None:
+            counters.ITEMS_DEFERRED.add()
+        return processed
+
+    def _restored(self, asked: Asked, inputs: Any, record: bytes) -> Processed | None:
+        """The item of a record; None for what can be none of this image, whatever somebody has put there."""
+        assert asked.media.origin is not None
         try:
-            small, updates = restore(record)
-            item = defer(small, asked.modality, asked.media.origin, asked.arguments)
-        except (msgspec.MsgspecError, TypeError, ValueError, KeyError) as error:
+            small = self._kinds_of(asked.modality).restore(record)
+            updates, digest = self._placeholders(asked, inputs, record, small)
+            return defer(small, asked.modality, asked.media.origin, asked.arguments, digest), updates
+        except Exception as error:  # a model's own code may raise anything for fields that it never made
             logger.debug("mmcache: an image is processed although it has a record: %s", error)
             return None
-        counters.ITEMS_DEFERRED.add()
-        return item, updates
 
-    def _processed(self, asked: Asked, mm_hash: str) -> Processed:
+    def _placeholders(self, asked: Asked, inputs: Any, record: bytes, small: Any) -> Placeholders:
+        """How the prompt changes for an item, and the digest of all that its record says.
+
+        Images of one size are alike: they are asked about once. Raises: ValueError where no prompt can hold them; what
+        a model's own code raises for fields that it never made.
+        """
+        same = None
+        if isinstance(asked.media, RecordedMedia):
+            same = record, asked.media.record.size, asked.media.record.mode, json.dumps(dict(asked.arguments))
+            if (known := self._known.get(same)) is not None:
+                return known
+        updates = updates_of(self._processor, inputs, small)
+        if not 0 < num_tokens_of(updates) <= self._max_tokens:
+            raise ValueError(f"{num_tokens_of(updates)} placeholders, a prompt has {self._max_tokens} at most")
+        found = updates, digest_of(record, updates)
+        return found if same is None else self._known.admit(same, found)
+
+    def _kinds_of(self, modality: str) -> Kinds:
+        """What the model's items look like. Raises: LookupError for a model that can't be asked."""
+        if modality not in self._kinds:
+            try:
+                item, updates = process_blank(self._processor, modality, self._max_tokens)
+                self._kinds[modality] = Kinds(item, num_tokens_of(updates), self._max_tokens)
+            except Exception:  # of a model's own code; nothing is said of its items, then
+                logger.debug("mmcache: no records of %ss are kept", modality, exc_info=True)
+                self._kinds[modality] = None
+        if (kinds := self._kinds[modality]) is None:
+            raise LookupError(f"the processor makes nothing of a blank {modality}")
+        return kinds
+
+    def _processed(self, asked: Asked, inputs: Any, mm_hash: str) -> Processed:
         """The item as vLLM's processor makes it; once where several requests want it at a time."""
         with self._lock:
             under_way = self._under_way.get(mm_hash)
@@ -159,7 +212,7 @@ class Side:
         try:
             processed = process(self._processor, asked.modality, asked.media, asked.arguments)
             counters.ITEMS_PROCESSED.add()
-            self._keep_record(asked, mm_hash, processed)
+            self._keep_record(asked, inputs, mm_hash, processed)
             mine.set_result(processed)
         except BaseException as error:
             mine.set_exception(error)
@@ -169,14 +222,20 @@ class Side:
                 del self._under_way[mm_hash]
         return processed
 
-    def _keep_record(self, asked: Asked, mm_hash: str, processed: Processed) -> None:
-        """Of an item that could go without its pixels the next time."""
+    def _keep_record(self, asked: Asked, inputs: Any, mm_hash: str, processed: Processed) -> None:
+        """Of an item that could go without its pixels the next time, and would then be the same."""
         if asked.media.origin is None or not rooms.is_on("identity"):
             return
         with guarded("pixels"):
-            record = describe(*processed)
-            if record is not None:
+            item, updates = processed
+            try:
+                record = self._kinds_of(asked.modality).describe(item)
+            except LookupError:
+                return
+            restored = None if record is None else self._restored(asked, inputs, record)
+            if record is not None and restored is not None and are_equal(restored[1], updates):
                 records.current().put(self._key(asked.modality, mm_hash), record)
+                self.cache.trust(mm_hash)
 
     def _key(self, modality: str, mm_hash: str) -> bytes:
         return records.key("item", self._facts, modality, mm_hash)
