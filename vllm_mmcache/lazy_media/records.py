@@ -38,7 +38,7 @@ _Plain = bool | Number | float | Text | None
 _Nested = _Plain | Annotated[list[_Plain], Meta(max_length=64)]
 _Setting = _Plain | Annotated[list[_Nested], Meta(max_length=64)]
 # What vLLM's hasher gives: hex digits.
-_MmHash = Annotated[str, Meta(pattern="^[0-9a-f]{32,128}$")]
+_MmHash = Annotated[str, Meta(pattern="^[0-9a-f]{32,128}\\Z")]
 _Question = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=9)]
 
 

@@ -2,6 +2,7 @@
 """Makes the pixels of deferred items with vLLM's own loader and processor. Engine and worker processes, any thread."""
 
 import copy
+import logging
 import threading
 import time
 from typing import Any
@@ -13,8 +14,10 @@ from vllm.tokenizers import cached_tokenizer_from_config, maybe_make_thread_pool
 from vllm_mmcache.lazy_media import origin
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.pixels.item import is_deferred, small_fields, undo
-from vllm_mmcache.pixels.processing import process
+from vllm_mmcache.pixels.processing import process, process_blank
 from vllm_mmcache.pixels.record import digest_of, encode
+
+logger = logging.getLogger("vllm.mmcache")
 
 
 class Refuted(ValueError):
@@ -34,22 +37,37 @@ class Maker:
 
         Raises: Refuted where its record was not its own; what vLLM raises for broken bytes.
         """
+        made, is_as_recorded = self._make(item)
+        if not is_as_recorded:
+            raise Refuted("the processor makes something else of it than its record says")
+        return made
+
+    def complete(self, item: MultiModalKwargsItem) -> tuple[MultiModalKwargsItem, bool]:
+        """The same for an item that must have its pixels now, in a step, and whether it is as it was recorded.
+
+        One that has them is as it was. Where nobody can make them it is a blank one: a step must not fail.
+        """
+        if not is_deferred(item):
+            return item, True
+        start = time.perf_counter()
+        try:
+            made, is_as_recorded = self._make(item)
+        except Exception as error:  # of vLLM's loader or of a model's processor
+            logger.error(
+                "mmcache: an image is shown to the model as a blank one: no pixels of it can be made: %s", error
+            )
+            processor = self._processor_here()
+            made, _ = process_blank(processor, undo(item)[0], self._model_config.max_model_len)
+            is_as_recorded = False
+        counters.PIXELS_MADE_LATE.add()
+        counters.PIXELS_LATE_SECONDS.add(time.perf_counter() - start)
+        return made, is_as_recorded
+
+    def _make(self, item: MultiModalKwargsItem) -> tuple[MultiModalKwargsItem, bool]:
         modality, opened, arguments, digest = undo(item)
         made, updates = process(self._processor_here(), modality, origin.load(opened), arguments)
         counters.PIXELS_MADE.add()
-        if digest_of(encode(small_fields(made)), updates) != digest:
-            raise Refuted(f"the processor makes something else of this {modality} than its record says")
-        return made
-
-    def complete(self, item: MultiModalKwargsItem) -> MultiModalKwargsItem:
-        """The same for an item that must have its pixels now, in a step; one that has them is as it was."""
-        if not is_deferred(item):
-            return item
-        start = time.perf_counter()
-        made = self.make(item)
-        counters.PIXELS_MADE_LATE.add()
-        counters.PIXELS_LATE_SECONDS.add(time.perf_counter() - start)
-        return made
+        return made, digest_of(encode(small_fields(made)), updates) == digest
 
     def _processor_here(self) -> Any:
         with self._lock:

@@ -75,6 +75,24 @@ def process_blank(processor: Any, modality: str, max_tokens: int) -> Processed:
     return made.kwargs[modality][0], made.prompt_updates[modality][0]
 
 
+def patches_of_a_side(processor: Any) -> int:
+    """How many patches a token has along each side, as Transformers' processors of grids say; 1 where none does."""
+    found = getattr(getattr(processor.info.get_hf_processor(), "image_processor", None), "merge_size", None)
+    return found if type(found) is int and found > 0 else 1
+
+
+def embeds_by_size(processor: Any, size: tuple[int, int]) -> int | None:
+    """How many embeddings an image of that size has by Transformers' own reckoning; None where it can't reckon.
+
+    Units: size is (width, height) in pixels.
+    """
+    try:
+        told = processor.info.get_hf_processor()._get_num_multimodal_tokens(image_sizes=[size[::-1]])
+        return int(told.num_image_tokens[0])
+    except Exception:  # not every processor has it, and those that have it differ
+        return None
+
+
 def use_one_core() -> None:
     """To be called by a thread of ours that processes. A team of OpenMP's in it would slow down the model's own.
 

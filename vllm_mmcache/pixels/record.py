@@ -70,13 +70,15 @@ _DECODER = msgspec.msgpack.Decoder(_Record)  # without a hook for extension type
 class Kinds:
     """What the small fields of a model's items look like, by an item that its own processor has made.
 
-    num_tokens are that item's placeholders, max_tokens the longest prompt of the model.
+    num_tokens are that item's placeholders, max_tokens the longest prompt of the model. merge: patches that a token
+    has along each side, of models with grids of patches.
     """
 
-    def __init__(self, item: MultiModalKwargsItem, num_tokens: int, max_tokens: int) -> None:
+    def __init__(self, item: MultiModalKwargsItem, num_tokens: int, max_tokens: int, merge: int = 1) -> None:
         self._item = item
         self._needed = frozenset(name for name, elem in item.items() if elem.field.keep_on_cpu)
         self._num_tokens = max(1, num_tokens)
+        self._merge = merge
         self._sizes = {name: _size(elem.data) for name, elem in item.items()}
         self.max_tokens = max_tokens
         """Of a prompt."""
@@ -132,6 +134,12 @@ class Kinds:
         grown = math.prod(max(1.0, _size(elem.data) / max(1.0, self._sizes[name])) for name, elem in small.items())
         if self._num_tokens * grown > max(_MOST_TOKENS, _MARGIN * self.max_tokens):
             raise ValueError("sizes of an item that no prompt of this model can hold")
+        for name, elem in small.items():
+            # Models round in more than one way what is no whole number of tokens, and would disagree with themselves.
+            if name.endswith("grid_thw") and isinstance(elem.data, torch.Tensor):
+                grid = elem.data.reshape(-1, 3)
+                if bool((grid < 1).any()) or bool((grid[:, 1:] % self._merge).any()):
+                    raise ValueError(f"a grid of {grid.tolist()} patches, {self._merge} to a side of a token")
 
 
 def encode(small: MultiModalKwargsItem) -> bytes:
@@ -152,6 +160,12 @@ def digest_of(record: bytes, updates: Updates) -> bytes:
 def num_tokens_of(updates: Updates) -> int:
     """How many placeholder tokens an item has."""
     return sum(len(update.content.full) for update in updates)
+
+
+def num_embeds_of(updates: Updates) -> int:
+    """How many of them get an embedding of the item's."""
+    contents = [update.content for update in updates]
+    return sum(len(one.full) if one.is_embed is None else int(one.is_embed(one.full).sum()) for one in contents)
 
 
 def are_equal(some: Updates, others: Updates) -> bool:

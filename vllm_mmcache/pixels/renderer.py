@@ -27,15 +27,18 @@ from vllm_mmcache.metrics import counters
 from vllm_mmcache.pixels.cache import Ready, ReadyCache
 from vllm_mmcache.pixels.item import Arguments, defer, is_deferred
 from vllm_mmcache.pixels.processing import (
+    BLANK_PIXELS,
     Processed,
+    embeds_by_size,
     inputs_of,
     is_for_one,
+    patches_of_a_side,
     process,
     process_blank,
     updates_of,
     use_one_core,
 )
-from vllm_mmcache.pixels.record import FORMAT, Kinds, are_equal, digest_of, num_tokens_of
+from vllm_mmcache.pixels.record import FORMAT, Kinds, are_equal, digest_of, num_embeds_of, num_tokens_of
 from vllm_mmcache.upstream import report
 
 logger = logging.getLogger("vllm.mmcache")
@@ -83,6 +86,8 @@ class Side:
         self._max_tokens = int(model_config.max_model_len)
         self._facts = inputs_digest({"format": str(FORMAT), **processor_facts(model_config, processor)})
         self._kinds: dict[str, Kinds | None] = {}
+        # Transformers' reckoning knows nothing of arguments, and is asked no more where it was wrong once.
+        self._may_reckon = not model_config.multimodal_config.mm_processor_kwargs
         self._known: Bounded[tuple[Any, ...], Placeholders] = Bounded(lambda: KNOWN, KNOWN.size_bytes // KNOWN.entries)
         num_threads = max(1, min(MOST_THREADS, len(background.cores())))
         self._pool = ThreadPoolExecutor(num_threads, "mmcache-pixels", use_one_core)
@@ -185,15 +190,29 @@ class Side:
         updates = updates_of(self._processor, inputs, small)
         if not 0 < num_tokens_of(updates) <= self._max_tokens:
             raise ValueError(f"{num_tokens_of(updates)} placeholders, a prompt has {self._max_tokens} at most")
+        if self._is_of_another_size(asked, updates):
+            raise ValueError(f"{num_embeds_of(updates)} embeddings, which an image of this size has not")
         found = updates, digest_of(record, updates)
         return found if same is None else self._known.admit(same, found)
+
+    def _is_of_another_size(self, asked: Asked, updates: Sequence[Any]) -> bool:
+        """Whether these are not the placeholders of an image of that size, as far as somebody can tell."""
+        if not self._may_reckon or asked.arguments or not isinstance(asked.media, RecordedMedia):
+            return False
+        reckoned = embeds_by_size(self._processor, asked.media.record.size)
+        return reckoned is not None and reckoned != num_embeds_of(updates)
 
     def _kinds_of(self, modality: str) -> Kinds:
         """What the model's items look like. Raises: LookupError for a model that can't be asked."""
         if modality not in self._kinds:
             try:
                 item, updates = process_blank(self._processor, modality, self._max_tokens)
-                self._kinds[modality] = Kinds(item, num_tokens_of(updates), self._max_tokens)
+                if modality == "image":
+                    reckoned = embeds_by_size(self._processor, (BLANK_PIXELS, BLANK_PIXELS))
+                    self._may_reckon = self._may_reckon and reckoned == num_embeds_of(updates)
+                self._kinds[modality] = Kinds(
+                    item, num_tokens_of(updates), self._max_tokens, patches_of_a_side(self._processor)
+                )
             except Exception:  # of a model's own code; nothing is said of its items, then
                 logger.debug("mmcache: no records of %ss are kept", modality, exc_info=True)
                 self._kinds[modality] = None
@@ -228,6 +247,7 @@ class Side:
             return
         with guarded("pixels"):
             item, updates = processed
+            self._may_reckon = self._may_reckon and not self._is_of_another_size(asked, updates)
             try:
                 record = self._kinds_of(asked.modality).describe(item)
             except LookupError:
