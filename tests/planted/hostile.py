@@ -195,9 +195,11 @@ def video_record(chance: Random, good: bytes, marker: Marker) -> bytes:
 
     frames, height, width, channels = about["shape"]
     shapes = (
-        [], [1], [frames, height], [0, height, width, channels], [-1, height, width, channels], [frames, height, width, 0],
+        [], [1], [frames, height], [0, height, width, channels], [-1, height, width, channels],
+        [frames, height, width, 0],
         [2**40, height, width, channels], [2**29, height, width, channels], [frames, width, height + 1, channels],
-        [frames, height, width, channels, 1], [True, height, width, channels], "x", None, [[1]], [1.5, height, width, 3],
+        [frames, height, width, channels, 1], [True, height, width, channels], "x", None, [[1]],
+        [1.5, height, width, 3],
     )  # fmt: skip
     bad = (float("nan"), float("inf"), 1e300, 10**40, -(10**20), {"a": 1}, [[1]], "x" * 999, [0] * 9000)
     texts = (
@@ -262,7 +264,8 @@ def package(chance: Random, identity: Identity, shape: Shape, features: bytes, m
     who = {name: getattr(identity, name) for name in ("content_id", "model", "processor", "dtype", "layout")}
     name = chance.choice(tuple(who))
     sizes = (
-        [2**60, 2**60], [10**4000, 1], [-1, shape.width], [0, 0], [True, shape.width], [shape.num_tokens], [], "x", None,
+        [2**60, 2**60], [10**4000, 1], [-1, shape.width], [0, 0], [True, shape.width], [shape.num_tokens], [], "x",
+        None,
         [1, shape.num_tokens, shape.width], [shape.width, shape.num_tokens], [1.5, 2], [shape.num_tokens, 2**62],
     )  # fmt: skip
     whole = pack(identity, shape, features)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thousands of hostile entries in every place of every kind: each is a miss that is counted, and no line of one runs.
 
-Their frames are right, as those of somebody are who can write where entries are kept. Seeded: a case that fails is named
-by its number. The controls: an entry that is not hostile is a hit, in the same place.
+Their frames are right, as those of somebody are who can write where entries are kept. Seeded: a case that fails is
+named by its number. The controls: an entry that is not hostile is a hit, in the same place.
 """
 
 import resource
