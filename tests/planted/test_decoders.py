@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from scripts import soak
 from tests.features.conftest import TIMEOUT_S, Server
 from tests.features.packages import BUDGET_BYTES, SHAPE, features, identity, load, save
 from tests.pixels.test_record import MAX_TOKENS, file_of, opened, processor_of
@@ -261,6 +262,13 @@ def write(tier: LastingTier, name: str, packed: bytes, server: Server) -> None:
         file.chmod(0o600)
     else:
         server.client.set(PREFIX + name, packed)
+
+
+def test_how_many() -> None:
+    """Over 10,000 here, and a million by `make soak`."""
+    num = len(PLACES) * (NUM["item"] + NUM["image"] + NUM["video"]) + 2 * NUM["package"]
+    assert num >= 10_000
+    assert num * soak.TESTS["planted"][0] >= 1_000_000
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -53,9 +53,7 @@ class Maker:
         try:
             made, is_as_recorded = self._make(item)
         except Exception as error:  # of vLLM's loader or of a model's processor
-            logger.error(
-                "mmcache: an image is shown to the model as a blank one: no pixels of it can be made: %s", error
-            )
+            logger.error("mmcache: the model is shown a blank image, since the pixels of one can't be made: %s", error)
             processor = self._processor_here()
             made, _ = process_blank(processor, undo(item)[0], self._model_config.max_model_len)
             is_as_recorded = False
