@@ -137,9 +137,9 @@ class Kinds:
         for name, elem in small.items():
             # Models round in more than one way what is no whole number of tokens, and would disagree with themselves.
             if name.endswith("grid_thw") and isinstance(elem.data, torch.Tensor):
-                grid = elem.data.reshape(-1, 3)
-                if bool((grid < 1).any()) or bool((grid[:, 1:] % self._merge).any()):
-                    raise ValueError(f"a grid of {grid.tolist()} patches, {self._merge} to a side of a token")
+                sizes = elem.data.flatten().tolist()
+                if min(sizes, default=0) < 1 or any(side % self._merge for side in sizes[1::3] + sizes[2::3]):
+                    raise ValueError(f"a grid of {sizes} patches, {self._merge} to a side of a token")
 
 
 def encode(small: MultiModalKwargsItem) -> bytes:
@@ -189,8 +189,10 @@ def _as_sent(small: MultiModalKwargsItem) -> list[bytes]:
 def _told(data: Any, depth: int = 1) -> Any:
     """Raises: TypeError for what a record can't hold."""
     if isinstance(data, torch.Tensor):
-        flat = data.detach().cpu().contiguous().reshape(-1)
-        return _Tensor(list(data.shape), flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        if not data.numel():
+            return _Tensor(list(data.shape), b"")
+        flat = data.detach().cpu().contiguous().flatten()
+        return _Tensor(list(data.shape), flat.view(torch.uint8).numpy().tobytes())
     if isinstance(data, list | tuple) and depth:
         return [_told(one, depth - 1) for one in data]
     if type(data) not in (int, float):
@@ -229,8 +231,9 @@ def _size(data: Any) -> float:
     if isinstance(data, torch.Tensor):
         if data.is_floating_point() or data.dtype is torch.bool or not data.numel():
             return 0.0
-        if data.ndim > 0 and data.shape[-1] <= _FEW_COLUMNS:
-            rows = data.reshape(-1, data.shape[-1]).tolist()
-            return math.fsum(float(abs(math.prod(row))) for row in rows)
-        return math.fsum(map(abs, data.reshape(-1).tolist()))
+        values, columns = data.flatten().tolist(), data.shape[-1] if data.ndim else 1
+        if columns > _FEW_COLUMNS:
+            return math.fsum(map(abs, values))
+        rows = (values[start : start + columns] for start in range(0, len(values), columns))
+        return math.fsum(float(abs(math.prod(row))) for row in rows)
     return float(abs(data)) if isinstance(data, int) else 0.0
