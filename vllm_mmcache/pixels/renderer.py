@@ -169,31 +169,36 @@ class Side:
         """The item of a record; None for what can be none of this image, whatever somebody has put there."""
         assert asked.media.origin is not None
         try:
-            small = self._kinds_of(asked.modality).restore(record)
-            updates, digest = self._placeholders(asked, inputs, record, small)
+            same = self._same(asked, record)
+            known = None if same is None else self._known.get(same)
+            small = self._kinds_of(asked.modality).restore(record, is_known=known is not None)
+            if known is None:
+                known = self._placeholders(asked, inputs, record, small)
+                if same is not None:
+                    self._known.admit(same, known)
+            updates, digest = known
             return defer(small, asked.modality, asked.media.origin, asked.arguments, digest), updates
         except Exception as error:  # a model's own code may raise anything for fields that it never made
             logger.debug("mmcache: an image is processed although it has a record: %s", error)
             return None
 
+    def _same(self, asked: Asked, record: bytes) -> tuple[Any, ...] | None:
+        """What images have in common that have the same placeholders; None for videos, whose times count, too."""
+        if not isinstance(asked.media, RecordedMedia):
+            return None
+        return record, asked.media.record.size, asked.media.record.mode, json.dumps(dict(asked.arguments))
+
     def _placeholders(self, asked: Asked, inputs: Any, record: bytes, small: Any) -> Placeholders:
         """How the prompt changes for an item, and the digest of all that its record says.
 
-        Images of one size are alike: they are asked about once. Raises: ValueError where no prompt can hold them; what
-        a model's own code raises for fields that it never made.
+        Raises: ValueError where no prompt can hold them; what a model's own code raises for fields that it never made.
         """
-        same = None
-        if isinstance(asked.media, RecordedMedia):
-            same = record, asked.media.record.size, asked.media.record.mode, json.dumps(dict(asked.arguments))
-            if (known := self._known.get(same)) is not None:
-                return known
         updates = updates_of(self._processor, inputs, small)
         if not 0 < num_tokens_of(updates) <= self._max_tokens:
             raise ValueError(f"{num_tokens_of(updates)} placeholders, a prompt has {self._max_tokens} at most")
         if self._is_of_another_size(asked, updates):
             raise ValueError(f"{num_embeds_of(updates)} embeddings, which an image of this size has not")
-        found = updates, digest_of(record, updates)
-        return found if same is None else self._known.admit(same, found)
+        return updates, digest_of(record, updates)
 
     def _is_of_another_size(self, asked: Asked, updates: Sequence[Any]) -> bool:
         """Whether these are not the placeholders of an image of that size, as far as somebody can tell."""
