@@ -77,7 +77,7 @@ families-page: $(STAMP)  ## write docs/families.md by a walk through vLLM's regi
 bench: $(STAMP)  ## all benchmarks in a short form: table, plot, JSON in .artifacts/bench (under 15 minutes)
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
 
-soak: $(STAMP)  ## larger random tests on all families, 5 minutes of load, memory over 2,000 images, a million fuzzed inputs (over an hour)
+soak: $(STAMP)  ## larger random tests on all families, 5 minutes of load, memory over 2,000 images, a million fuzzed inputs and planted entries (over an hour)
 	@$(BIN)/python -m scripts.soak $(ARGS)
 
 chaos: $(STAMP)  ## a server whose stores are damaged and taken away, and which is killed 20 times (15 to 20 minutes)

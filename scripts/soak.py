@@ -29,6 +29,7 @@ TESTS = {  # how many times CI's size, and which
                        " tests/image_spans/attention/test_spans.py tests/image_spans/test_spans.py"
                        " tests/image_checkpoints/test_positions.py"),
     "fuzz": (80, "tests/fuzz/test_random.py"),
+    "planted": (95, "tests/planted/test_decoders.py"),
     "random-load": (10, "tests/exactness/test_random.py"),
     "random-load-checkpoints": (3, "tests/image_checkpoints/test_checkpoints.py -k mixed_requests"),
     "preemption-gemma3": (10, "tests/image_spans/test_atomic.py"),

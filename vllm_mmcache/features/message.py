@@ -31,3 +31,5 @@ class Message:
     """Of the weights that these features are of. A rank whose weights are others leaves all of it alone."""
     loads: list[Place] = field(default_factory=list)
     saves: list[Place] = field(default_factory=list)
+    rows: dict[str, int] = field(default_factory=dict)
+    """By mm_hash, how many tokens an image has in its prompt that came without its pixels."""

@@ -32,6 +32,7 @@ from vllm_mmcache.guarded import guarded
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.pixels.item import is_deferred
 from vllm_mmcache.pixels.making import Maker
+from vllm_mmcache.pixels.positions import guard_positions
 from vllm_mmcache.rooms import State
 
 logger = logging.getLogger("vllm.mmcache")
@@ -59,6 +60,8 @@ class Side:
         self._estimate = Estimate(row["tower_s"][0])
         self._runs: list[Seconds] = []  # of the tower in this step
         self._is_serving = False
+        self.is_spoiled = False
+        """Whether the tower was shown something in this step that was not as it was recorded."""
 
     def know_weights(self) -> None:
         """Have their fingerprint taken anew: at start before anything else goes on, later in the background.
@@ -84,16 +87,19 @@ class Side:
             kept, taken = self._begin(message, outputs)
         before = set(outputs)
         self._runs = []
+        self.is_spoiled = False
         _encoding = self
         try:
             yield taken
         finally:
             _encoding = None
+        with guarded("features") if self._is_alone else contextlib.nullcontext():
+            self._fit(message, outputs)
         with guarded("features"):
             if self._runs:
                 self._measure([len(features) for name, features in outputs.items() if name not in before])
             for place in kept:
-                self._save(place, outputs.get(place.mm_hash))
+                self._save(place, None if self.is_spoiled else outputs.get(place.mm_hash))
 
     def ran(self, seconds: Seconds) -> None:
         """The tower ran; `seconds` waits for its end and says how many it took, and is asked in another thread."""
@@ -114,6 +120,18 @@ class Side:
             self._decline(message)
             return [], set()
         return message.saves, self._take(message.loads, outputs)
+
+    def _fit(self, message: Message | None, outputs: Outputs) -> None:
+        """The features of images that came without their pixels have as many rows as their prompts have room for.
+
+        Others are of a record that is not the image's own, and would end the step. Shapes: (num_tokens, width).
+        """
+        for name, num_rows in message.rows.items() if message is not None else ():
+            features = outputs.get(name)
+            if features is not None and len(features) != num_rows:
+                logger.error("mmcache: an image has %d features, not the %d of its record", len(features), num_rows)
+                outputs[name] = features.new_zeros((num_rows, *features.shape[1:]))
+                self.is_spoiled = True
 
     def _take(self, places: list[Place], outputs: Outputs) -> set[str]:
         for place, features in zip(places, self.copies.load(places), strict=True):
@@ -202,7 +220,10 @@ def count_runs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[
     items = argument(wrapped, args, kwargs, "mm_kwargs")
     if _maker is not None and any(is_deferred(item) for _, item in items):
         # Features went away between, as seldom happens: what they would have saved is done now.
-        items = [(modality, _maker.complete(item)) for modality, item in items]
+        completed = [(modality, *_maker.complete(item)) for modality, item in items]
+        items = [(modality, item) for modality, item, _ in completed]
+        if _encoding is not None and not all(is_as_recorded for *_, is_as_recorded in completed):
+            _encoding.is_spoiled = True
     more = {name: value for name, value in kwargs.items() if name != "mm_kwargs"}
     parts = [[item] for item in items] if settings.current().tower_one_by_one else [items]
     for part in parts:
@@ -316,6 +337,7 @@ def _open(worker: Any, address: str) -> dict[str, Any]:
     side.know_weights()
     global _maker
     _maker = Maker(vllm_config.model_config)
+    guard_positions(model, vllm_config.model_config)
     setattr(runner, _SIDE, side)
     if hasattr(runner, "ec_connector"):  # V2
         runner.ec_connector = Connector(side, runner.encoder_cache.encoder_outputs)

@@ -144,6 +144,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         self._digests = Threads("digest", 2)
         self._pixels = Pixels(vllm_config.model_config)
         self._failed: set[str] = set()
+        self._refuted: dict[str, list[str]] = {}  # by the request that fails, images whose records are none of theirs
         self._message: Message | None = None
         self._named: set[str] = set()  # of this step
         self._trusts_names = configuration.names_are_ours(vllm_config)
@@ -273,10 +274,11 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         if not pending:
             return True
         self._wait(pending)
-        done = (one.making for one in pending if one.making is not None and one.making.done())
-        if failed := next(filter(None, (making.exception() for making in done)), None):
-            logger.error("mmcache: a request fails, since the pixels of an image can't be made: %s", failed)
+        done = [(one, one.making) for one in pending if one.making is not None and one.making.done()]
+        if failed := [(one, error) for one, making in done if (error := making.exception()) is not None]:
+            logger.error("mmcache: a request fails, since the pixels of an image can't be made: %s", failed[0][1])
             self._failed.add(request.request_id)
+            self._refuted[request.request_id] = [one.feature.mm_hash or one.name for one, _ in failed]
             return False
         return not any(self._is_awaited(one) for one in pending)
 
@@ -313,6 +315,11 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         """An image will be encoded in this step: tell the ranks where its features lie, or where they shall go."""
         with guarded("features"):
             self._mention(request, index)
+        feature = request.mm_features[index]
+        if is_deferred(feature.data):
+            if self._message is None:
+                self._message = Message(self.ranks.generation())
+            self._message.rows[feature.identifier] = feature.mm_position.get_num_embeds()
 
     def _mention(self, request: Any, index: int) -> None:
         feature = request.mm_features[index]
@@ -362,6 +369,18 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         """Requests that vLLM is to fail, since an image of theirs can't be processed any more."""
         failed, self._failed = self._failed, set()
         return failed
+
+    def name_refuted(self, by_client: Mapping[int, Any]) -> None:
+        """The API server is to forget what it knows of images that nobody could make, as vLLM has it for a cache miss.
+
+        by_client: vLLM's EngineCoreOutputs of a step.
+        """
+        if not self._refuted:
+            return
+        for outputs in by_client.values():
+            for output in outputs.outputs:
+                if (names := self._refuted.pop(output.request_id, None)) is not None:
+                    output.mm_cache_miss_hashes = names
 
     def request_finished(self, request: Any) -> tuple[bool, None]:
         """Whatever was begun for it goes on, for the next one."""

@@ -34,6 +34,10 @@ FORMAT = 2
 _CODECS = ("jpg", "libjpeg_turbo", "jpg_2000", "zlib", "zlib_ng", "libtiff", "webp", "avif")
 
 
+class RecordWrong(ValueError):
+    """What was kept of an image or a video is not of these bytes: somebody else has written it."""
+
+
 class RecordedMedia(MediaWithBytes):
     """vLLM's pair of an image and its bytes, with the image's record; the bytes may be base64 still.
 
@@ -170,8 +174,8 @@ def _facts() -> str:
 def _open(stock: Callable[[bytes], Any], content: Callable[[], bytes], instance: Any, content_id: bytes) -> Any:
     key = _key(content_id, instance)
     record = records.find(key)
-    if record is not None:
-        return _open_lazily(record, stock, content, instance, content_id)
+    if record is not None and record.mode != "video" and _is_allowed(record.size):
+        return _open_lazily(key, record, stock, content, instance, content_id)
     decoded_from = content()
     opened = stock(decoded_from)
     counters.IMAGES_DECODED.add()
@@ -182,8 +186,18 @@ def _open(stock: Callable[[bytes], Any], content: Callable[[], bytes], instance:
     return RecordedMedia(opened.media, lambda: decoded_from, record, content_id, origin)
 
 
+def _is_allowed(size: tuple[int, int]) -> bool:
+    """Whether vLLM opens images of that size; one that it doesn't has no record but one that somebody has made up."""
+    return bool(size[0] * size[1] <= envs.VLLM_MAX_IMAGE_PIXELS)
+
+
 def _open_lazily(
-    record: Record, stock: Callable[[bytes], Any], content: Callable[[], bytes], instance: Any, content_id: bytes
+    key: Key,
+    record: Record,
+    stock: Callable[[bytes], Any],
+    content: Callable[[], bytes],
+    instance: Any,
+    content_id: bytes,
 ) -> RecordedMedia:
     budget = getattr(instance, "decoded_budget", None)  # vLLM 0.33: decoded bytes that one request may ask for
     if budget is not None:
@@ -193,7 +207,11 @@ def _open_lazily(
     def decode() -> Image.Image:
         counters.IMAGES_DECODED.add()
         counters.IMAGES_DECODED_LATE.add()
-        image: Image.Image = stock(content()).media
+        opened = stock(content())
+        image: Image.Image = opened.media
+        if (image.size, image.mode) != (record.size, record.mode):
+            records.correct(key, Record(image.size, image.mode, opened.io_config))
+            raise RecordWrong(f"an image of {image.size} had a record of {record.size}; it is right now: ask again")
         return image
 
     picture = LazyPicture(record.size, record.mode, decode)

@@ -6,12 +6,14 @@ an image that is known would decode again. The table is bounded by entries and b
 as a record (vllm_mmcache.records) with the mm_hashes, so that a restart and other servers know it.
 """
 
-import json
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
+
+import msgspec
+from msgspec import Meta
 
 from vllm_mmcache import records, settings
 from vllm_mmcache.bounded import Bounded, Budget
@@ -20,6 +22,36 @@ from vllm_mmcache.metrics import sizes
 
 MAX_MM_HASHES = 16  # per record: a server sees one or two (model, processor arguments) per image
 RECORD_COST_BYTES = 6144  # a record with all its mm_hashes; measured in tests/media
+FORMAT = 2  # of what is kept; any other is a miss
+MAX_PIXELS = 1 << 30  # of an image that is kept; vLLM takes no more than 179 million by itself (VLLM_MAX_IMAGE_PIXELS)
+
+# Pillow's, and that of a video's record.
+Mode = Literal[
+    "1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I", "F",
+    "I;16", "I;16L", "I;16B", "I;16N", "video",
+]  # fmt: skip
+Name = Annotated[str, Meta(max_length=64)]
+Text = Annotated[str, Meta(max_length=16384)]
+Number = Annotated[int, Meta(ge=-(1 << 40), le=1 << 40)]
+Side = Annotated[int, Meta(ge=1, le=MAX_PIXELS)]
+_Plain = bool | Number | float | Text | None
+_Nested = _Plain | Annotated[list[_Plain], Meta(max_length=64)]
+_Setting = _Plain | Annotated[list[_Nested], Meta(max_length=64)]
+# What vLLM's hasher gives: hex digits.
+_MmHash = Annotated[str, Meta(pattern="^[0-9a-f]{32,128}\\Z")]
+_Question = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=9)]
+
+
+class _Kept(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    format: Annotated[int, Meta(ge=FORMAT, le=FORMAT)]
+    width: Side
+    height: Side
+    mode: Mode
+    io_config: Annotated[dict[Name, _Setting], Meta(max_length=16)] | None
+    mm_hashes: Annotated[list[tuple[_Question, _MmHash]], Meta(max_length=MAX_MM_HASHES)]
+
+
+_DECODER = msgspec.json.Decoder(_Kept)
 
 
 class Key(NamedTuple):
@@ -70,9 +102,9 @@ class Record:
     def packed(self) -> bytes | None:
         """The record as bytes that `unpacked` makes an equal one of; None where it does not."""
         with self._lock:
-            mm_hashes = [[*question, mm_hash] for question, mm_hash in self._mm_hashes.items() if _is_text(question)]
+            mm_hashes = [(question, mm_hash) for question, mm_hash in self._mm_hashes.items() if _is_text(question)]
         try:
-            packed = json.dumps([*self.size, self.mode, self.io_config, mm_hashes]).encode()
+            packed = msgspec.json.encode((FORMAT, *self.size, self.mode, self.io_config, mm_hashes))
         except (TypeError, ValueError):
             return None
         again = unpacked(packed)
@@ -90,19 +122,28 @@ RECORDS: Table = Bounded(_budget, RECORD_COST_BYTES)
 sizes.of_server("images", RECORDS.size)
 
 
-def find(key: Key, table: Table = RECORDS) -> Record | None:
-    """What is known about these bytes, here or where records are kept. Waits for a disk and a network, if at all."""
+def find(key: Key, table: Table = RECORDS, read: Callable[[bytes], Record | None] | None = None) -> Record | None:
+    """What is known about these bytes, here or where records are kept. Waits for a disk and a network, if at all.
+
+    read: makes a record of what was kept; `unpacked`, if it is not given.
+    """
     record = table.get(key)
     if record is not None:
         record.renew()
         return record
     name = _name(key)
-    kept = records.current().get(name)
-    record = None if kept is None else unpacked(kept)
+    record = records.current().read(name, read or unpacked)
     if record is None:
         return None
     record.name = name
     return table.admit(key, record)
+
+
+def correct(key: Key, record: Record, table: Table = RECORDS) -> None:
+    """Keep what a decode has said in the place of a record that said something else."""
+    record.name = _name(key)
+    table.replace(key, record)
+    record.keep()
 
 
 def admit(key: Key, record: Record, table: Table = RECORDS) -> Record:
@@ -115,17 +156,16 @@ def admit(key: Key, record: Record, table: Table = RECORDS) -> Record:
 
 
 def unpacked(packed: bytes) -> Record | None:
-    """The record that was `packed`; None for anything else."""
+    """The record that was `packed`; None for anything else, whoever has put it there."""
     try:
-        width, height, mode, io_config, mm_hashes = json.loads(packed)
-        known: dict[Hashable, str] = {tuple(question): mm_hash for *question, mm_hash in mm_hashes}
-        options = io_config and {name: _plain(value) for name, value in io_config.items()}
-    except (AttributeError, TypeError, ValueError, RecursionError):
+        kept = _DECODER.decode(packed)
+    except (ValueError, RecursionError):  # msgspec's own are ValueErrors
         return None
-    shaped = type(width) is type(height) is int and isinstance(mode, str) and isinstance(io_config, dict | None)
-    if not shaped or not all(_is_text(question) and isinstance(known[question], str) for question in known):
+    if kept.width * kept.height > MAX_PIXELS:
         return None
-    return Record((width, height), mode, options, _mm_hashes=known)
+    options = kept.io_config and {name: _plain(value) for name, value in kept.io_config.items()}
+    known: dict[Hashable, str] = {tuple(question): mm_hash for question, mm_hash in kept.mm_hashes}
+    return Record((kept.width, kept.height), kept.mode, options, _mm_hashes=known)
 
 
 def _name(key: Key) -> bytes:

@@ -7,6 +7,7 @@ vLLM's. An item that is ready no longer is processed as it always was.
 """
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,8 @@ from vllm_mmcache.bounded import Size
 from vllm_mmcache.metrics import counters, sizes
 from vllm_mmcache.pixels.item import is_deferred
 from vllm_mmcache.pixels.processing import Processed
+
+MAX_REFUTED = 4096  # names that are remembered
 
 Ready = tuple[str, Processed]
 """An item's mm_hash, and the item."""
@@ -32,6 +35,7 @@ class ReadyCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         self._hides_items = isinstance(cache, ShmObjectStoreSenderCache)
         self._lock = threading.Lock()
         self._lent: dict[str, tuple[int, Processed]] = {}  # mm_hash -> by how many requests, and the item
+        self._refuted: OrderedDict[str, None] = OrderedDict()
         sizes.of_server("pixels_ready", self.size)
 
     def lend(self, items: Iterable[Ready]) -> None:
@@ -60,6 +64,15 @@ class ReadyCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
     def is_kept(self, mm_hash: str) -> bool:
         """Whether vLLM's own cache has an item. Any thread."""
         return self._cache is not None and self._cache.is_cached_item(mm_hash)
+
+    def is_refuted(self, mm_hash: str) -> bool:
+        """Whether an engine could do nothing with this item, so that its record is not to be trusted."""
+        return mm_hash in self._refuted
+
+    def trust(self, mm_hash: str) -> None:
+        """The item was processed anew, and its record is another one now."""
+        with self._lock:
+            self._refuted.pop(mm_hash, None)
 
     # vLLM's interface
 
@@ -97,7 +110,11 @@ class ReadyCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
             self._cache.validate_input_item(mm_item, mm_hash)
 
     def invalidate(self, mm_hash: str) -> None:
-        """Passed on to vLLM's cache, if there is one; what is lent stays."""
+        """Passed on to vLLM's cache, if there is one; what is lent stays. Its record is not used again as it is."""
+        with self._lock:
+            self._refuted[mm_hash] = None
+            if len(self._refuted) > MAX_REFUTED:
+                self._refuted.popitem(last=False)
         if self._cache is not None:
             self._cache.invalidate(mm_hash)
 

@@ -34,10 +34,15 @@ def small_fields(item: MultiModalKwargsItem) -> MultiModalKwargsItem:
     return MultiModalKwargsItem({name: elem for name, elem in item.items() if _stays(elem)})
 
 
-def defer(small: MultiModalKwargsItem, modality: str, origin: Origin, arguments: Arguments) -> MultiModalKwargsItem:
-    """The deferred item of an image or a video. Raises: TypeError where the arguments are not plain JSON."""
+def defer(
+    small: MultiModalKwargsItem, modality: str, origin: Origin, arguments: Arguments, digest: bytes
+) -> MultiModalKwargsItem:
+    """The deferred item of an image or a video. Raises: TypeError where the arguments are not plain JSON.
+
+    digest: of what the processor must say of it when its pixels are made (record.py).
+    """
     opened = {"kind": origin.kind, "options": origin.options, "is_text": origin.is_text}
-    header = {"modality": modality, "origin": opened, "arguments": dict(arguments)}
+    header = {"modality": modality, "origin": opened, "arguments": dict(arguments), "digest": digest.hex()}
     text = json.dumps(header)
     if json.loads(text) != header:
         raise TypeError("what the processor is told is not the same when it has been JSON")
@@ -46,12 +51,12 @@ def defer(small: MultiModalKwargsItem, modality: str, origin: Origin, arguments:
     return MultiModalKwargsItem({**small, FIELD: field})
 
 
-def undo(item: MultiModalKwargsItem) -> tuple[str, Origin, Arguments]:
-    """The modality, origin and arguments of a deferred item."""
+def undo(item: MultiModalKwargsItem) -> tuple[str, Origin, Arguments, bytes]:
+    """The modality, origin, arguments and digest of a deferred item."""
     header_tensor, content = item[FIELD].data
     header = json.loads(header_tensor.numpy().tobytes())
     origin = Origin(content=lambda: content.numpy().tobytes(), **header["origin"])
-    return header["modality"], origin, header["arguments"]
+    return header["modality"], origin, header["arguments"], bytes.fromhex(header["digest"])
 
 
 def _stays(elem: MultiModalFieldElem) -> bool:

@@ -8,16 +8,16 @@ processed as it always was, and fails as it always did. Nothing is deferred unle
 
 import asyncio
 import contextvars
+import json
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import msgspec
-
 from vllm_mmcache import background, records, rooms
+from vllm_mmcache.bounded import Bounded, Budget
 from vllm_mmcache.features.digests import inputs_digest
 from vllm_mmcache.features.vllm_facts import processor_facts
 from vllm_mmcache.guarded import guarded
@@ -26,16 +26,29 @@ from vllm_mmcache.lazy_media.video.recorded import RecordedVideo
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.pixels.cache import Ready, ReadyCache
 from vllm_mmcache.pixels.item import Arguments, defer, is_deferred
-from vllm_mmcache.pixels.processing import Processed, inputs_of, is_for_one, process, use_one_core
-from vllm_mmcache.pixels.record import describe, restore
+from vllm_mmcache.pixels.processing import (
+    BLANK_PIXELS,
+    Processed,
+    embeds_by_size,
+    inputs_of,
+    is_for_one,
+    patches_of_a_side,
+    process,
+    process_blank,
+    updates_of,
+    use_one_core,
+)
+from vllm_mmcache.pixels.record import FORMAT, Kinds, are_equal, digest_of, num_embeds_of, num_tokens_of
 from vllm_mmcache.upstream import report
 
 logger = logging.getLogger("vllm.mmcache")
 
 MOST_THREADS = 8
+KNOWN = Budget(64, 64 * 1024**2)  # sizes of images whose placeholders are at hand
 
-FORMAT = 2
-"""Of item records, in their key: raise it when what is kept of one means something else, or is another layout."""
+Placeholders = tuple[Sequence[Any], bytes]
+"""How vLLM changes the prompt for one item, and the digest of what its record says."""
+
 _SIDE = "_mmcache_pixels"
 
 
@@ -70,7 +83,12 @@ class Side:
         self.cache = ReadyCache(cache)
         self._processor = processor
         self._algorithm = processor.info.ctx.get_mm_config().mm_hasher_algorithm
+        self._max_tokens = int(model_config.max_model_len)
         self._facts = inputs_digest(item_facts(model_config, processor))
+        self._kinds: dict[str, Kinds | None] = {}
+        # Transformers' reckoning knows nothing of arguments, and is asked no more where it was wrong once.
+        self._may_reckon = not model_config.multimodal_config.mm_processor_kwargs
+        self._known: Bounded[tuple[Any, ...], Placeholders] = Bounded(lambda: KNOWN, KNOWN.size_bytes // KNOWN.entries)
         num_threads = max(1, min(MOST_THREADS, len(background.cores())))
         self._pool = ThreadPoolExecutor(num_threads, "mmcache-pixels", use_one_core)
         self._lock = threading.Lock()
@@ -126,30 +144,88 @@ class Side:
         (mm_hash,) = self._processor._get_mm_hashes(inputs)[asked.modality]
         if self.cache.is_kept(mm_hash):
             return None
-        processed = self.cache.lent(mm_hash) or self._deferred(asked, mm_hash) or self._processed(asked, mm_hash)
+        processed = (
+            self.cache.lent(mm_hash)
+            or self._deferred(asked, inputs, mm_hash)
+            or self._processed(asked, inputs, mm_hash)
+        )
         asked.media.processor = "deferred" if is_deferred(processed[0]) else "run"
         return mm_hash, processed
 
     def _plain(self, asked: Asked) -> tuple[Any, ...]:
         return self._processor, asked.modality, asked.media, asked.name, asked.arguments, asked.loading
 
-    def _deferred(self, asked: Asked, mm_hash: str) -> Processed | None:
+    def _deferred(self, asked: Asked, inputs: Any, mm_hash: str) -> Processed | None:
         """The item without its pixels, if it may go without and its record is known."""
-        if asked.media.origin is None or not may_defer():
+        if asked.media.origin is None or not may_defer() or self.cache.is_refuted(mm_hash):
             return None
-        record = records.current().get(self._key(asked.modality, mm_hash))
-        if record is None:
-            return None
+        key = self._key(asked.modality, mm_hash)
+        processed = records.current().read(key, lambda record: self._restored(asked, inputs, record))
+        if processed is not None:
+            counters.ITEMS_DEFERRED.add()
+        return processed
+
+    def _restored(self, asked: Asked, inputs: Any, record: bytes) -> Processed | None:
+        """The item of a record; None for what can be none of this image, whatever somebody has put there."""
+        assert asked.media.origin is not None
         try:
-            small, updates = restore(record)
-            item = defer(small, asked.modality, asked.media.origin, asked.arguments)
-        except (msgspec.MsgspecError, TypeError, ValueError, KeyError) as error:
+            same = self._same(asked, record)
+            known = None if same is None else self._known.get(same)
+            small = self._kinds_of(asked.modality).restore(record, is_known=known is not None)
+            if known is None:
+                known = self._placeholders(asked, inputs, record, small)
+                if same is not None:
+                    self._known.admit(same, known)
+            updates, digest = known
+            return defer(small, asked.modality, asked.media.origin, asked.arguments, digest), updates
+        except Exception as error:  # a model's own code may raise anything for fields that it never made
             logger.debug("mmcache: an image is processed although it has a record: %s", error)
             return None
-        counters.ITEMS_DEFERRED.add()
-        return item, updates
 
-    def _processed(self, asked: Asked, mm_hash: str) -> Processed:
+    def _same(self, asked: Asked, record: bytes) -> tuple[Any, ...] | None:
+        """What images have in common that have the same placeholders; None for videos, whose times count, too."""
+        if not isinstance(asked.media, RecordedMedia):
+            return None
+        return record, asked.media.record.size, asked.media.record.mode, json.dumps(dict(asked.arguments))
+
+    def _placeholders(self, asked: Asked, inputs: Any, record: bytes, small: Any) -> Placeholders:
+        """How the prompt changes for an item, and the digest of all that its record says.
+
+        Raises: ValueError where no prompt can hold them; what a model's own code raises for fields that it never made.
+        """
+        updates = updates_of(self._processor, inputs, small)
+        if not 0 < num_tokens_of(updates) <= self._max_tokens:
+            raise ValueError(f"{num_tokens_of(updates)} placeholders, a prompt has {self._max_tokens} at most")
+        if self._is_of_another_size(asked, updates):
+            raise ValueError(f"{num_embeds_of(updates)} embeddings, which an image of this size has not")
+        return updates, digest_of(record, updates)
+
+    def _is_of_another_size(self, asked: Asked, updates: Sequence[Any]) -> bool:
+        """Whether these are not the placeholders of an image of that size, as far as somebody can tell."""
+        if not self._may_reckon or asked.arguments or not isinstance(asked.media, RecordedMedia):
+            return False
+        reckoned = embeds_by_size(self._processor, asked.media.record.size)
+        return reckoned is not None and reckoned != num_embeds_of(updates)
+
+    def _kinds_of(self, modality: str) -> Kinds:
+        """What the model's items look like. Raises: LookupError for a model that can't be asked."""
+        if modality not in self._kinds:
+            try:
+                item, updates = process_blank(self._processor, modality, self._max_tokens)
+                if modality == "image":
+                    reckoned = embeds_by_size(self._processor, (BLANK_PIXELS, BLANK_PIXELS))
+                    self._may_reckon = self._may_reckon and reckoned == num_embeds_of(updates)
+                self._kinds[modality] = Kinds(
+                    item, num_tokens_of(updates), self._max_tokens, patches_of_a_side(self._processor)
+                )
+            except Exception:  # of a model's own code; nothing is said of its items, then
+                logger.debug("mmcache: no records of %ss are kept", modality, exc_info=True)
+                self._kinds[modality] = None
+        if (kinds := self._kinds[modality]) is None:
+            raise LookupError(f"the processor makes nothing of a blank {modality}")
+        return kinds
+
+    def _processed(self, asked: Asked, inputs: Any, mm_hash: str) -> Processed:
         """The item as vLLM's processor makes it; once where several requests want it at a time."""
         with self._lock:
             under_way = self._under_way.get(mm_hash)
@@ -160,7 +236,7 @@ class Side:
         try:
             processed = process(self._processor, asked.modality, asked.media, asked.arguments)
             counters.ITEMS_PROCESSED.add()
-            self._keep_record(asked, mm_hash, processed)
+            self._keep_record(asked, inputs, mm_hash, processed)
             mine.set_result(processed)
         except BaseException as error:
             mine.set_exception(error)
@@ -170,14 +246,21 @@ class Side:
                 del self._under_way[mm_hash]
         return processed
 
-    def _keep_record(self, asked: Asked, mm_hash: str, processed: Processed) -> None:
-        """Of an item that could go without its pixels the next time."""
+    def _keep_record(self, asked: Asked, inputs: Any, mm_hash: str, processed: Processed) -> None:
+        """Of an item that could go without its pixels the next time, and would then be the same."""
         if asked.media.origin is None or not rooms.is_on("identity"):
             return
         with guarded("pixels"):
-            record = describe(*processed)
-            if record is not None:
+            item, updates = processed
+            self._may_reckon = self._may_reckon and not self._is_of_another_size(asked, updates)
+            try:
+                record = self._kinds_of(asked.modality).describe(item)
+            except LookupError:
+                return
+            restored = None if record is None else self._restored(asked, inputs, record)
+            if record is not None and restored is not None and are_equal(restored[1], updates):
                 records.current().put(self._key(asked.modality, mm_hash), record)
+                self.cache.trust(mm_hash)
 
     def _key(self, modality: str, mm_hash: str) -> bytes:
         return records.key("item", self._facts, modality, mm_hash)

@@ -16,6 +16,7 @@ from vllm_mmcache.errors import StoreUnusable
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.records import database
 from vllm_mmcache.records.database import Busy, Database
+from vllm_mmcache.records.framing import HEAD_BYTES, MAX_VALUE_BYTES
 from vllm_mmcache.records.place import Place, unsealed
 from vllm_mmcache.sealing import CLEAR, Clear
 
@@ -54,6 +55,9 @@ class DiskPlace(Place):
         self.folder = Path(place).absolute() / FOLDER
         super().__init__(str(place), rest_s, LONGEST_REST_S, key)
         self._budget_bytes = budget_bytes
+        # One that is longer than ours can be is not read.
+        most_bytes = key.num_bytes(HEAD_BYTES + MAX_VALUE_BYTES)
+        self._frame = f"iif(typeof(frame) = 'blob' AND length(frame) <= {most_bytes}, frame, x'')"
         self.ttl_s = ttl_s
         self._reading_from = Database(self.folder, READ_WAIT_S, makes=False)
         self._writing_to = Database(self.folder, WRITE_WAIT_S, makes=True)
@@ -95,7 +99,7 @@ class DiskPlace(Place):
             if said != "ok":
                 raise sqlite3.DatabaseError(said)
             num_good, bad = 0, []
-            for row, key, framed in connection.execute("SELECT rowid, key, frame FROM records"):
+            for row, key, framed in connection.execute(f"SELECT rowid, key, {self._frame} FROM records"):
                 if self._is_whole(key, framed):
                     num_good += 1
                 elif not (isinstance(framed, bytes) and self._key.is_foreign(framed)):
@@ -153,7 +157,7 @@ class DiskPlace(Place):
     def _load(self, key: bytes) -> tuple[bytes, float] | None:
         def work(connection: sqlite3.Connection) -> tuple[object, object] | None:
             found: tuple[object, object] | None = connection.execute(
-                "SELECT frame, written_s FROM records WHERE key = ?", (key,)
+                f"SELECT {self._frame}, written_s FROM records WHERE key = ?", (key,)
             ).fetchone()
             return found
 

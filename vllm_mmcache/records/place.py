@@ -8,7 +8,8 @@ counted, and it is left alone for a while.
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from vllm_mmcache.errors import StoreCorrupt
 from vllm_mmcache.features.breaker import Breaker
@@ -18,6 +19,8 @@ from vllm_mmcache.records.ram import Entry
 from vllm_mmcache.sealing import CLEAR, Clear
 
 logger = logging.getLogger("vllm.mmcache")
+
+T = TypeVar("T")
 
 
 class Counts:
@@ -60,7 +63,12 @@ class Place(ABC):
 
     def get(self, key: bytes) -> Entry | None:
         """What was kept under `key`, whole; None for a miss, whatever the reason is. Never raises."""
-        entry = None
+        hit = self.read(key, bytes)
+        return None if hit is None else hit[0]
+
+    def read(self, key: bytes, read: Callable[[bytes], T | None]) -> tuple[Entry, T] | None:
+        """The same, and what `read` makes of the value: None, which is a miss, for one that is no such record."""
+        entry, found = None, None
         if not self._reading.resting():
             try:
                 entry = self._read(key)
@@ -70,8 +78,11 @@ class Place(ABC):
             except Exception:  # a bug of ours must not reach a request
                 self.counts.add(errors=1)
                 logger.exception("mmcache could not read a record; serving goes on without it")
-        self.counts.add(hits=entry is not None, misses=entry is None)
-        return entry
+        if entry is not None:
+            found = read(entry.value)
+            self.counts.add(corrupt=found is None)  # the next one who puts this key writes over it
+        self.counts.add(hits=found is not None, misses=found is None)
+        return None if entry is None or found is None else (entry, found)
 
     def save(self, values: Mapping[bytes, bytes]) -> None:
         """Keep these values by key; what could not be kept is counted as dropped. Never raises."""

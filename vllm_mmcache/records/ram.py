@@ -46,6 +46,11 @@ class Ram:
                 self._remove(next(iter(self._entries)))
             return True
 
+    def remove(self, key: bytes) -> None:
+        """Forget one."""
+        with self._lock:
+            self._remove(key)
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:

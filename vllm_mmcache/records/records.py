@@ -3,7 +3,8 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from vllm_mmcache import sealing
 from vllm_mmcache.errors import SettingsError
@@ -16,6 +17,8 @@ from vllm_mmcache.records.writer import EXIT_S, Writer
 from vllm_mmcache.settings import Settings, store_in_use
 
 logger = logging.getLogger("vllm.mmcache")
+
+T = TypeVar("T")
 
 RENEW_S = 3600.0
 """A record that is used is written again so long after it was written, or after half the time that it is kept, so that
@@ -61,8 +64,16 @@ class Records:
 
     def get(self, key: bytes) -> bytes | None:
         """The value that was put under `key`, whole; None for a miss, whatever the reason is."""
+        return self.read(key, bytes)
+
+    def read(self, key: bytes, read: Callable[[bytes], T | None]) -> T | None:
+        """What `read` makes of the value under `key`; None for a miss, whatever the reason is.
+
+        read: gives None for a value that can't have been put there by us. It is counted as corrupt where it lies, and
+        places that are farther are asked.
+        """
         with guarded("records"):
-            return self._get(key)
+            return self._get(key, read)
         return None
 
     def put(self, key: bytes, value: bytes) -> None:
@@ -99,18 +110,23 @@ class Records:
         ram = self._in_ram.snapshot() | {"entries": len(self._ram), "bytes": self._ram.held_bytes}
         return {"ram": ram} | {place.name: place.counts.snapshot() for place in self._below}
 
-    def _get(self, key: bytes) -> bytes | None:
+    def _get(self, key: bytes, read: Callable[[bytes], T | None]) -> T | None:
         entry = self._ram.get(key)
-        self._in_ram.add(hits=entry is not None, misses=entry is None)
-        if entry is None:
-            entry = next(filter(None, (place.get(key) for place in self._below)), None)
-            if entry is None:
+        found = None if entry is None else read(entry.value)
+        self._in_ram.add(hits=found is not None, misses=found is None)
+        if entry is not None and found is None:
+            self._in_ram.add(corrupt=1)
+            self._ram.remove(key)
+        if entry is None or found is None:
+            hit = next(filter(None, (place.read(key, read) for place in self._below)), None)
+            if hit is None:
                 return None
+            entry, found = hit
             self._keep(key, entry)
         if abs(time.time() - entry.renewed_s) > self.renew_s:
             self._keep(key, entry._replace(renewed_s=time.time()))
             self._write(key, entry.value)
-        return entry.value
+        return found
 
     def _keep(self, key: bytes, entry: Entry) -> None:
         kept = self._ram.put(key, entry)

@@ -7,7 +7,7 @@ The result has the mm_hash that stock vLLM computes. vLLM's errors pass unchange
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,19 @@ from vllm.multimodal.parse import VideoProcessorItems
 
 from vllm_mmcache import rooms, tenant
 from vllm_mmcache.arguments import argument, named
-from vllm_mmcache.lazy_media.loader import read_text, tenant_key_of
+from vllm_mmcache.lazy_media.loader import RecordWrong, read_text, tenant_key_of
 from vllm_mmcache.lazy_media.origin import FRAMES, origin_of
-from vllm_mmcache.lazy_media.records import Key, Record, admit, find
+from vllm_mmcache.lazy_media.records import Key, Record, admit, correct, find
 from vllm_mmcache.lazy_media.video import DECODERS
-from vllm_mmcache.lazy_media.video.record import VIDEOS, as_text, metadata_of, num_bytes_of, record_of, shape_of
+from vllm_mmcache.lazy_media.video.record import (
+    VIDEOS,
+    as_text,
+    metadata_of,
+    num_bytes_of,
+    record_of,
+    shape_of,
+    unpacked,
+)
 from vllm_mmcache.lazy_media.video.recorded import Frames, RecordedFrames, RecordedVideo, mark_as_of_frames
 from vllm_mmcache.lifted_bodies import references
 from vllm_mmcache.lifted_bodies.payload import content_id_of
@@ -87,8 +95,8 @@ def _open(instance: Any, content_id: bytes, content: Callable[[], bytes], load: 
     """A recorded video; vLLM's own of one that no record can be kept of."""
     with counters.MEDIA_SECONDS.seconds():
         key = _key(content_id, instance, is_text)
-        record = find(key, VIDEOS) if key is not None else None
-        if record is None:
+        record = find(key, VIDEOS, unpacked) if key is not None else None
+        if key is None or record is None:
             opened = load(_for_frames(instance))
             counters.VIDEOS_DECODED.add()
             frames, about = opened.media
@@ -101,17 +109,22 @@ def _open(instance: Any, content_id: bytes, content: Callable[[], bytes], load: 
         else:
             _charge(instance, record, is_text)
             counters.VIDEOS_AVOIDED.add()
-            about, frames = metadata_of(record), lambda: _decode_late(instance, load)
+            about, frames = metadata_of(record), partial(_decode_late, instance, load, key, record)
         origin = origin_of(instance, content, is_text)
         return RecordedVideo(RecordedFrames(frames, content, record, content_id, origin), about)
 
 
-def _decode_late(instance: Any, load: Load) -> Frames:
+def _decode_late(instance: Any, load: Load, key: Key, record: Record) -> Frames:
     counters.VIDEOS_DECODED.add()
     counters.VIDEOS_DECODED_LATE.add()
     loader = _for_frames(instance)
     loader.image_io.decoded_budget = None  # charged when it was opened
-    frames: Frames = load(loader).media[0]
+    frames: Frames
+    frames, about = load(loader).media
+    if frames.shape != shape_of(record):
+        if (right := record_of(frames.shape, about)) is not None:
+            correct(key, right, VIDEOS)
+        raise RecordWrong(f"a video of {frames.shape} had a record of {shape_of(record)}; it is right now: ask again")
     return frames
 
 

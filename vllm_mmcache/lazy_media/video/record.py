@@ -8,7 +8,10 @@ the decoder. API server process, any thread.
 
 import json
 import math
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from vllm_mmcache import settings
 from vllm_mmcache.bounded import Bounded, Budget
@@ -16,8 +19,21 @@ from vllm_mmcache.lazy_media import records
 from vllm_mmcache.lazy_media.records import Key, Record
 from vllm_mmcache.metrics import sizes
 
+MAX_VALUES = 1 << 36  # of all frames of a video that is kept, one for each pixel
 MAX_METADATA_BYTES = 16384  # of text; it names each frame that was taken, so this is some 3,000 of them
 RECORD_COST_BYTES = records.RECORD_COST_BYTES + MAX_METADATA_BYTES  # measured in tests/media
+
+_Number = Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | Annotated[float, Meta(ge=-1e9, le=1e9)]
+_Plain = bool | _Number | Annotated[str, Meta(max_length=256)] | None
+_Metadata = Annotated[
+    dict[records.Name, _Plain | Annotated[list[_Plain], Meta(max_length=8192)]],
+    Meta(max_length=64),
+]
+
+
+class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    shape: Annotated[tuple[records.Side, ...], Meta(min_length=3, max_length=4)]
+    metadata: Annotated[str, Meta(max_length=MAX_METADATA_BYTES)]
 
 
 def record_of(shape: tuple[int, ...], metadata: dict[str, Any]) -> Record | None:
@@ -29,6 +45,22 @@ def record_of(shape: tuple[int, ...], metadata: dict[str, Any]) -> Record | None
     if text is None or len(text) > MAX_METADATA_BYTES or len(shape) < 3:
         return None
     return Record((shape[2], shape[1]), "video", {"shape": shape, "metadata": text})
+
+
+def unpacked(packed: bytes) -> Record | None:
+    """The record of a video that was `packed`; None for anything else, whoever has put it there."""
+    record = records.unpacked(packed)
+    if record is None or record.mode != "video" or record.io_config is None:
+        return None
+    try:
+        kept = msgspec.convert(record.io_config, _Kept)
+        msgspec.json.decode(kept.metadata, type=_Metadata)
+        json.loads(kept.metadata)  # as `metadata_of` reads it
+    except (ValueError, RecursionError):
+        return None
+    frames, height, width = kept.shape[:3]
+    fits = (width, height) == record.size and frames * height * width <= MAX_VALUES
+    return record if fits else None
 
 
 def shape_of(record: Record) -> tuple[int, ...]:
