@@ -261,6 +261,7 @@ def package(chance: Random, identity: Identity, shape: Shape, features: bytes, m
         return written(header, features)
 
     other = Shape(max(1, shape.num_tokens - 1), shape.width, shape.dtype)
+    half = Shape(shape.num_tokens, shape.width, "float16")
     who = {name: getattr(identity, name) for name in ("content_id", "model", "processor", "dtype", "layout")}
     name = chance.choice(tuple(who))
     sizes = (
@@ -272,7 +273,7 @@ def package(chance: Random, identity: Identity, shape: Shape, features: bytes, m
     ways = (
         lambda: pack(Identity(**{**who, name: who[name] + "x"}), shape, features),  # another tenant's, another model's
         lambda: pack(identity, other, features[: other.num_bytes]),
-        lambda: pack(identity, Shape(shape.num_tokens, shape.width, "float16"), features),
+        lambda: pack(identity, half, features[: half.num_bytes]),
         lambda: changed(shape=chance.choice(sizes)),
         lambda: changed(dtype=chance.choice(("float8", "object", "", 3, None, ["float32"], "x" * 9999))),
         lambda: changed(
