@@ -102,6 +102,8 @@ def test_audit(server: Target, side: str, log_path: Path) -> None:
     """What was tried is counted; the log says each kind once a minute, and never a uuid or a salt."""
     if side == "stock":
         pytest.skip("stock counts nothing")
+    for _ in range(2):
+        assert server.ask(png("any"), "u" * 1000).status == 400
     counted = server.counters()
     names = ("rebound", "too_long")
     assert all(counted[f"mmcache:aliases_{name}"] >= 1 for name in (*names, "unknown"))
