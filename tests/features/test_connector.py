@@ -61,7 +61,9 @@ class Beside:
         self.arena.board["generation"] = generation
 
     def arrives(self, number: int, **more: Any) -> Any:
-        request = SimpleNamespace(request_id=f"request-{number}", mm_features=[image(number, **more)])
+        request = SimpleNamespace(
+            request_id=f"request-{number}", mm_features=[image(number, **more)], sampling_params=None
+        )
         self.connector.arrive(request)
         return request
 
@@ -204,7 +206,7 @@ def test_a_name_alone_is_not_trusted(beside: Beside) -> None:
     beside.keep(beside.arrives(0), 0)
     again, other = beside.arrives(0), beside.arrives(1)
     other.mm_features[0].identifier = "image-0"
-    other = SimpleNamespace(request_id="other", mm_features=other.mm_features)
+    other = SimpleNamespace(request_id="other", mm_features=other.mm_features, sampling_params=None)
     beside.connector.arrive(other)
     for request, is_there in ((again, True), (other, False)):
         assert beside.has_looked(request)

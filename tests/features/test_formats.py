@@ -19,7 +19,7 @@ from vllm_mmcache.features.disk import DiskTier
 from vllm_mmcache.features.package import Shape
 from vllm_mmcache.lazy_media import loader
 from vllm_mmcache.lazy_media.video import loader as video_loader
-from vllm_mmcache.pixels import renderer
+from vllm_mmcache.pixels import record
 from vllm_mmcache.records import framing
 
 STORES = Path(__file__).parent / "stores"
@@ -87,7 +87,7 @@ def vars_of(one: identities.Identity) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "module", [identities, framing, loader, video_loader, renderer], ids=lambda module: str(module.__name__)
+    "module", [identities, framing, loader, video_loader, record], ids=lambda module: str(module.__name__)
 )
 def test_each_kind_has_a_number_and_its_rule(module: object) -> None:
     """What is kept carries the number of its kind; beside each stands when it must be raised."""

@@ -15,9 +15,10 @@ import pytest
 
 from tests.features.packages import features, identity
 from vllm_mmcache.client import images as client_images
-from vllm_mmcache.client.images import PREFIX, find_images
+from vllm_mmcache.client.images import find_images
 from vllm_mmcache.errors import StoreCorrupt
 from vllm_mmcache.features.package import Check, Shape, pack, unpack
+from vllm_mmcache.identity.content_name import PREFIX
 from vllm_mmcache.lifted_bodies import layer, references
 from vllm_mmcache.lifted_bodies import lift as lifting
 from vllm_mmcache.lifted_bodies.layer import LiftImages, Message

@@ -135,7 +135,7 @@ def test_tenants_know_their_own_images(server: Target, kind: str, side: tuple[st
         decoded, hits = [], []
         for name in ("a", "a", "b", "b"):
             before = server.counters()
-            answer = post(server, path, body, f"{path}-{name}")
+            answer = post(server, path, body, f"{path.replace('/', '-')}-{name}")
             assert answer.status_code == 200, (path, answer.text)
             after = server.counters()
             decoded.append(after.get("mmcache:images_decoded", 0) - before.get("mmcache:images_decoded", 0))

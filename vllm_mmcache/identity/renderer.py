@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_mmcache import rooms, settings, tenant
 from vllm_mmcache.arguments import argument
-from vllm_mmcache.identity import audit, content_name, layout
+from vllm_mmcache.identity import audit, client_hashes, content_name, layout
 from vllm_mmcache.identity.aliases import ALIASES
 from vllm_mmcache.identity.source import source
 from vllm_mmcache.metrics import counters
@@ -44,11 +44,13 @@ async def serve_batch_line(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 def salt_blocks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of OutputProcessor.add_request(request): the last that sees each request before its engine does.
 
-    From here the tenant's salt is that of the request's KV blocks, whatever the endpoint could carry.
+    From here the tenant's salt is that of the request's KV blocks, whatever the endpoint could carry; and the request
+    says whether a client has named its images.
     """
     request = argument(wrapped, args, kwargs, "request")
     if rooms.is_on("identity"):
         request.cache_salt = tenant.current(request.cache_salt)
+        client_hashes.mark(request)
     return wrapped(*args, **kwargs)
 
 

@@ -30,16 +30,6 @@ FEATURES: tuple[Hook, ...] = (
         remove_when="a connector is told of a request when it arrives, and may be set without ec_transfer_config",
     ),
     _feature(
-        name="features.client_names",
-        target="vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens",
-        make="vllm_mmcache.features.client_names:mark",
-        args_used=("request",),
-        why="an mm_hash that a client has made says nothing of what an image shows, and features live for days",
-        process="api",
-        upstream="none: the engine is not told who has named an item",
-        remove_when="vLLM tells the engine which names are a client's, or takes none",
-    ),
-    _feature(
         name="features.watch",
         target="vllm.model_executor.model_loader.base_loader:BaseModelLoader.create_model",
         make="vllm_mmcache.features.runner:watch_weights",

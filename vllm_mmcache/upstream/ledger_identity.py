@@ -96,7 +96,10 @@ IDENTITY: tuple[Hook, ...] = (
         make="vllm_mmcache.identity.renderer:salt_blocks",
         process="api",
         args_used=("request",),
-        why="half of the endpoints can't carry a cache_salt, and a tenant that a gateway names is in none",
+        why=(
+            "half of the endpoints can't carry a cache_salt, and a tenant that a gateway names is in none; the engine "
+            "is not told whether a client has named an image"
+        ),
         upstream=_UPSTREAM,
         remove_when="vLLM takes the salt of KV blocks from a header or the API key",
     ),

@@ -115,7 +115,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     model = build_cached("qwen3-vl", tmp_path_factory.mktemp("zoo"))
     try:
         with serve(model, log_path=folder / "log", env=env, args=ARGS) as running:
-            yield Rig(running, Target(running.url, known["API key"]), folder, valkey, known)
+            yield Rig(running, Target(running.url, api_key=known["API key"]), folder, valkey, known)
     finally:
         valkey.kill()
 

@@ -13,7 +13,7 @@ from tests.features.tiers import LONG_S, within
 from tests.features.towers import Runs, question, slots
 from tests.lifted_bodies.test_server import MODEL, chat, counters, image_url, picture
 from vllm_mmcache.demo.server import CPU_ARGS, serve
-from vllm_mmcache.features import client_names
+from vllm_mmcache.identity import client_hashes
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.zoo import build_cached
 
@@ -39,7 +39,7 @@ def test_a_hash_of_the_client_s_is_not_kept(tmp_path: Path) -> None:
         rendered = post(server.url, "/v1/chat/completions/render", chat(image_url(picture("named"))))
         for place in rendered["features"]["mm_placeholders"]["image"]:
             place["offset"] += 1  # no two prompts share their beginning
-        sampling = {"max_tokens": 4, "temperature": 0, "extra_args": {client_names._MARK: False}}
+        sampling = {"max_tokens": 4, "temperature": 0, "extra_args": {client_hashes._MARK: False}}
         for number, name in enumerate(("of my own", "another", rendered["features"]["mm_hashes"]["image"][0])):
             features = {**rendered["features"], "mm_hashes": {"image": [name]}}
             request = {"token_ids": [number, *rendered["token_ids"]], "features": features, "sampling_params": sampling}
@@ -60,17 +60,20 @@ def test_the_engine_neither_takes_nor_keeps(alone: EnginePool, put: Put) -> None
     prompt, images = rig.render([question(610)])
     data = {"prompt": prompt, "multi_modal_data": {"image": list(images)}}
 
-    def ask(**more: Any) -> list[int]:
+    def ask(named: bool = False) -> list[int]:
         rig.forget_all_but_features()
-        params = SamplingParams(max_tokens=8, temperature=0, **more)
-        return list(rig.llm.generate([data], params, use_tqdm=False)[0].outputs[0].token_ids)
+        before = client_hashes.GIVEN.set(named)
+        try:
+            (output,) = rig.llm.generate([data], SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
+        finally:
+            client_hashes.GIVEN.reset(before)
+        return list(output.outputs[0].token_ids)
 
-    named = {"extra_args": {client_names._MARK: True}}
-    first = ask(**named)
+    first = ask(named=True)
     assert (runs.new(), len(slots(rig))) == (1, 0)
     assert ask() == first
     assert (runs.new(), len(slots(rig))) == (1, 1)
     assert ask() == first
     assert runs.new() == 0, "the control: another request takes what is kept"
-    assert ask(**named) == first
+    assert ask(named=True) == first
     assert (runs.new(), len(slots(rig))) == (1, 1)

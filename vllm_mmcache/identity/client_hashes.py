@@ -6,21 +6,20 @@ give any hash any pixels, and what is kept lives for days. The mark travels with
 its sampling parameters that are for nobody else. API server process; the engine looks.
 """
 
+from contextvars import ContextVar
 from typing import Any
 
-from vllm_mmcache import rooms
-from vllm_mmcache.arguments import argument
+GIVEN: ContextVar[bool] = ContextVar("mmcache_client_hashes", default=False)
+"""Whether the body of the HTTP request that is being worked on brings processed images (its field `features`)."""
 
-_MARK = "mmcache_names_of_client"
+_MARK = "mmcache_client_hashes"
 
 
-async def mark(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of ServingTokens.serve_tokens(request): one with processed images is marked, whatever the client says."""
-    request = argument(wrapped, args, kwargs, "request")
-    if rooms.is_on("features") and request.features is not None:
-        params = request.sampling_params
-        params.extra_args = {**(params.extra_args or {}), _MARK: True}
-    return await wrapped(*args, **kwargs)
+def mark(request: Any) -> None:
+    """Mark an engine's request if its images were processed by the client, and only then, whatever the client says."""
+    params = request.sampling_params
+    if params is not None and (GIVEN.get() or _MARK in (params.extra_args or {})):
+        params.extra_args = {**(params.extra_args or {}), _MARK: GIVEN.get()}
 
 
 def are_in(request: Any) -> bool:
