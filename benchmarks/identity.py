@@ -100,7 +100,7 @@ def tenant_s(setting: str, headers: list[tuple[bytes, bytes]], num_rounds: int) 
 
     async def endpoint(dependency: Any) -> None:
         request = Request(scope)
-        request._json = json.loads(body)  # as FastAPI has left it there
+        request._body, request._json = body, json.loads(body)  # as FastAPI has left them there
         await dependency(request)
 
     async def with_tenant(scope: Any, receive: Any, send: Any) -> None:

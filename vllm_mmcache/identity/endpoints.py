@@ -36,7 +36,8 @@ async def find_tenant_in_body(raw_request: Request) -> None:
     cache_salt that is none; TenantError for one that contradicts the request's header or key; what vLLM's own raises.
     """
     await validate_json_request(raw_request)
-    body = await raw_request.json()
+    # Both are at hand; FastAPI answers for a body that is empty, and has not parsed it.
+    body = await raw_request.json() if await raw_request.body() else None
     salt, features = (body.get("cache_salt"), body.get("features")) if isinstance(body, dict) else (None, None)
     client_hashes.GIVEN.set(features is not None)
     if salt is None or not rooms.is_on("identity"):
