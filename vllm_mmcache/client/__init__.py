@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport for the `openai` client that sends each image once, and its content id alone from then on.
+"""A transport for the `openai` client that sends each image once, and its name alone from then on.
 
 Runs in the client's process, sync and async, over the httpx that the client has; works against stock vLLM. `images`
 finds and names the images of one request, `sent` is what the server has been sent, `transport` asks and asks again.
