@@ -184,7 +184,7 @@ def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MMCACHE_REQUIRED_SALT", "ERROR", "did you mean MMCACHE_REQUIRE_SALT?"),
         ("MMCACHE_IDENTIY", "ERROR", "did you mean MMCACHE_IDENTITY?"),
         ("MMCACHE_STORE_KEY", "ERROR", "did you mean MMCACHE_STORE_KEY_FILE?"),
-        ("MMCACHE_ADMIN_KEY_FIEL", "WARNING", "did you mean MMCACHE_ADMIN_KEY_FILE?"),
+        ("MMCACHE_ADMIN_KEY_FIEL", "ERROR", "did you mean MMCACHE_ADMIN_KEY_FILE?"),
     ],
 )
 def test_an_unknown_variable_is_one_line_and_stops_nothing(

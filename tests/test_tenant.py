@@ -69,6 +69,7 @@ def test_salts_are_apart_by_name_kind_header_and_key() -> None:
     assert all(len(salt) == 64 for salt in salts)
     assert HEADER.salt_of("é") == HEADER.salt_of("é".encode())
     assert parse_source("header:x-TENANT") == HEADER
+    assert HEADER.salt_of(" a\n") == HEADER.salt_of("a")
     assert Source().salt_of("a") == "a"
 
 

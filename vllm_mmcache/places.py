@@ -77,7 +77,8 @@ def with_password(url: str, password_file: str | None) -> str:
     """
     if password_file is None:
         return url
-    if has_password(url):
+    parts = urlsplit(url)
+    if parts.password or "password" in parse_qs(parts.query):
         raise SettingsError("store and store_password_file both hold a password: leave out one of the two")
     cure = "name a file whose first line is the password of Redis or Valkey"
     content = read_secret("store_password_file", password_file, cure)
@@ -87,7 +88,6 @@ def with_password(url: str, password_file: str | None) -> str:
         password = ""
     if not password:
         raise SettingsError(f"store_password_file {shown(password_file)}: its first line is no text: {cure}")
-    parts = urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
     return urlunsplit(parts._replace(netloc=f"{user.rstrip(':')}:{quote(password, safe='')}@{host}"))
 

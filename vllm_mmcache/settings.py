@@ -100,8 +100,8 @@ class Settings(BaseSettings):
     identity: bool = Field(
         default=True,
         description=(
-            "An image is its content within its tenant (cache_salt); uuids are aliases. False: uuids are trusted, only "
-            "KV is apart by salt."
+            "An image is its content within its tenant (see tenant_from); uuids are other names for it. False: uuids "
+            "are trusted, only KV is apart by cache_salt."
         ),
     )
     tenant_from: str = Field(

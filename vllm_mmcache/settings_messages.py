@@ -28,7 +28,8 @@ _CONTRADICTIONS: tuple[tuple[tuple[str, bool], tuple[str, bool], str], ...] = (
 
 # Whoever misspells one of these relies on a protection that is not there.
 PROTECTING = frozenset(
-    {"identity", "require_salt", "require_tenant", "store_key_file", "tenant_from", "tenant_key_file"}
+    {"identity", "require_salt", "require_tenant", "tenant_from", "tenant_key_file"}
+    | {"store_key_file", "store_password_file", "admin_key_file"}
 )
 
 # What Kubernetes sets in every container of a namespace for a Service whose name is `mmcache` or begins with `mmcache-`

@@ -67,12 +67,13 @@ class Source:
     def salt_of(self, name: str | bytes) -> str:
         """The salt of the tenant with this name: a cache_salt itself; else 64 hex digits, a digest keyed with `key`.
 
-        Raises: UnicodeEncodeError for a text that is none.
+        White space around the name of a header or a key is no part of it. Raises: UnicodeEncodeError for a text that is
+        none.
         """
         if not self.is_gateway:
             return name.decode() if isinstance(name, bytes) else name
         content = name.encode() if isinstance(name, str) else name
-        return blake3(self._beginning + content, key=self._digest_key).hexdigest()
+        return blake3(self._beginning + content.strip(), key=self._digest_key).hexdigest()
 
     @cached_property
     def _beginning(self) -> bytes:

@@ -26,7 +26,7 @@ from vllm_mmcache.zoo import build_cached
         (["list", "--model", "m", "--batch", "0"], "batch"),
         (["list", "--model", "m", "--tenant", "a", "--tenant-file", "list"], "give one of the two"),
         (["list", "--model", "m", "--tenant", " "], "the name of the tenant is empty"),
-        (["list", "--model", "m", "--tenant-file", "/no/such/file"], "--tenant-file /no/such/file can't be read"),
+        (["list", "--model", "m", "--tenant-file", "/no/such/file"], "--tenant-file '/no/such/file' can't be read"),
     ],
 )
 def test_mistakes(args: list[str], said: str, tmp_path: Path) -> None:
@@ -77,6 +77,7 @@ def test_warm_fills_and_goes_on(tmp_path: Path) -> None:
     assert [failure["path"] for failure in report["failed"]] == [str(pictures / "broken.jpg")]
     assert len(list((store / "features").glob("??/*.safetensors"))) == 3
 
+    (tmp_path / "tenant").touch(0o600)
     (tmp_path / "tenant").write_text("acme\n")
     arguments[:0] = ["--tenant-file", str(tmp_path / "tenant")]
     theirs = mmcache("store", "warm", str(listed), *arguments, **environ, MMCACHE_TENANT_FROM="header:X-Tenant")

@@ -125,7 +125,7 @@ def test_a_password_from_a_file_counts(tmp_path: Path, monkeypatch: pytest.Monke
     file.touch(0o600)
     file.write_text("p\n")
     more = {"store_password_file": str(file)}
-    for url in ("rediss://cache", "rediss+cluster://a,b", "rediss+sentinel://a,b/name"):
+    for url in ("rediss://cache", "rediss+cluster://a,b", "rediss+sentinel://a,b/name?sentinel_password=s"):
         assert "no password" in why_exposed(with_store(url, monkeypatch))
         assert not why_exposed(with_store(url, monkeypatch, **more))
 

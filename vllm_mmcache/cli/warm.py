@@ -22,6 +22,7 @@ from vllm_mmcache.cli import needs
 from vllm_mmcache.errors import EnvironmentProblem, StoreUnusable
 from vllm_mmcache.identity.source import source
 from vllm_mmcache.places import STORE, places_in_use
+from vllm_mmcache.secret_files import read_secret
 
 ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 
@@ -39,11 +40,11 @@ def warm(
     ] = None,
     tenant_name: Annotated[
         str | None,
-        typer.Option("--tenant", metavar="NAME", help="whose pictures: the cache_salt, or what the header would hold"),
+        typer.Option("--tenant", metavar="NAME", help="whose pictures: what the header would hold"),
     ] = None,
     tenant_file: Annotated[
         Path | None,
-        typer.Option("--tenant-file", metavar="PATH", help="the same from a file, for an API key: no list shows it"),
+        typer.Option("--tenant-file", metavar="PATH", help="the same from a file, for a secret: an API key, a salt"),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="pictures that are asked about at once")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")] = False,
@@ -68,15 +69,17 @@ def warm(
 def salt_of(name: str | None, file: Path | None) -> str | None:
     """The salt of the tenant that the options name, as a server with these settings makes it; None for no tenant.
 
-    Raises: EnvironmentProblem for a name that is empty or can't be read; SettingsError.
+    Raises: EnvironmentProblem for a name that is empty or no text; SettingsError for a file that can't be read, or that
+    others may read.
     """
     if name is not None and file is not None:
         raise EnvironmentProblem("--tenant and --tenant-file name a tenant each: give one of the two")
     if file is not None:
+        content = read_secret("--tenant-file", str(file), "name a file that holds the tenant's name alone")
         try:
-            name = file.expanduser().read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise EnvironmentProblem(f"--tenant-file {file} can't be read: {error}") from None
+            name = content.decode().strip()
+        except UnicodeDecodeError:
+            raise EnvironmentProblem(f"--tenant-file {file} is no text: it is to hold the tenant's name") from None
     if name is None:
         return None
     if not name.strip():
