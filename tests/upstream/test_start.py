@@ -292,7 +292,8 @@ def test_a_store_that_others_can_reach_is_a_warning(
 ) -> None:
     """Of the API server, once."""
     install(monkeypatch)
-    chosen = settings.load_settings({"store": "redis://u:secret@cache", "store_trusted_network": is_trusted})
+    monkeypatch.setenv("MMCACHE_STORE", "redis://u:secret@cache")
+    chosen = settings.load_settings({"store_trusted_network": is_trusted})
     monkeypatch.setattr(settings, "_current", chosen)
     with caplog.at_level(logging.WARNING, "vllm.mmcache"):
         for role in rooms.ROLES:
