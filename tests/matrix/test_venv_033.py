@@ -65,7 +65,7 @@ def test_the_installed_extension_has_what_the_installed_code_calls() -> None:
     assert spec.origin is not None
     calls = list(cpu_operators.calls(Path(spec.origin).parent))
     schemas = cpu_operators.loaded_schemas({call.name for call in calls})
-    assert len(schemas) > 50
+    assert len(schemas) > 30  # how many there are differs by the processor's instructions
     assert set(cpu_operators.findings(calls, calls, schemas)) <= set(cpu_operators.KNOWN)
     schemas["cpu_attention_with_kv_cache"] = schemas["cpu_attention_with_kv_cache"][:-1]
     altered = set(cpu_operators.findings(calls, calls, schemas)) - set(cpu_operators.KNOWN)
