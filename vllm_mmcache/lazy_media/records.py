@@ -161,7 +161,7 @@ def unpacked(packed: bytes) -> Record | None:
         kept = _DECODER.decode(packed)
     except (ValueError, RecursionError):  # msgspec's own are ValueErrors
         return None
-    if kept.width * kept.height > MAX_PIXELS:
+    if kept.width * kept.height > MAX_PIXELS or msgspec.json.encode(kept) != packed:  # not written as records are
         return None
     options = kept.io_config and {name: _plain(value) for name, value in kept.io_config.items()}
     known: dict[Hashable, str] = {tuple(question): mm_hash for question, mm_hash in kept.mm_hashes}
