@@ -42,6 +42,7 @@ def test_lines_have_tenants(mode: str, tmp_path: Path) -> None:
     (tmp_path / "in").write_text("\n".join(line(number, *one) for number, one in enumerate(given)) + "\n")
     command = [sys.executable, "-m", "vllm_mmcache.cli.vllm_main", "run-batch", "-i", str(tmp_path / "in")]
     command += ["-o", str(tmp_path / "out"), "--model", str(model), "--served-model-name", MODEL, *CPU_ARGS]
+    command += ["--shutdown-timeout", "60"]  # by default vLLM kills the engine at once, which may have features to write
     env = {**os.environ, **CPU_ENV, "MMCACHE_STORE": str(store), "MMCACHE_REQUIRE_TENANT": "1"}
     done = subprocess.run(
         command, env={**env, "MMCACHE_TENANT_FROM": MODES[mode]}, capture_output=True, text=True, timeout=600
