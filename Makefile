@@ -48,7 +48,7 @@ lint: $(STAMP)  ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/mypy
 
 check-upstream: $(STAMP)  ## compare every replaced vLLM symbol with the versions it was written for
-	@$(BIN)/python -m vllm_mmcache.upstream.check $(ARGS)
+	@$(BIN)/python -m mmcache_tools.check_upstream $(ARGS)
 	@$(BIN)/python -m pytest -q tests/patches -k wheel
 
 upstream-tests: $(STAMP)  ## vLLM's own tests with and without the plugin; VLLM_SRC=/path/to/its/sources (about 20 minutes)

@@ -24,10 +24,10 @@ from benchmarks.replays import started
 from benchmarks.results import Result, run_worker
 from benchmarks.servers import stored
 from tests.engine_configuration import CONFIGURATIONS
-from vllm_mmcache import background, settings
-from vllm_mmcache.features import runner
-from vllm_mmcache.features.package import Shape
-from vllm_mmcache.features.scheduler import Connector
+from vllm_mmcache.base import background, settings
+from vllm_mmcache.components.features.engine.hooks import Connector
+from vllm_mmcache.components.features.package import Shape
+from vllm_mmcache.components.features.worker import hooks
 from vllm_mmcache.prove.engines import Rig
 from vllm_mmcache.prove.scenarios import filler, picture, user
 
@@ -70,7 +70,7 @@ class Stopwatch:
         self._now, self._depth, self._took_images = 0.0, 0, False
         for name in ("arrive", "ensure_cache_available", "update_state_after_alloc", "build_connector_meta"):
             setattr(Connector, name, self._timed(getattr(Connector, name)))
-        encoding, schedule = runner.Side.encoding.__wrapped__, rig.scheduler.schedule  # type: ignore[attr-defined]
+        encoding, schedule = hooks.Side.encoding.__wrapped__, rig.scheduler.schedule  # type: ignore[attr-defined]
 
         def timed_encoding(side: Any, message: Any, outputs: Any) -> Iterator[set[str]]:
             self._took_images |= message is not None
@@ -83,7 +83,7 @@ class Stopwatch:
             self._now, self._took_images = 0.0, False
             return schedule(*args, **kwargs)
 
-        runner.Side.encoding = contextlib.contextmanager(timed_encoding)  # type: ignore[method-assign, assignment]
+        hooks.Side.encoding = contextlib.contextmanager(timed_encoding)  # type: ignore[method-assign, assignment]
         rig.scheduler.schedule = next_step
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,12 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from mmcache_tools.zoo import ZooOptions, build
+
 from benchmarks.results import SIDES, Result, in_turn, run_worker
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import step_deltas
 from vllm_mmcache.prove.load import LOAD, conversations, counted
 from vllm_mmcache.prove.scenarios import filler, picture, user
-from vllm_mmcache.zoo import ZooOptions, build
 
 BATCH = 64
 STUCK_STEPS = 50  # in which nothing happens

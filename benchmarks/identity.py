@@ -25,11 +25,12 @@ from benchmarks import scenarios
 from benchmarks.pictures import PNG, picture, variant
 from benchmarks.results import Result, in_turn, medians
 from benchmarks.server_scenarios import uuid_turns
-from vllm_mmcache import tenant
-from vllm_mmcache.identity.endpoints import find_tenant_in_body
-from vllm_mmcache.identity.layer import FindTenant
-from vllm_mmcache.upstream import hooks, vllm_version
-from vllm_mmcache.upstream.ledger import groups
+from vllm_mmcache.base.versions import vllm_version
+from vllm_mmcache.components.identity.middleware import FindTenant
+from vllm_mmcache.components.identity.vllm_endpoints import find_tenant_in_body
+from vllm_mmcache.content import tenant
+from vllm_mmcache.hooking import hooks
+from vllm_mmcache.lifecycle.ledger import groups
 
 PAYLOAD_BYTES = 1 << 20
 SALT = {"salt": "a salt of forty-three characters, as advised"}

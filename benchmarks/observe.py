@@ -13,7 +13,7 @@ from vllm import SamplingParams
 
 from benchmarks.results import Result, medians, run_worker
 from tests.observe.observing import assistant, observed, picture, system, user, words
-from vllm_mmcache import rooms
+from vllm_mmcache.base import status
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 
@@ -36,7 +36,7 @@ def warm_turns(root: Path, images: int, turns: int) -> dict[str, float]:
 
     def ask(is_recorded: bool) -> Callable[[], object]:
         number = next(numbers)
-        rooms._is_on["observe"] = is_recorded
+        status._is_on["observe"] = is_recorded
         turn = [*talk, user(f"turn {number} " + words(5, number))]
         return lambda: rig.llm.chat([turn], sampling, use_tqdm=False)
 

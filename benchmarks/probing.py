@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 import wrapt
+from mmcache_tools.harness.server import Server
 
 from benchmarks.probe.sitecustomize import Spans
 from benchmarks.processes import server_cpu_s
 from benchmarks.servers import zoo_server
-from vllm_mmcache.demo.server import Server
 
 FOLDER = "PROCESSOR_PROBE"
 API, ENGINE, WORKER = PROCESSES = ("api", "engine", "worker")
@@ -39,7 +39,7 @@ OPTIONS = (
     "--scheduler-cls", "benchmarks.probing.Scheduler",
     "--worker-extension-cls", "benchmarks.probing.Extension",
 )  # fmt: skip
-CONTENT_DIGESTS = (("vllm_mmcache.tenant", "digest"), ("vllm_mmcache.features.digests", "inputs_digest"))
+CONTENT_DIGESTS = (("vllm_mmcache.content.tenant", "digest"), ("vllm_mmcache.content.digests", "inputs_digest"))
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self
 
+from mmcache_tools.harness.server import Server, living
 from psutil import NoSuchProcess, Process
-
-from vllm_mmcache.demo.server import Server, living
 
 MIB = 1 << 20
 INTERVAL_S = 0.5

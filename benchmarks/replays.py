@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from mmcache_tools.zoo import ZooOptions, build_cached
 from PIL.ImageFile import ImageFile
 
 from benchmarks import workloads
@@ -22,7 +23,6 @@ from benchmarks.servers import stored
 from benchmarks.workloads import SHAPES, Asks, rotation
 from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, EngineConfig, Rig
 from vllm_mmcache.prove.workloads import put, questions, reusable, shared
-from vllm_mmcache.zoo import ZooOptions, build_cached
 
 COUNTED = ("cached_tokens", "best_tokens", "tower_runs", "decodes")
 # Qwen's towers see as many patches as the picture has: 4,096 of 1024x1024 pixels. Gemma 4's is a setting of servers;

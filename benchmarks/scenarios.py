@@ -17,12 +17,13 @@ from math import inf
 from statistics import median
 from typing import NamedTuple
 
+from mmcache_tools.zoo import ZooOptions, build_cached
+
 from benchmarks.pictures import SMALL, Kind, url_of
 from benchmarks.probing import Probed, for_each, probed_server
 from benchmarks.processes import server_memory
 from benchmarks.results import ROOT, SIDES, Result
 from benchmarks.servers import Body, Reply, ask, counters, image_part, stored, talk
-from vllm_mmcache.zoo import ZooOptions, build_cached
 
 ARTIFACTS = ROOT / ".artifacts" / "scenarios"  # on disk: /tmp may be RAM
 SETTLED_S, SETTLE_TIMEOUT_S = 2.0, 30.0

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from benchmarks.results import Action, Result, medians
 from tests.features.packages import identity
-from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.features.lasting import name_of
-from vllm_mmcache.features.package import Shape
-from vllm_mmcache.records.framing import frame, unframe
-from vllm_mmcache.sealing import CLEAR, Sealed
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.lasting import name_of
+from vllm_mmcache.components.features.package import Shape
+from vllm_mmcache.storage.encryption import CLEAR, Sealed
+from vllm_mmcache.storage.frame import frame, unframe
 
 KEYS = {"clear": CLEAR, "sealed": Sealed(b"k" * 32)}
 WIDTH = 16384

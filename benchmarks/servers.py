@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmcache_tools.harness.server import CPU_ARGS, Server, serve
 from prometheus_client.parser import text_string_to_metric_families
-
-from vllm_mmcache.demo.server import CPU_ARGS, Server, serve
 
 MODEL = "zoo"  # the name that it is served under
 PATH = "/v1/chat/completions"

@@ -21,12 +21,12 @@ from statistics import median
 from typing import Any
 
 import psutil
+from mmcache_tools.harness.server import CPU_ARGS, CPU_ENV, Server, free_port, living, stop, wait_until_healthy
+from mmcache_tools.zoo import build_cached
 
 from benchmarks.probe.sitecustomize import PLUGIN, VLLM
 from benchmarks.processes import cpu_s
 from benchmarks.results import ROOT, SIDES, Result, commit
-from vllm_mmcache.demo.server import CPU_ARGS, CPU_ENV, Server, free_port, living, stop, wait_until_healthy
-from vllm_mmcache.zoo import build_cached
 
 PROBE = Path(__file__).parent / "probe"
 NAMES = {"MainProcess": "api_server", "EngineCore": "engine", "VllmWorker-0": "worker"}  # as vLLM names processes

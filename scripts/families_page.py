@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_mmcache.zoo import FAMILIES, architecture_of
+from mmcache_tools.zoo import FAMILIES, architecture_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 
@@ -132,7 +132,7 @@ def listed(names: Iterable[str], indent: str = "") -> str:
 
 def page() -> str:
     """The whole page."""
-    from vllm_mmcache.upstream import vllm_version
+    from vllm_mmcache.base.versions import vllm_version
 
     rows = list(walk())
     families = tested()

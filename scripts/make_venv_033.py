@@ -20,9 +20,8 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
+from mmcache_tools.check_upstream import wheel
 from packaging.requirements import Requirement
-
-from vllm_mmcache.upstream.check import wheel
 
 REPO = Path(__file__).parents[1]
 WHEELS = REPO / ".artifacts" / "wheels"

@@ -8,14 +8,14 @@ from annotated_types import Le
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from vllm_mmcache.durations import Duration
-from vllm_mmcache.settings import CONFIG_KEY, PREFIX, Settings
+from vllm_mmcache.base.durations import Duration
+from vllm_mmcache.base.settings import CONFIG_KEY, PREFIX, Settings
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
 HEAD = f"""# Settings
 
-<!-- written by scripts/settings_page.py from vllm_mmcache/settings.py; change it there -->
+<!-- written by scripts/settings_page.py from vllm_mmcache/base/settings.py; change it there -->
 
 Every setting, its default, and what it does. Set the variable `{PREFIX}<NAME>`, or
 `--additional-config '{{"{CONFIG_KEY}": {{"name": value}}}}'`, which wins; engines and workers get it, also on other

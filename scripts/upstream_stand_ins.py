@@ -31,7 +31,7 @@ VIDEO_FRAMES, VIDEO_SIZE = 48, (336, 280)  # multiples of 28: Qwen2-VL, in the p
 
 def make_models(folder: Path) -> None:
     """Fill a Hugging Face cache with configurations and tiny models."""
-    from vllm_mmcache.zoo import build_cached
+    from mmcache_tools.zoo import build_cached
 
     for name, kind in MODELS.items():
         repository = folder / "hub" / f"models--{name.replace('/', '--')}"

@@ -92,8 +92,8 @@ def pytest_configure(config: Any) -> None:
     """This file is also the pytest plugin that loads vLLM's plugins in the process that runs the tests."""
     from vllm.plugins import load_general_plugins
 
-    from vllm_mmcache.upstream.hooks import is_replaced
-    from vllm_mmcache.upstream.ledger import LEDGER
+    from vllm_mmcache.hooking.hooks import is_replaced
+    from vllm_mmcache.lifecycle.ledger import LEDGER
 
     load_general_plugins()
     replaced = sum(is_replaced(hook.target) for hook in LEDGER)

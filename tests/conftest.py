@@ -65,11 +65,11 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
 @pytest.fixture
 def no_role(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has taken no role on, without settings."""
-    from vllm_mmcache.settings import Settings
+    from vllm_mmcache.base.settings import Settings
 
-    monkeypatch.setattr("vllm_mmcache.rooms._states", {})
-    monkeypatch.setattr("vllm_mmcache.rooms._is_on", {})
-    monkeypatch.setattr("vllm_mmcache.settings._current", Settings())
+    monkeypatch.setattr("vllm_mmcache.base.status._states", {})
+    monkeypatch.setattr("vllm_mmcache.base.status._is_on", {})
+    monkeypatch.setattr("vllm_mmcache.base.settings._current", Settings())
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import wrapt
 
-from vllm_mmcache.arguments import argument, named
+from vllm_mmcache.base.arguments import argument, named
 
 
 def function(first: int, second: int = 2, *, third: int = 3) -> None: ...

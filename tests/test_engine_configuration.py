@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mmcache_tools.zoo import FIRST_FAMILIES
+
 from tests.engine_configuration import CHOSEN
 from tests.exactness.test_exactness import CROSSING
-from vllm_mmcache.zoo import FIRST_FAMILIES
 
 REPO = Path(__file__).parents[1]
 

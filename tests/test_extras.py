@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_mmcache import extras
+from vllm_mmcache.base import extras
 
 REPO = Path(__file__).parents[1]
 
@@ -120,5 +120,5 @@ def test_every_extra_that_is_named_exists() -> None:
 
 
 def test_it_is_cheap() -> None:
-    code = "import sys, vllm_mmcache.extras; print({'typer', 'vllm', 'torch', 'pydantic'} & set(sys.modules))"
+    code = "import sys, vllm_mmcache.base.extras; print({'typer', 'vllm', 'torch', 'pydantic'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from mmcache_tools.zoo import build_cached
 
 from tests.engine_configuration import CHOSEN
 from tests.sizes import larger
-from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine
 

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from vllm_mmcache import rooms, settings
-from vllm_mmcache.rooms import ON, State
+from vllm_mmcache.base import settings, status
+from vllm_mmcache.base.status import ON, State
 
 pytestmark = pytest.mark.usefixtures("no_role")
 
@@ -14,33 +14,33 @@ OFF, NOTHING = State("off", "a reason"), State("unneeded", "no images")
 
 
 def test_a_room_is_on_where_all_roles_of_the_process_say_so() -> None:
-    for role in rooms.ROLES:
-        rooms.begin(role)
-        rooms.put(role, "metrics", ON)
-        assert rooms.is_on("metrics")
+    for role in status.ROLES:
+        status.begin(role)
+        status.put(role, "metrics", ON)
+        assert status.is_on("metrics")
     for state in (OFF, NOTHING):
-        rooms.put("worker", "metrics", state)
-        assert not rooms.is_on("metrics")
-        assert rooms.of("worker")["metrics"] == state
-    rooms.put("worker", "metrics", ON)
-    assert rooms.is_on("metrics")
+        status.put("worker", "metrics", state)
+        assert not status.is_on("metrics")
+        assert status.of("worker")["metrics"] == state
+    status.put("worker", "metrics", ON)
+    assert status.is_on("metrics")
 
 
 def test_another_engine_begins_anew() -> None:
-    for role in rooms.ROLES:
-        rooms.begin(role)
-        rooms.put(role, "metrics", OFF)
-    rooms.begin("engine")
-    assert rooms.roles() == ("api", "engine")
-    assert rooms.of("api") == {"metrics": OFF}, "the role before it stays"
-    assert rooms.of("engine") == {} == rooms.of("worker")
+    for role in status.ROLES:
+        status.begin(role)
+        status.put(role, "metrics", OFF)
+    status.begin("engine")
+    assert status.roles() == ("api", "engine")
+    assert status.of("api") == {"metrics": OFF}, "the role before it stays"
+    assert status.of("engine") == {} == status.of("worker")
 
 
 def test_a_role_that_a_process_does_not_have_is_not_asked() -> None:
-    rooms.begin("api")
-    rooms.put("engine", "metrics", OFF)
-    assert rooms.roles() == ("api",)
-    assert rooms.is_on("metrics")
+    status.begin("api")
+    status.put("engine", "metrics", OFF)
+    assert status.roles() == ("api",)
+    assert status.is_on("metrics")
 
 
 def test_no_answer_is_missing_while_another_is_put() -> None:
@@ -49,38 +49,38 @@ def test_no_answer_is_missing_while_another_is_put() -> None:
 
     class Asking(str):
         def __eq__(self, other: object) -> bool:
-            seen.append(rooms.is_on("metrics"))
+            seen.append(status.is_on("metrics"))
             return super().__eq__(other)
 
         __hash__ = str.__hash__
 
-    rooms.begin("engine")
+    status.begin("engine")
     for room, state in (("features", State(Asking("off"))), ("metrics", OFF)):  # type: ignore[arg-type]
-        rooms.put("engine", room, state)
+        status.put("engine", room, state)
     seen.clear()
-    rooms.put("engine", "metrics", OFF)
+    status.put("engine", "metrics", OFF)
     assert seen == [False]
 
 
 def test_before_a_decision_what_is_wanted_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rooms.is_on("features")
-    assert not rooms.is_on("observe")
+    assert status.is_on("features")
+    assert not status.is_on("observe")
     monkeypatch.setattr(settings, "_current", settings.Settings(features=False, observe=True))
-    assert not rooms.is_on("features")
-    assert rooms.is_on("observe")
+    assert not status.is_on("features")
+    assert status.is_on("observe")
 
 
 def test_a_forked_process_has_no_role() -> None:
-    rooms.begin("api")
-    rooms.put("api", "metrics", OFF)
+    status.begin("api")
+    status.put("api", "metrics", OFF)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(write, f"{rooms.roles()} {rooms.is_on('metrics')}".encode())
+        os.write(write, f"{status.roles()} {status.is_on('metrics')}".encode())
         os._exit(0)
     os.waitpid(child, 0)
     assert os.read(read, 100) == b"() True"
-    assert rooms.process_name() == "api"
+    assert status.process_name() == "api"
 
 
 @pytest.mark.parametrize(
@@ -97,5 +97,5 @@ def test_a_forked_process_has_no_role() -> None:
     ],
 )
 def test_together(states: list[State], expected: State) -> None:
-    assert rooms.combine((str(place), state) for place, state in enumerate(states)) == expected
-    assert bool(rooms.why_off((str(place), state) for place, state in enumerate(states))) == (OFF in states)
+    assert status.combine((str(place), state) for place, state in enumerate(states)) == expected
+    assert bool(status.why_off((str(place), state) for place, state in enumerate(states))) == (OFF in states)

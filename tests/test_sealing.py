@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mmcache import sealing
-from vllm_mmcache.errors import SettingsError, StoreCorrupt, StoreSealed
-from vllm_mmcache.sealing import CHUNK_BYTES, CLEAR, HEAD_BYTES, NONCE_BYTES, TAG_BYTES, Sealed, _Bytes
-from vllm_mmcache.settings import load_settings
+from vllm_mmcache.base.errors import SettingsError, StoreCorrupt, StoreSealed
+from vllm_mmcache.base.settings import load_settings
+from vllm_mmcache.storage import encryption
+from vllm_mmcache.storage.encryption import CHUNK_BYTES, CLEAR, HEAD_BYTES, NONCE_BYTES, TAG_BYTES, Sealed, _Bytes
 
 KEY = Sealed(bytes(range(32)))
 OTHER = Sealed(bytes(range(1, 33)))
@@ -131,8 +131,8 @@ SECRET = bytes(range(32))
 )
 def test_forms_of_a_key(tmp_path: Path, written: bytes) -> None:
     expected = written if len(written) == 32 else SECRET
-    assert sealing.read_key(key_file(tmp_path, written)) == expected
-    assert sealing.read_key(key_file(tmp_path, written, 0o440)) == expected  # as a secret of a group
+    assert encryption.read_key(key_file(tmp_path, written)) == expected
+    assert encryption.read_key(key_file(tmp_path, written, 0o440)) == expected  # as a secret of a group
 
 
 @pytest.mark.parametrize(
@@ -168,6 +168,6 @@ def test_a_key_that_is_not_there_stops_the_start(tmp_path: Path, monkeypatch: py
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealing.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(encryption.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"cryptography: pip install .*\[encryption\]"):
         load_settings({"store_key_file": key_file(tmp_path, SECRET)})

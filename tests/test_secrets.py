@@ -18,17 +18,17 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import pytest
+from mmcache_tools.harness.server import free_port
 
 from tests.features.conftest import server_binary
 from tests.features.packages import load
-from vllm_mmcache import settings
+from vllm_mmcache.base import settings
+from vllm_mmcache.base.errors import EnvironmentProblem, SettingsError
+from vllm_mmcache.base.store_url import error_without_secrets, with_password, without_secrets
 from vllm_mmcache.cli import serve
 from vllm_mmcache.cli.doctor import setting_rows
-from vllm_mmcache.demo.server import free_port
-from vllm_mmcache.errors import EnvironmentProblem, SettingsError
-from vllm_mmcache.features.remote import RemoteTier
-from vllm_mmcache.places import error_without_secrets, with_password, without_secrets
-from vllm_mmcache.records.remote import RemotePlace
+from vllm_mmcache.components.features.remote import RemoteTier
+from vllm_mmcache.storage.records.remote import RemotePlace
 
 PASSWORDS = [
     "s3cretw0rd",
@@ -161,12 +161,12 @@ def test_the_command_line_may_name_a_store() -> None:
 
 def test_settings_travel_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes get the store beside vLLM's configuration, of which vLLM's log shows what repr does."""
-    from vllm_mmcache.upstream import configuration
+    from vllm_mmcache.lifecycle import config_rules
 
     monkeypatch.setenv("MMCACHE_STORE", "redis://:s3cretw0rd@b")
     config = SimpleNamespace(additional_config={"mmcache": {}})
-    configuration.carry(config, settings.load_settings(), are_names_ours=True)
-    assert settings.received(configuration.carried(config) or {}).store == "redis://:s3cretw0rd@b"
+    config_rules.carry(config, settings.load_settings(), are_names_ours=True)
+    assert settings.received(config_rules.carried(config) or {}).store == "redis://:s3cretw0rd@b"
     assert not tells(repr(config.additional_config) + str(config) + json.dumps(config.additional_config))
 
 
@@ -198,7 +198,7 @@ NAMES = ("store_key_file", "admin_key_file", "store_password_file")
 
 def read_file(name: str, path: str) -> object:
     """Read the secret of the setting `name` as a server does."""
-    from vllm_mmcache.observe.admin import admin_key
+    from vllm_mmcache.components.observe.page.admin import admin_key
 
     return admin_key(settings.load_settings({name: path, "store": "redis://h"}))
 

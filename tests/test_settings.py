@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_mmcache import settings
-from vllm_mmcache.errors import SettingsError
-from vllm_mmcache.settings_messages import is_of_a_service
+from vllm_mmcache.base import settings
+from vllm_mmcache.base.errors import SettingsError
+from vllm_mmcache.base.settings_messages import is_of_a_service
 
 
 def test_defaults_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:

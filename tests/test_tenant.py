@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mmcache import settings, tenant
-from vllm_mmcache.errors import SettingsError, TenantError
-from vllm_mmcache.identity.content_name import name_of
-from vllm_mmcache.identity.source import source
-from vllm_mmcache.tenant import MAX_NAME_BYTES, Headers, Source, parse_source
+from vllm_mmcache.base import settings
+from vllm_mmcache.base.errors import SettingsError, TenantError
+from vllm_mmcache.content import tenant
+from vllm_mmcache.content.content_name import name_of
+from vllm_mmcache.content.tenant import MAX_NAME_BYTES, Headers, Source, parse_source
+from vllm_mmcache.content.tenant_source import source
 
 HEADER = parse_source("header:X-Tenant")
 API_KEY = parse_source("api_key")

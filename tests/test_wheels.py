@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two distributions of this repository: vllm-mmcache, for servers, and vllm-mmcache-tools, laid into its package.
+"""The two distributions of this repository: vllm-mmcache, for servers, and vllm-mmcache-tools, each with its package.
 
 Both wheels are built as pip builds them, without a network, and installed into an environment of their own.
 """
@@ -21,12 +21,11 @@ from vllm_mmcache import __version__
 REPO = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 VERBS = ("demo", "lint", "zoo")
-# What the package is never without, and what stays out of a server's: by their beginnings.
-DATA = ("observe/page/index.html", "observe/page/page.css", "observe/page/page.js")
-DATA += ("upstream/bodies.json", "upstream/proven.json")
-TOOLS_DATA = ("zoo/seeing/measured.json", "zoo/seeing/model.safetensors", "zoo/seeing/tokenizer.json")
-TOOLS_DATA += ("zoo/templates/qwen3_vl.jinja",)
-TOOLS = ("zoo/", "demo/", "lint/", "cli/demo.py", "cli/lint.py", "cli/zoo.py", "upstream/check.py", "prove/videos.py")
+# What the packages are never without.
+DATA = {f"components/observe/page/{name}" for name in ("index.html", "page.css", "page.js")}
+DATA |= {"hooking/source_digests.json", "lifecycle/tested_engines.json"}
+TOOLS_DATA = {f"zoo/seeing/{name}" for name in ("measured.json", "model.safetensors", "tokenizer.json")}
+TOOLS_DATA |= {"zoo/templates/qwen3_vl.jinja"}
 
 
 def project(folder: str) -> dict[str, Any]:
@@ -51,11 +50,9 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def files(wheel: Path) -> set[str]:
-    """Its files, but for those about the distribution; by their paths in the package."""
+    """Its files, but for those about the distribution."""
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if ".dist-info/" not in name]
-    assert all(name.startswith("vllm_mmcache/") for name in names), names
-    return {name.removeprefix("vllm_mmcache/") for name in names}
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
 def about(wheel: Path, name: str) -> str:
@@ -65,26 +62,16 @@ def about(wheel: Path, name: str) -> str:
         return archive.read(found[0]).decode() if found else ""
 
 
-def test_each_file_is_in_one_of_the_two(wheels: list[Path]) -> None:
+def test_each_file_is_in_its_wheel(wheels: list[Path]) -> None:
+    for wheel, folder in zip(wheels, (REPO, REPO / "tools"), strict=True):
+        package = "vllm_mmcache" if folder == REPO else "mmcache_tools"
+        options = ["--cached", "--others", "--exclude-standard"]
+        listed = run("git", "ls-files", *options, package, cwd=folder).stdout.splitlines()
+        assert files(wheel) == {name for name in listed if (folder / name).exists()}
     server, tools = map(files, wheels)
-    options = ["--cached", "--others", "--exclude-standard"]
-    listed = run("git", "ls-files", *options, "vllm_mmcache", cwd=REPO).stdout.splitlines()
-    assert not server & tools
-    assert server | tools == {name.removeprefix("vllm_mmcache/") for name in listed if (REPO / name).exists()}
-    assert {name for name in server if name.startswith(TOOLS)} == set()
-    assert {name for name in tools if not name.startswith(TOOLS)} == set()
-    assert all(any(name.startswith(part) for name in tools) for part in TOOLS)
-    assert server >= {*DATA, "__init__.py", "plugin.py", "client/__init__.py", "cli/__init__.py", "cli/__main__.py"}
-    assert tools >= {*TOOLS_DATA, "zoo/__init__.py"}
-
-
-def test_both_name_the_same_files() -> None:
-    """What one leaves out the other brings, from its place in the sources."""
-    brought = project("tools")["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert brought == {f"../{path}": path for path in brought.values()}
-    left_out = project(".")["tool"]["hatch"]["build"]["targets"]["wheel"]["exclude"]
-    assert sorted(left_out) == sorted(f"/{path}" for path in brought.values())
-    assert all((REPO / path).exists() for path in brought.values())
+    needed = {*DATA, "__init__.py", "plugin.py", "client/__init__.py", "cli/__init__.py", "cli/__main__.py"}
+    assert server >= {f"vllm_mmcache/{name}" for name in needed}
+    assert tools >= {f"mmcache_tools/{name}" for name in {*TOOLS_DATA, "zoo/__init__.py"}}
 
 
 def test_what_they_say_of_themselves(wheels: list[Path]) -> None:
@@ -119,17 +106,18 @@ class Environment:
     def mmcache(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         return run(self.folder / "bin" / "mmcache", *arguments, env=self.environ, cwd=self.folder)
 
-    def package(self) -> set[str]:
-        """The files of the installed package, but for compiled ones."""
-        (place,) = self.folder.glob("lib/python*/site-packages/vllm_mmcache")
-        return {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    def packages(self) -> set[str]:
+        """The files of the installed packages, but for compiled ones."""
+        (place,) = self.folder.glob("lib/python*/site-packages")
+        found = (path for name in ("vllm_mmcache", "mmcache_tools") for path in (place / name).rglob("*"))
+        return {str(path.relative_to(place)) for path in found if path.is_file() and path.suffix != ".pyc"}
 
 
 def test_tools_come_and_go(wheels: list[Path], tmp_path: Path) -> None:
     server, tools = wheels
     here = Environment(tmp_path / "venv")
     here.pip("install", "--no-deps", "--no-index", server)
-    assert here.package() == files(server)
+    assert here.packages() == files(server)
     shown = here.mmcache("--help")
     assert shown.returncode == 0, shown.stderr
     for verb in VERBS:
@@ -142,7 +130,7 @@ def test_tools_come_and_go(wheels: list[Path], tmp_path: Path) -> None:
         assert done.stderr.count("\n") == 1
 
     here.pip("install", "--no-deps", "--no-index", tools)
-    assert here.package() == files(server) | files(tools)
+    assert here.packages() == files(server) | files(tools)
     done = here.mmcache("zoo", "ls")
     assert done.returncode == 0, done.stderr
     assert {"qwen3-vl", "seeing"} <= set(done.stdout.split())
@@ -150,6 +138,6 @@ def test_tools_come_and_go(wheels: list[Path], tmp_path: Path) -> None:
     assert "Usage: mmcache lint" in here.mmcache("lint", "--help").stdout
 
     here.pip("uninstall", "--yes", "vllm-mmcache-tools")
-    assert here.package() == files(server)
+    assert here.packages() == files(server)
     assert "which is not installed" in here.mmcache("zoo", "ls").stderr
     assert here.mmcache("explain", "--help").returncode == 0

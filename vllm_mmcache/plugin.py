@@ -28,7 +28,7 @@ def register() -> None:
     """
     if _is_set("MMCACHE_DISABLE") and not _asks_for_tenants():
         return
-    import vllm_mmcache.background  # noqa: F401  notes the cores before vLLM binds threads to some
-    from vllm_mmcache.upstream.start import start
+    import vllm_mmcache.base.background  # noqa: F401  notes the cores before vLLM binds threads to some
+    from vllm_mmcache.lifecycle.activation import start
 
     start()

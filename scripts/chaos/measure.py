@@ -23,14 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mmcache_tools.harness.server import Server, is_healthy, living
+from mmcache_tools.zoo import build_cached
+
 from benchmarks.pictures import url_of
 from benchmarks.processes import MIB, server_memory, server_open_files
 from benchmarks.results import Result
 from benchmarks.servers import running_valkey, zoo_server
 from scripts.chaos.clients import PICTURE, Clients, Pair, cold_answers, confusable
 from scripts.chaos.faults import FAULTS, Fault, Scene, in_force
-from vllm_mmcache.demo.server import Server, is_healthy, living
-from vllm_mmcache.zoo import build_cached
 
 FAMILY = "qwen3-vl"
 # Little stays in RAM that could spare the stores a question, and all of them are asked, also where the tower is faster.

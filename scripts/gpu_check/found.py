@@ -15,10 +15,10 @@ from typing import Any
 
 from benchmarks.results import processor
 from vllm_mmcache import __version__
-from vllm_mmcache.errors import EnvironmentProblem
+from vllm_mmcache.base.errors import EnvironmentProblem
+from vllm_mmcache.base.versions import installed
 from vllm_mmcache.prove.items import SWITCH
 from vllm_mmcache.prove.look import see
-from vllm_mmcache.upstream import installed
 
 REPO = Path(__file__).parents[2]
 

@@ -7,10 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mmcache_tools.zoo import FIRST_FAMILIES
+
 from scripts.gpu_check.found import REPO, Found
+from vllm_mmcache.lifecycle import tested_engines
 from vllm_mmcache.prove.items import plan
-from vllm_mmcache.upstream import proven
-from vllm_mmcache.zoo import FIRST_FAMILIES
 
 FOLDER = Path(__file__).parent / "results"
 
@@ -46,27 +47,27 @@ def rooms_proven(result: dict[str, Any], runner: str) -> list[str]:
         for room in item.rooms:
             kind = states.setdefault((room, len(item.rooms) == 1, item.compiled), set())
             kind |= set() if is_unrunnable else {outcome["state"]}
-    return [room for room in proven.ENGINE_ROOMS
+    return [room for room in tested_engines.ENGINE_ROOMS
             if all(found == {"passed"} for kind, found in states.items() if kind[0] == room)]  # fmt: skip
 
 
-def engine_of(result: dict[str, Any], runner: str) -> proven.Engine:
+def engine_of(result: dict[str, Any], runner: str) -> tested_engines.Engine:
     """The kind of engine that a runner's items ran on. Raises: ValueError, if they were of two kinds."""
     ran = [one["engine"] for name, one in result["items"].items() if f", {runner}, " in name and one.get("engine")]
     scheduling = {"async" if engine["async_scheduling"] else "sync" for engine in ran}
     if len(scheduling) != 1:
         raise ValueError(f"{runner} has items with {' and '.join(sorted(scheduling)) or 'no known'} scheduling")
     number = int(runner.removeprefix("V"))
-    return proven.Engine(proven.minor_of(result["vllm"]), result["platform"], number, scheduling.pop())  # type: ignore[arg-type]
+    return tested_engines.Engine(tested_engines.minor_of(result["vllm"]), result["platform"], number, scheduling.pop())  # type: ignore[arg-type]
 
 
 def record(result: dict[str, Any], path: Path) -> None:
     """Put what is proven into the plugin's table, in place of what this file proved before, and say it."""
     evidence = str(path.relative_to(REPO))
-    table = [row for row in proven.rows() if row.evidence != evidence]
+    table = [row for row in tested_engines.rows() if row.evidence != evidence]
     for runner in result["runners"]:
         rooms = rooms_proven(result, runner)
         print(f"proven on {result['platform']}, model runner {runner}: {', '.join(rooms) or 'nothing'}")
         if rooms:
-            table.append(proven.Row(engine_of(result, runner), tuple(rooms), evidence))
-    proven.FILE.write_text(proven.written(table))
+            table.append(tested_engines.Row(engine_of(result, runner), tuple(rooms), evidence))
+    tested_engines.FILE.write_text(tested_engines.written(table))

@@ -23,15 +23,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mmcache_tools.zoo import FIRST_FAMILIES
+
 from benchmarks.catalogue import BENCHMARKS
 from benchmarks.results import commit
 from scripts.gpu_check import found as here
 from scripts.gpu_check import results
-from vllm_mmcache.errors import EnvironmentProblem
+from vllm_mmcache.base.errors import EnvironmentProblem
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
 from vllm_mmcache.prove.items import MORE, How, OutOfTime, plan
 from vllm_mmcache.prove.runs import Runs
-from vllm_mmcache.upstream.proven import ENGINE_ROOMS
-from vllm_mmcache.zoo import FIRST_FAMILIES
 
 BENCHMARK_S = 1800.0
 WORDS = {"stock vLLM": "stock", "all rooms": "all"}  # of --rooms

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from mmcache_tools.harness.server import free_port
 
 from benchmarks import scenarios, server_scenarios
 from benchmarks.pictures import SMALL, data_url, picture
@@ -28,7 +29,6 @@ from benchmarks.server_scenarios import agent, ask_through, of_load
 from benchmarks.servers import Reply, ask, image_part, read_reply, talk
 from tests.sizes import larger
 from vllm_mmcache.client import OnceTransport
-from vllm_mmcache.demo.server import free_port
 
 CONVERSATIONS = 4
 

@@ -113,7 +113,7 @@ def test_reports_are_told_apart_and_those_of_another_plugin_refused(tmp_path: Pa
             reports(tmp_path, 1, cpu_s, tmp_path)
 
 
-PLUGIN = "from vllm_mmcache.upstream import start\n\ndef register():\n    start.start()\n"
+PLUGIN = "from vllm_mmcache.lifecycle import start\n\ndef register():\n    start.start()\n"
 ROOM = "def wrap(wrapped, instance, args, kwargs):\n    return wrapped()\n\ndef other():\n    pass\n"
 START = (
     "def start():\n    import colorsys\n    from vllm_mmcache import room\n    room.wrap(room.other, None, (), {})\n"
@@ -143,7 +143,7 @@ def test_the_probe_in_a_process_of_its_own(tmp_path: Path) -> None:
     }
     subprocess.run([sys.executable, "-c", PROGRAM], env=environ, check=True, timeout=300, cwd=tmp_path)
     (found,) = (json.loads(path.read_text()) for path in folder.glob("*.json"))
-    assert {"vllm_mmcache.plugin", "vllm_mmcache.upstream", "colorsys"} <= set(found["cpu_s"])
+    assert {"vllm_mmcache.plugin", "vllm_mmcache.lifecycle", "colorsys"} <= set(found["cpu_s"])
     assert {label for label in found["cpu_s"] if " " in label} == {FUNCTIONS}
     assert found["cpu_s"][VLLM] > 0
     assert found["cpu_s"][FUNCTIONS] > 0

@@ -68,7 +68,7 @@ def stock_hasher(block_size: int, hash_function: Callable[[Any], bytes]) -> Call
 
 def our_hasher(block_size: int, hash_function: Callable[[Any], bytes]) -> Callable[[Request], list[bytes]]:
     """The block hasher that the plugin hands to the engine."""
-    from vllm_mmcache.block_keys.request_hasher import make_block_hasher
+    from vllm_mmcache.components.block_keys.hooks import make_block_hasher
 
     kv_cache_utils.init_none_hash(hash_function)
     hasher: Callable[[Request], list[bytes]] = make_block_hasher(

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from tests.programs import cpu_seconds
+from vllm_mmcache.base.errors import EnvironmentProblem, UnschedulableImage
+from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.cli import serve
-from vllm_mmcache.errors import EnvironmentProblem, UnschedulableImage
-from vllm_mmcache.upstream import vllm_version
 
 COMMAND = [sys.executable, "-m", "vllm_mmcache.cli"]
 

@@ -10,18 +10,18 @@ import sys
 from typing import Any
 
 import pytest
+from mmcache_tools.zoo import build_cached
 
 from tests.cli.test_commands import assert_one_line, mmcache
 from tests.engine_configuration import CHOSEN
 from vllm_mmcache.cli import doctor, doctor_text
-from vllm_mmcache.upstream.ledger import LEDGER, ROOMS, parts
-from vllm_mmcache.zoo import build_cached
+from vllm_mmcache.lifecycle.ledger import LEDGER, ROOMS, parts
 
 EXAMINE = """
 import contextlib, json, logging, os, sys
 logging.disable(logging.CRITICAL)
 from vllm_mmcache.cli import doctor
-from vllm_mmcache.upstream import hooks
+from vllm_mmcache.lifecycle import hooks
 doctor.broken_packages = lambda: []  # seconds, and tested elsewhere
 before, said = dict(os.environ), []
 with contextlib.redirect_stdout(sys.stderr):

@@ -49,8 +49,9 @@ def test_clean_and_findings(files: Path) -> None:
     ],
 )
 def test_bad_lines(files: Path, line: str, said: str) -> None:
-    from vllm_mmcache.errors import LintError
-    from vllm_mmcache.lint.conversations import read
+    from mmcache_tools.lint.conversations import read
+
+    from vllm_mmcache.base.errors import LintError
 
     (files / "chat.jsonl").write_text(f"{json.dumps(CHAT)}\n{line}\n")
     with pytest.raises(LintError, match=r"chat\.jsonl:2") as caught:

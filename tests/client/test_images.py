@@ -9,7 +9,7 @@ import pytest
 
 from tests.lifted_bodies.test_lift import text_of
 from vllm_mmcache.client.images import find_images
-from vllm_mmcache.identity.content_name import PREFIX, is_claim, is_readable, name_of
+from vllm_mmcache.content.content_name import PREFIX, is_claim, is_readable, name_of
 
 
 def part(text: str, kind: str = "png", **more: Any) -> dict[str, Any]:

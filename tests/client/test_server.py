@@ -10,15 +10,15 @@ import httpx
 import httpx2
 import openai
 import pytest
+from mmcache_tools.harness.server import CPU_ARGS, serve
+from mmcache_tools.zoo import build_cached
 from openai import AsyncOpenAI, OpenAI
 
 from tests.lazy_media import files
 from tests.lifted_bodies.test_server import differences, encoded, image_url, picture, settle
 from tests.sizes import larger
 from vllm_mmcache.client import AsyncOnceTransport, OnceTransport, async_http_client, http_client
-from vllm_mmcache.demo.server import CPU_ARGS, serve
 from vllm_mmcache.prove.pictures import ellipses
-from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine
 

@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mmcache_tools.zoo import BY_NAME
+
 from tests.composes.features import ROOMS, Feature
 from tests.engine_configuration import CONFIGURATIONS
-from vllm_mmcache.zoo import BY_NAME
 
 TOLERANCE = 1e-3  # of log-probabilities in float32, as everywhere
 TIE = 1e-4

@@ -23,13 +23,14 @@ from tests.engine_configuration import CHOSEN
 
 CHOSEN.apply()
 
+from mmcache_tools.zoo import build_cached  # noqa: E402
+
 from tests.composes.draft import write_draft  # noqa: E402
 from tests.composes.transfer import register  # noqa: E402
 from tests.composes.ways import WAYS, Said  # noqa: E402
 from tests.speculative.drafters import speculative_config  # noqa: E402
 from vllm_mmcache.prove.engines import EngineConfig, Message, Rig  # noqa: E402
 from vllm_mmcache.prove.scenarios import filler, picture, user  # noqa: E402
-from vllm_mmcache.zoo import build_cached  # noqa: E402
 
 
 def main() -> None:
@@ -67,7 +68,7 @@ def run(feature: Feature, scratch: Path) -> dict[str, Any]:
 
 def rooms_of_engine() -> dict[str, str]:
     """What the report says; nothing without the plugin."""
-    from vllm_mmcache.upstream import report
+    from vllm_mmcache.lifecycle import report
 
     return {room: str(state) for room, state in report.in_force().items()}
 

@@ -16,7 +16,7 @@ from tests.connectors.moving import KEPT, connector, plan
 from tests.exactness.mixed import RememberingOracle, ask_mixed
 from tests.features.towers import Asked
 from tests.sizes import larger
-from vllm_mmcache import rooms
+from vllm_mmcache.base import status
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import BF16_SELF_TOLERANCE, Inexact, assert_equals_answer, assert_exact
 from vllm_mmcache.prove.scenarios import filler, full_blocks, one, picture, user
@@ -87,7 +87,7 @@ def test_without_checkpoints_nothing_is_found(
 ) -> None:
     """Negative control; what was found is what checkpoints have kept."""
     rig = pool.get(config)
-    monkeypatch.setitem(rooms._is_on, "image_checkpoints", False)
+    monkeypatch.setitem(status._is_on, "image_checkpoints", False)
     one(rig, asked(1, 60))
     restart(rig)
     second = one(rig, user(filler(180), picture(1), "And what is this?" + filler(60, 7)))
@@ -195,7 +195,7 @@ HYBRID = EngineConfig("qwen3.5", more=(*connector(), ("prefix_cache_retention_in
 def test_hybrids_are_wrong_behind_a_load_in_the_step(pool: EnginePool, config: EngineConfig) -> None:
     """Why checkpoints are off there. A tripwire: when this fails, vLLM copies a Mamba state behind the load."""
     rig = pool.get(config)
-    assert not rooms.is_on("image_checkpoints")
+    assert not status.is_on("image_checkpoints")
     cold = one(rig, asked(1, 200))
     restart(rig)
     plan(beside=True)

@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mmcache_tools.zoo import build_cached
 from PIL import Image
 
 from tests.engine_configuration import CHOSEN
 from vllm_mmcache.prove.engines import Answer, EngineConfig, Rig
 from vllm_mmcache.prove.expect import step_deltas
 from vllm_mmcache.prove.scenarios import filler, picture, user
-from vllm_mmcache.zoo import build_cached
 
 ENDS = ("inside", "end", "behind")
 """Where what the connector has ends: inside the image, at its end, behind it."""

@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mmcache_tools.demo.conversation import Answer, Message, Turn, photographs, script, unseen, user_message
+from mmcache_tools.demo.run import Row, compare, dialogue, exit_status, hold_plugin, hold_stock, table
+from mmcache_tools.harness import server
 from rich.console import Console
 
-from vllm_mmcache.demo import server
-from vllm_mmcache.demo.conversation import Answer, Message, Turn, photographs, script, unseen, user_message
-from vllm_mmcache.demo.run import Row, compare, dialogue, exit_status, hold_plugin, hold_stock, table
-from vllm_mmcache.errors import EnvironmentProblem
+from vllm_mmcache.base.errors import EnvironmentProblem
 
 COLD = Answer("abc", ("token_id:1", "token_id:2"), (-0.5, -1.5), 0.1, 100, 0)
 
@@ -123,8 +123,8 @@ def test_pictures_join_on_turns_1_3_6_9_and_are_unseen_in_a_cold_run(family: str
 
 
 def test_shapes_are_asked_for_in_words_that_were_trained() -> None:
-    from vllm_mmcache.demo.conversation import SHAPES_SCRIPT
-    from vllm_mmcache.zoo.seeing.prompts import KINDS
+    from mmcache_tools.demo.conversation import SHAPES_SCRIPT
+    from mmcache_tools.zoo.seeing.prompts import KINDS
 
     turns = script("seeing")
     for turn, (kind, question, names) in zip(turns, SHAPES_SCRIPT, strict=True):

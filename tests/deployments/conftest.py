@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from mmcache_tools.zoo import build_cached
 
 from tests.deployments.deployment import Answer, deployed
-from vllm_mmcache.zoo import build_cached
 
 PICTURES = range(3)
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from mmcache_tools.harness.server import CPU_ARGS, CPU_ENV, Server, free_port, stop, wait_until_healthy
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine_configuration import CHOSEN
 from tests.identity.attacks.target import png, url_of
-from vllm_mmcache.demo.server import CPU_ARGS, CPU_ENV, Server, free_port, stop, wait_until_healthy
 
 ARGS = (
     *CPU_ARGS, "--max-model-len", "2048", "--served-model-name", "zoo", "--limit-mm-per-prompt", '{"image": 2}',

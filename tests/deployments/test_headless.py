@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mmcache_tools.harness.server import free_port
 
 from tests.deployments.deployment import ARGS, Answer, command, deployed, environment, refused, start
 from tests.sizes import larger
-from vllm_mmcache.demo.server import free_port
-from vllm_mmcache.upstream.ledger import parts
+from vllm_mmcache.lifecycle.ledger import parts
 
 pytestmark = pytest.mark.engine
 

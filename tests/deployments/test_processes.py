@@ -12,7 +12,7 @@ import pytest
 
 from tests.deployments.deployment import environment, plant, waited_for
 from tests.sizes import larger
-from vllm_mmcache.upstream.ledger import parts
+from vllm_mmcache.lifecycle.ledger import parts
 
 pytestmark = pytest.mark.engine
 
@@ -20,7 +20,7 @@ BODY = """
 import json, os
 from vllm import LLM, SamplingParams
 from vllm_mmcache import rooms
-from vllm_mmcache.upstream import report
+from vllm_mmcache.lifecycle import report
 
 def main():
     llm = LLM({model!r}, enforce_eager=True, block_size=32, max_model_len=256, dtype="float32", {more})

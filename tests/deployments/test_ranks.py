@@ -7,7 +7,7 @@ import pytest
 
 from tests.deployments.deployment import TWO_RANKS, Answer, Deployment, deployed, plant, refused
 from tests.sizes import larger
-from vllm_mmcache.upstream.ledger import ROOMS, parts
+from vllm_mmcache.lifecycle.ledger import ROOMS, parts
 
 pytestmark = pytest.mark.engine
 
@@ -17,7 +17,7 @@ UNFIT = {
 module.why_not = lambda runner: "it is unlike the others, says a test"
 """,
     "after": """
-from vllm_mmcache.features.probe import Unfit
+from vllm_mmcache.components.features.worker.vllm_probe import Unfit
 probe = module.probe
 def unlike(*args):
     probe(*args)
@@ -53,7 +53,7 @@ def test_alike(model: Path, stock: list[Answer], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("found", ["before the tower runs", pytest.param("after", marks=larger)])
 def test_a_room_is_off_in_one_rank(model: Path, stock: list[Answer], tmp_path: Path, found: str) -> None:
-    path = plant(tmp_path / "site", "vllm_mmcache.features.runner", "VllmWorker-1", UNFIT[found])
+    path = plant(tmp_path / "site", "vllm_mmcache.components.features.worker.hooks", "VllmWorker-1", UNFIT[found])
     with deployed(model, tmp_path / "log", *TWO_RANKS, paths=[path]) as server:
         reason = "it is unlike the others, says a test (worker 1)"
         assert server.rooms()["features"] == ("off", reason)

@@ -9,12 +9,12 @@ import pytest
 
 from tests.deployments.deployment import Answer, Deployment, deployed, plant
 from tests.sizes import larger
-from vllm_mmcache.upstream.ledger import ROOMS
+from vllm_mmcache.lifecycle.ledger import ROOMS
 
 pytestmark = pytest.mark.engine
 
 FAR = """
-from vllm_mmcache.rooms import State
+from vllm_mmcache.base.status import State
 decide = module.decide
 def far(room, *rest):
     return State("off", "not here, says a test") if room == "block_keys" else decide(room, *rest)
@@ -29,7 +29,7 @@ def settled(server: Deployment, stock: list[Answer]) -> None:
 
 
 def test_two_api_servers_and_two_engines(model: Path, stock: list[Answer], tmp_path: Path) -> None:
-    path = plant(tmp_path / "site", "vllm_mmcache.upstream.start", "EngineCore_DP1", FAR)
+    path = plant(tmp_path / "site", "vllm_mmcache.lifecycle.activation", "EngineCore_DP1", FAR)
     args = ("--api-server-count", "2", "--data-parallel-size", "2")
     with deployed(model, tmp_path / "log", *args, paths=[path]) as server:
         lines = server.all_in_force(2)
@@ -46,7 +46,7 @@ def test_two_api_servers_and_two_engines(model: Path, stock: list[Answer], tmp_p
         settled(server, stock)
 
 
-NO_TABLE = ("vllm_mmcache.upstream.proven", ".*", "module.TABLE[:] = []")
+NO_TABLE = ("vllm_mmcache.lifecycle.tested_engines", ".*", "module.TABLE[:] = []")
 
 
 @larger

@@ -5,7 +5,7 @@ import re
 import subprocess
 
 from tests.programs import program
-from vllm_mmcache.metrics import counters, sizes
+from vllm_mmcache.metrics import counters, table_sizes
 
 
 def promtool(*arguments: object) -> "subprocess.CompletedProcess[str]":
@@ -18,7 +18,7 @@ def exposed() -> set[str]:
     every = (*counters.COUNTERS, *counters.TIER_COUNTERS.values(), *counters.RECORD_COUNTERS.values())
     names = {f"{counter.name}_total" for counter in (*every, counters.PROMPT_TOKENS, counters.PROMPT_IMAGES)}
     names |= {gauge.name for gauge in vars(counters).values() if isinstance(gauge, counters.Gauge | counters.Info)}
-    return names | {f"{prefix}_{what}" for prefix in ("table", "engine_table") for what in sizes._MEANINGS}
+    return names | {f"{prefix}_{what}" for prefix in ("table", "engine_table") for what in table_sizes._MEANINGS}
 
 
 def named(*expressions: str) -> set[str]:

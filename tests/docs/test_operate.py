@@ -14,10 +14,10 @@ import pytest
 import yaml
 from pydantic import ByteSize
 
-from vllm_mmcache.lifted_bodies.lift import lift
-from vllm_mmcache.lifted_bodies.payload import TEXTS
-from vllm_mmcache.lifted_bodies.shapes import WALKERS
-from vllm_mmcache.settings import Settings
+from vllm_mmcache.base.settings import Settings
+from vllm_mmcache.components.image_extraction.extract import lift
+from vllm_mmcache.components.image_extraction.request_shapes import WALKERS
+from vllm_mmcache.content.base64_image import TEXTS
 
 REPO = Path(__file__).parents[2]
 PAGE = (REPO / "docs" / "operate.md").read_text()
@@ -109,16 +109,16 @@ def test_defaults_on_the_page_are_the_settings() -> None:
 
 
 def test_what_fits_is_computed() -> None:
-    from vllm_mmcache.identity.aliases import ALIAS_COST_BYTES
-    from vllm_mmcache.lazy_media import records
-    from vllm_mmcache.lazy_media.video import record
+    from vllm_mmcache.components.identity.aliases import ALIAS_COST_BYTES
+    from vllm_mmcache.components.lazy_media import media_info
+    from vllm_mmcache.components.lazy_media.video import video_info
 
     budget = 64 << 20
-    assert f"{budget // records.RECORD_COST_BYTES:,} known images" in PAGE
-    assert f"{budget // record.RECORD_COST_BYTES:,} known videos" in PAGE
+    assert f"{budget // media_info.RECORD_COST_BYTES:,} known images" in PAGE
+    assert f"{budget // video_info.RECORD_COST_BYTES:,} known videos" in PAGE
     assert 65536 * ALIAS_COST_BYTES == 32 << 20
     warm_turn = (REPO / "docs" / "warm_turn.md").read_text()
-    assert f"{budget // records.RECORD_COST_BYTES:,} images" in warm_turn
+    assert f"{budget // media_info.RECORD_COST_BYTES:,} images" in warm_turn
     pictures = re.findall(r"\| (\d+) MiB \| (\d+) \|", section("How large things are"))
     assert pictures
     for each, ram in pictures:

@@ -12,10 +12,11 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from mmcache_tools.zoo import ZooOptions, build_cached
+
 from vllm_mmcache.prove.engines import Answer, EngineConfig, Rig
 from vllm_mmcache.prove.expect import step_deltas
 from vllm_mmcache.prove.scenarios import MAIN
-from vllm_mmcache.zoo import ZooOptions, build_cached
 
 
 def judge(rig: Rig, answers: list[Answer]) -> list[tuple[float, bool]]:

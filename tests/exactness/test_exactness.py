@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from mmcache_tools.zoo import FIRST_FAMILIES
 
 from tests.sizes import larger
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
@@ -31,7 +32,6 @@ from vllm_mmcache.prove.scenarios import (
     text_turn,
     user,
 )  # fmt: skip
-from vllm_mmcache.zoo import FIRST_FAMILIES
 
 pytestmark = pytest.mark.engine
 
@@ -114,9 +114,9 @@ def test_spoiled_kv_is_detected(pool: EnginePool, config: EngineConfig) -> None:
 @pytest.mark.parametrize("config", [EngineConfig("gemma3")], ids=["gemma3"])
 def test_causal_images_are_detected(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with the step not cut at image spans, as on stock vLLM, Gemma 3 is wrong."""
-    from vllm_mmcache.image_spans.attention import backend
+    from vllm_mmcache.components.image_spans import vllm_backend
 
-    monkeypatch.setattr(backend, "cut_step", lambda starts, ends, spans: None)
+    monkeypatch.setattr(vllm_backend, "cut_step", lambda starts, ends, spans: None)
     rig = pool.get(config)
     with pytest.raises(Inexact):
         assert_exact(rig, [one(rig, user(filler(60), picture(33), "What is in this picture?"))])

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import pytest
+from mmcache_tools.zoo import MORE_FAMILIES
 
 from tests.sizes import WHOLE
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
@@ -22,7 +23,6 @@ from vllm_mmcache.prove.scenarios import (
     text_turn,
     user,
 )
-from vllm_mmcache.zoo import MORE_FAMILIES
 
 pytestmark = pytest.mark.engine
 

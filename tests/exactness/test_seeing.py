@@ -11,11 +11,11 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+from mmcache_tools.zoo.seeing.pictures import Thing, stream
+from mmcache_tools.zoo.seeing.prompts import SYSTEMS, Conversation, Turn, converse, held_out, right_answer
 
 from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import TOLERANCE, step_deltas
-from vllm_mmcache.zoo.seeing.pictures import Thing, stream
-from vllm_mmcache.zoo.seeing.prompts import SYSTEMS, Conversation, Turn, converse, held_out, right_answer
 
 pytestmark = pytest.mark.engine
 
@@ -118,7 +118,7 @@ def named_first(conversation: Conversation) -> Thing:
 
 def test_block_keys_without_images_give_wrong_words(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with images left out of the block keys, picture A is named as the one that was cached."""
-    from vllm_mmcache.block_keys.hasher import BlockHasher
+    from vllm_mmcache.components.block_keys.hasher import BlockHasher
 
     rig = pool.get(SEEING)
     monkeypatch.setattr(BlockHasher, "_image_extras", lambda self, request, start, num_blocks: [b""] * num_blocks)

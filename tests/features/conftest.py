@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 import redis
 
-from vllm_mmcache import rooms, settings
-from vllm_mmcache.upstream.ledger import ROOMS
+from vllm_mmcache.base import settings, status
+from vllm_mmcache.lifecycle.ledger import ROOMS
 
 if TYPE_CHECKING:
     from vllm_mmcache.prove.engines import EnginePool
@@ -138,6 +138,6 @@ def put(monkeypatch: pytest.MonkeyPatch) -> Put:
     def put_in_force(**values: object) -> None:
         monkeypatch.setattr(settings, "_current", settings.load_settings(values))
         for room in values.keys() & set(ROOMS):
-            monkeypatch.setitem(rooms._is_on, room, values[room])
+            monkeypatch.setitem(status._is_on, room, values[room])
 
     return put_in_force

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mmcache_tools import zoo
+from mmcache_tools.harness import videos
+from mmcache_tools.zoo import BY_NAME
 from vllm import SamplingParams
 
-from vllm_mmcache import zoo
-from vllm_mmcache.prove import videos
 from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, EngineConfig, Rig
 from vllm_mmcache.prove.expect import assert_equals_answer, tolerance_of
 from vllm_mmcache.prove.scenarios import filler
-from vllm_mmcache.zoo import BY_NAME
 
 LIMITS = (("limit_mm_per_prompt", {"image": 2, "video": 2}),)
 

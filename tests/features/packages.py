@@ -6,9 +6,9 @@ import random
 import time
 from pathlib import Path
 
-from vllm_mmcache.features.identity import Identity
-from vllm_mmcache.features.lasting import LastingTier
-from vllm_mmcache.features.package import Shape, pack
+from vllm_mmcache.components.features.identity import Identity
+from vllm_mmcache.components.features.lasting import LastingTier
+from vllm_mmcache.components.features.package import Shape, pack
 
 BUDGET_BYTES = 64 * 1024**2
 SHAPE = Shape(16, 64, "bfloat16")

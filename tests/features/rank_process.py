@@ -6,9 +6,9 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from vllm_mmcache.features.arena import Arena
-from vllm_mmcache.features.copies import Copies
-from vllm_mmcache.features.message import Place
+from vllm_mmcache.components.features.arena import Arena
+from vllm_mmcache.components.features.message import Place
+from vllm_mmcache.components.features.worker.device_copies import Copies
 
 
 def tensor(place: Place, features: bytes) -> torch.Tensor:

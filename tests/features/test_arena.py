@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_mmcache.errors import ArenaUnusable
-from vllm_mmcache.features.arena import BOARD, HEAD_BYTES, MAGIC, Arena
+from vllm_mmcache.base.errors import ArenaUnusable
+from vllm_mmcache.components.features.arena import BOARD, HEAD_BYTES, MAGIC, Arena
 
 SIZE = 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -32,7 +32,7 @@ def arena() -> Iterator[Arena]:
 def start(code: str, *arguments: object) -> Process:
     """A process of its own that runs `code`, with `arguments` in sys.argv, and talks line by line."""
     return subprocess.Popen(
-        [sys.executable, "-c", f"import os, sys\nfrom vllm_mmcache.features.arena import Arena\n{code}"]
+        [sys.executable, "-c", f"import os, sys\nfrom vllm_mmcache.components.features.arena import Arena\n{code}"]
         + [str(argument) for argument in arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -275,7 +275,7 @@ def num_open(arena: Arena) -> int:
 
 LIMITED = """
 import resource
-from vllm_mmcache.errors import ArenaUnusable
+from vllm_mmcache.base.errors import ArenaUnusable
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 Arena.create(1 << 19, 1).close()
 before = len(os.listdir("/proc/self/fd"))

@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from mmcache_tools.zoo import build_cached
 
 from tests.features.conftest import Put
 from tests.features.test_tower_runs import reload_weights
 from tests.features.towers import Runs, ask_about, ask_named, features_by_image, forget_outputs, side
-from vllm_mmcache.features import runner, scheduler
-from vllm_mmcache.features.runner import Side
+from vllm_mmcache.components.features.engine import hooks as engine_hooks
+from vllm_mmcache.components.features.worker import hooks as worker_hooks
+from vllm_mmcache.components.features.worker.hooks import Side
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import Inexact, assert_exact
 from vllm_mmcache.prove.oracle import Oracle
-from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine
 
@@ -30,17 +31,17 @@ QWEN = [pytest.param(EngineConfig("qwen3-vl"), id="qwen3-vl")]
 @pytest.fixture
 def in_between(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
     """Has something done once, after the engine has said what lies in the arena and before a rank looks there."""
-    build = scheduler.Connector.build_connector_meta
+    build = engine_hooks.Connector.build_connector_meta
 
     def do(change: Callable[[], None]) -> None:
         def built(connector: Any, scheduler_output: Any) -> Any:
             message = build(connector, scheduler_output)
             if message is not None:
-                monkeypatch.setattr(scheduler.Connector, "build_connector_meta", build)
+                monkeypatch.setattr(engine_hooks.Connector, "build_connector_meta", build)
                 change()
             return message
 
-        monkeypatch.setattr(scheduler.Connector, "build_connector_meta", built)
+        monkeypatch.setattr(engine_hooks.Connector, "build_connector_meta", built)
 
     return do
 
@@ -129,13 +130,13 @@ def test_sleep(pool: EnginePool, config: EngineConfig) -> None:
     assert runs.new() == 1
 
     asleep: list[bool] = []
-    runner.pause_while_asleep(lambda level: asleep.append(weights.wait(0)), worker, (1,), {})
+    worker_hooks.pause_while_asleep(lambda level: asleep.append(weights.wait(0)), worker, (1,), {})
     assert asleep == [True], "what was known is known"
     weights.mark_unknown()
     assert not weights.wait(0.5)
-    runner.go_on_awake(lambda tags: None, worker, (), {"tags": ["kv_cache"]})
+    worker_hooks.go_on_awake(lambda tags: None, worker, (), {"tags": ["kv_cache"]})
     assert not weights.wait(0.5)
-    runner.go_on_awake(lambda tags: None, worker, (["weights"],), {})
+    worker_hooks.go_on_awake(lambda tags: None, worker, (["weights"],), {})
     assert weights.wait(60)
     rig.forget_all_but_features()
     answers += ask_about(rig, 662)
@@ -165,8 +166,8 @@ def test_weights_that_change_while_asleep(pool: EnginePool, config: EngineConfig
 
     try:
         for altered, expected in ((before * 2, 1), (before, 0)):
-            runner.pause_while_asleep(lambda: None, worker, (), {})
-            runner.go_on_awake(put(altered), worker, (), {})
+            worker_hooks.pause_while_asleep(lambda: None, worker, (), {})
+            worker_hooks.go_on_awake(put(altered), worker, (), {})
             forget_outputs(rig)
             assert rig.features.wait_until_known(60), "nobody has to ask for it"
             runs.new()
@@ -185,7 +186,7 @@ def test_who_looks_at_pixels(
 ) -> None:
     """With identity nobody does, since the name binds them; without it a thread of the engine, not its step."""
     looked_in: list[str] = []
-    digest = scheduler.inputs_digest
+    digest = engine_hooks.inputs_digest
 
     def seen(inputs: Any) -> str:
         looked_in.append(threading.current_thread().name)
@@ -193,7 +194,7 @@ def test_who_looks_at_pixels(
 
     put(identity=is_on)
     rig, runs = pool.get(config), Runs()
-    monkeypatch.setattr(scheduler, "inputs_digest", seen)
+    monkeypatch.setattr(engine_hooks, "inputs_digest", seen)
     answers = []
     for number, expected in ((664, 1), (664, 0), (665, 1)):
         answers.append(ask_named(rig, number, "a"))

@@ -6,16 +6,16 @@ from typing import Any
 
 import httpx
 import pytest
+from mmcache_tools.harness.server import CPU_ARGS, serve
+from mmcache_tools.zoo import build_cached
 from vllm import SamplingParams
 
 from tests.features.conftest import Put
 from tests.features.tiers import LONG_S, within
 from tests.features.towers import Runs, question, slots
 from tests.lifted_bodies.test_server import MODEL, chat, counters, image_url, picture
-from vllm_mmcache.demo.server import CPU_ARGS, serve
-from vllm_mmcache.identity import client_hashes
+from vllm_mmcache.content import client_hashes
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine
 

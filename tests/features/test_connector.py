@@ -20,17 +20,17 @@ from vllm.multimodal.inputs import (
 from tests.features.packages import SHAPE, features
 from tests.features.test_copying import FACTS, open_files
 from tests.features.tiers import LONG_S, MemoryTier
-from vllm_mmcache import rooms
-from vllm_mmcache.errors import StoreUnusable
-from vllm_mmcache.features import scheduler
-from vllm_mmcache.features.arena import Arena
-from vllm_mmcache.features.costs import Costs
-from vllm_mmcache.features.engine import Ranks
-from vllm_mmcache.features.message import Message
-from vllm_mmcache.features.ram import ALIGN_BYTES, RamTier
-from vllm_mmcache.features.scheduler import Connector
-from vllm_mmcache.features.store import Store
-from vllm_mmcache.features.threads import Threads
+from vllm_mmcache.base import status
+from vllm_mmcache.base.errors import StoreUnusable
+from vllm_mmcache.base.worker_threads import Threads
+from vllm_mmcache.components.features.arena import Arena
+from vllm_mmcache.components.features.engine import hooks
+from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier
+from vllm_mmcache.components.features.engine.cost_model import Costs
+from vllm_mmcache.components.features.engine.hooks import Connector
+from vllm_mmcache.components.features.engine.store import Store
+from vllm_mmcache.components.features.engine.transfers import Ranks
+from vllm_mmcache.components.features.message import Message
 
 OFFSET = 10
 """Of an image in its prompt."""
@@ -124,7 +124,7 @@ def image(number: int, modality: str = "image", name: str = "pixel_values", data
 
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
-    monkeypatch.setitem(rooms._is_on, "features", True)
+    monkeypatch.setitem(status._is_on, "features", True)
     made = Beside()
     yield made
     made.tier.reading.open()
@@ -270,26 +270,26 @@ def test_an_engine_without_a_request_leaves_nothing_behind(opens: bool) -> None:
     """Neither its memory nor its store, which another engine's configuration could be taken for."""
     gc.collect()
     before, config = open_files(), Config()
-    assert scheduler.prepare(config).startswith("/proc/")
+    assert hooks.prepare(config).startswith("/proc/")
     if opens:
-        scheduler.open_store(config, [{"row": 1, **FACTS}, {}, {"row": 0, **FACTS}])
-        assert id(config) in scheduler._opened
+        hooks.open_store(config, [{"row": 1, **FACTS}, {}, {"row": 0, **FACTS}])
+        assert id(config) in hooks._opened
     assert open_files() - before
     number = id(config)
     del config
     gc.collect()
     assert not open_files() - before
-    assert number not in scheduler._opened
-    assert number not in scheduler._prepared
+    assert number not in hooks._opened
+    assert number not in hooks._prepared
 
 
 @pytest.mark.parametrize("told", [[{"row": 0, **FACTS}], [{"row": 0, **FACTS}, {"row": 1, **FACTS, "sample": "other"}]])
 def test_ranks_that_are_not_alike_share_nothing(told: list[dict[str, Any]]) -> None:
     """Some that does not say anything, and two whose towers give other features."""
     before, config = open_files(), Config()
-    scheduler.prepare(config)
+    hooks.prepare(config)
     with pytest.raises(StoreUnusable):
-        scheduler.open_store(config, told)
+        hooks.open_store(config, told)
     assert not open_files() - before
 
 

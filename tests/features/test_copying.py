@@ -20,14 +20,14 @@ from tests.features.packages import SHAPE, features, identity
 from tests.features.rank_process import raw, serve, tensor
 from tests.features.tiers import LONG_S, within
 from tests.sizes import scaled
-from vllm_mmcache.features.arena import Arena
-from vllm_mmcache.features.copies import Copies, Unpinnable
-from vllm_mmcache.features.costs import Costs
-from vllm_mmcache.features.engine import Copying, Ranks
-from vllm_mmcache.features.message import SEAL_BYTES, Place
-from vllm_mmcache.features.package import Shape
-from vllm_mmcache.features.ram import ALIGN_BYTES, RamTier, Slot
-from vllm_mmcache.features.store import Store
+from vllm_mmcache.components.features.arena import Arena
+from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier, Slot
+from vllm_mmcache.components.features.engine.cost_model import Costs
+from vllm_mmcache.components.features.engine.store import Store
+from vllm_mmcache.components.features.engine.transfers import Copying, Ranks
+from vllm_mmcache.components.features.message import SEAL_BYTES, Place
+from vllm_mmcache.components.features.package import Shape
+from vllm_mmcache.components.features.worker.device_copies import Copies, Unpinnable
 
 FACTS = {"width": SHAPE.width, "dtype": SHAPE.dtype, "model": "model", "processor": "processor", "layout": "shared"}
 CPU = torch.device("cpu")

@@ -8,7 +8,8 @@ from multiprocessing.synchronize import Event
 import numpy as np
 import pytest
 
-from vllm_mmcache.features.costs import (
+from vllm_mmcache.components.features.counters import Counters
+from vllm_mmcache.components.features.engine.cost_model import (
     NUM_BUCKETS,
     PROBE_EVERY_S,
     UNKNOWN_TOWER_S,
@@ -17,7 +18,6 @@ from vllm_mmcache.features.costs import (
     Costs,
     Estimate,
 )
-from vllm_mmcache.features.counters import Counters
 
 MIB = 1024**2
 SIZE = 64 * MIB

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from vllm_mmcache.features import digests
-from vllm_mmcache.features.digests import inputs_digest, tensors_digest
+from vllm_mmcache.content import digests
+from vllm_mmcache.content.digests import inputs_digest, tensors_digest
 
 PIXELS = torch.arange(12, dtype=torch.float32)
 

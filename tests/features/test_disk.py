@@ -18,11 +18,11 @@ import pytest
 from tests.features.packages import BUDGET_BYTES, SHAPE, features, held_bytes, identity, load, packed, save
 from tests.features.test_package import HOSTILE
 from tests.features.tiers import LONG_S
-from vllm_mmcache.features import directory, lasting
-from vllm_mmcache.features.directory import OpenFile
-from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.features.lasting import HUNG_S, PIECE_BYTES
-from vllm_mmcache.features.package import FORMAT, Shape, pack
+from vllm_mmcache.components.features import directory, lasting
+from vllm_mmcache.components.features.directory import OpenFile
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.lasting import HUNG_S, PIECE_BYTES
+from vllm_mmcache.components.features.package import FORMAT, Shape, pack
 
 PACKED_BYTES = len(packed())
 LARGE = Shape(4096, 1536, "bfloat16")  # three pieces

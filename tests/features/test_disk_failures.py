@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.features.packages import BUDGET_BYTES, features, load, save
-from vllm_mmcache.features.disk import DiskTier
+from vllm_mmcache.components.features.disk import DiskTier
 
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
 
@@ -17,9 +17,9 @@ COMMON = """
 import logging, subprocess, sys, time
 from types import SimpleNamespace
 from tests.features.packages import features, held_bytes, identity, load, save
-from vllm_mmcache.features import breaker
-from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.features.package import Shape
+from vllm_mmcache.components.features import breaker
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.package import Shape
 
 logging.basicConfig(format="%(message)s")
 place = sys.argv[1]

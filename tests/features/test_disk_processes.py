@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.features.packages import features, held_bytes, identity, load, packed, save
-from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.features.package import Shape, unpack
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.package import Shape, unpack
 
 NUM_PACKAGES = 40
 SHAPE = Shape(1024, 128, "bfloat16")  # 256 KiB
@@ -86,7 +86,7 @@ def test_processes_keep_one_budget(tmp_path: Path, source: Path) -> None:
 FORK = """
 import os, sys
 from tests.features.packages import features, load, save
-from vllm_mmcache.features.disk import DiskTier
+from vllm_mmcache.components.features.disk import DiskTier
 
 tier = DiskTier(sys.argv[1], 1 << 26)
 assert save(tier, 0)

@@ -5,12 +5,12 @@ Every answer is that of a cold run. The control, features that are spoiled, is i
 """
 
 import pytest
+from mmcache_tools.zoo import MORE_FAMILIES
 
 from tests.features.towers import Runs
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_exact
 from vllm_mmcache.prove.scenarios import assistant, filler, one, picture, user
-from vllm_mmcache.zoo import MORE_FAMILIES
 
 pytestmark = pytest.mark.engine
 

@@ -12,15 +12,14 @@ import pytest
 
 from tests.cli.test_commands import mmcache
 from tests.features.packages import BUDGET_BYTES, features, identity, load, save
-from vllm_mmcache import records
-from vllm_mmcache.features import identity as identities
-from vllm_mmcache.features import package
-from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.features.package import Shape
-from vllm_mmcache.lazy_media import loader
-from vllm_mmcache.lazy_media.video import loader as video_loader
-from vllm_mmcache.pixels import record
-from vllm_mmcache.records import framing
+from vllm_mmcache.components.features import identity as identities
+from vllm_mmcache.components.features import package
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.package import Shape
+from vllm_mmcache.components.lazy_media import hooks
+from vllm_mmcache.components.lazy_media.video import hooks as video_loader
+from vllm_mmcache.components.lazy_processing import vllm_item_record
+from vllm_mmcache.storage import frame, records
 
 STORES = Path(__file__).parent / "stores"
 """Packages 1 and 2 of SMALL, as earlier versions have left them, in the folder of their format."""
@@ -87,7 +86,7 @@ def vars_of(one: identities.Identity) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "module", [identities, framing, loader, video_loader, record], ids=lambda module: str(module.__name__)
+    "module", [identities, frame, hooks, video_loader, vllm_item_record], ids=lambda module: str(module.__name__)
 )
 def test_each_kind_has_a_number_and_its_rule(module: object) -> None:
     """What is kept carries the number of its kind; beside each stands when it must be raised."""
@@ -97,5 +96,5 @@ def test_each_kind_has_a_number_and_its_rule(module: object) -> None:
 
 def test_records_of_another_framing_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     before = records.key("image", "a")
-    monkeypatch.setattr(framing, "_KEY_CONTEXT", f"vllm-mmcache record key {framing.FORMAT + 1}")
+    monkeypatch.setattr(frame, "_KEY_CONTEXT", f"vllm-mmcache record key {frame.FORMAT + 1}")
     assert records.key("image", "a") != before

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save
 
 from tests.features.packages import SHAPE, features, identity, packed
 from tests.sizes import scaled
-from vllm_mmcache.errors import StoreCorrupt
-from vllm_mmcache.features.identity import Identity
-from vllm_mmcache.features.package import DTYPES, FORMAT, LENGTH, Check, Record, Shape, head, pack, unpack
+from vllm_mmcache.base.errors import StoreCorrupt
+from vllm_mmcache.components.features.identity import Identity
+from vllm_mmcache.components.features.package import DTYPES, FORMAT, LENGTH, Check, Record, Shape, head, pack, unpack
 
 HOSTILE = ["../../x", "/etc/passwd", "a\0b", "\ud800", "x" * 1_000_000, "", "ü\n\r"]
 SMALL = Shape(4, 8, "bfloat16")

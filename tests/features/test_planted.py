@@ -18,17 +18,17 @@ from typing import Any, cast
 import httpx
 import pytest
 from blake3 import blake3
+from mmcache_tools.harness.server import CPU_ARGS, serve
+from mmcache_tools.zoo import build_cached
 from openai import OpenAI
 
 from tests.features.conftest import TIMEOUT_S, Server
 from tests.features.tiers import LONG_S
 from tests.lazy_media import files
-from vllm_mmcache.demo.server import CPU_ARGS, serve
-from vllm_mmcache.features.identity import Identity
-from vllm_mmcache.features.package import FEATURES, LENGTH, Shape, pack, unpack
-from vllm_mmcache.features.remote import INCOMING, PREFIX
+from vllm_mmcache.components.features.identity import Identity
+from vllm_mmcache.components.features.package import FEATURES, LENGTH, Shape, pack, unpack
+from vllm_mmcache.components.features.remote import INCOMING, PREFIX
 from vllm_mmcache.prove.pictures import ellipses
-from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,7 @@ import pytest
 from tests.deployments.deployment import plant
 from tests.features.towers import ask_about, slots, spoil
 from tests.sizes import larger
-from vllm_mmcache import rooms
+from vllm_mmcache.base import status
 from vllm_mmcache.prove import workers
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import Inexact, assert_exact
@@ -82,11 +82,11 @@ def test_a_rank_whose_tower_gives_other_features(
     ranks: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No copy would be right for both, so there is none. The control is the test above."""
-    path = plant(tmp_path / "site", "vllm_mmcache.features.runner", "VllmWorker-1", UNLIKE)
+    path = plant(tmp_path / "site", "vllm_mmcache.components.features.worker.hooks", "VllmWorker-1", UNLIKE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")]))
     rig = ranks.get(two_ranks("weights"))
     assert rig.features is None
-    found = rooms.of("engine")["features"]
+    found = status.of("engine")["features"]
     assert (found.state, found.reason) == (
         "off",
         "what the vision tower makes of an image is not the same in all ranks",

@@ -14,11 +14,11 @@ import redis
 from tests.features.conftest import TIMEOUT_S, Server
 from tests.features.packages import SHAPE, features, identity, load, packed, save
 from tests.features.tiers import LONG_S, within
-from vllm_mmcache.errors import SettingsError
-from vllm_mmcache.features.lasting import PIECE_BYTES
-from vllm_mmcache.features.nodes import Value
-from vllm_mmcache.features.package import Shape, pack
-from vllm_mmcache.features.remote import INCOMING, INCOMING_TTL_S, PREFIX, RemoteTier
+from vllm_mmcache.base.errors import SettingsError
+from vllm_mmcache.components.features.lasting import PIECE_BYTES
+from vllm_mmcache.components.features.package import Shape, pack
+from vllm_mmcache.components.features.remote import INCOMING, INCOMING_TTL_S, PREFIX, RemoteTier
+from vllm_mmcache.storage.redis_nodes import Value
 
 MAX_BYTES = 32 * 1024**2
 KINDS = ("(reading)", "(writing)")

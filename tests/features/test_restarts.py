@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmcache_tools.zoo import FIRST_FAMILIES
 
 from tests.features.conftest import TIMEOUT_S, Put, Server
 from tests.features.tiers import LONG_S
@@ -16,7 +17,6 @@ from tests.features.towers import Runs, ask_about, ask_named, features_by_image,
 from tests.sizes import larger
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_exact
-from vllm_mmcache.zoo import FIRST_FAMILIES
 
 pytestmark = pytest.mark.engine
 

@@ -16,20 +16,20 @@ from tests.cli.test_commands import mmcache
 from tests.features.conftest import TIMEOUT_S, Server
 from tests.features.packages import BUDGET_BYTES, SHAPE, features, identity, load, packed, save
 from tests.features.tiers import LONG_S
-from vllm_mmcache import records
-from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.features.lasting import LastingTier, name_of
-from vllm_mmcache.features.package import Shape
-from vllm_mmcache.features.remote import PREFIX, RemoteTier
-from vllm_mmcache.features.store import open_tiers
-from vllm_mmcache.records import MAX_VALUE_BYTES, Records
-from vllm_mmcache.records.disk import DiskPlace
-from vllm_mmcache.records.place import Place
-from vllm_mmcache.records.ram import Entry
-from vllm_mmcache.records.remote import PREFIX as RECORDS
-from vllm_mmcache.records.remote import RemotePlace
-from vllm_mmcache.sealing import CHUNK_BYTES, CLEAR, Clear, Sealed
-from vllm_mmcache.settings import load_settings
+from vllm_mmcache.base.settings import load_settings
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.engine.store import open_tiers
+from vllm_mmcache.components.features.lasting import LastingTier, name_of
+from vllm_mmcache.components.features.package import Shape
+from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
+from vllm_mmcache.storage import records
+from vllm_mmcache.storage.encryption import CHUNK_BYTES, CLEAR, Clear, Sealed
+from vllm_mmcache.storage.records import MAX_VALUE_BYTES, Records
+from vllm_mmcache.storage.records.disk import DiskPlace
+from vllm_mmcache.storage.records.place import Place
+from vllm_mmcache.storage.records.ram import Entry
+from vllm_mmcache.storage.records.remote import PREFIX as RECORDS
+from vllm_mmcache.storage.records.remote import RemotePlace
 
 KEY, OTHER = Sealed(b"k" * 32), Sealed(b"o" * 32)
 LARGE = Shape(4096, 1536, "bfloat16")  # twelve chunks

@@ -11,12 +11,12 @@ from tests.features.rank_process import raw
 from tests.features.test_copying import CPU, Engine
 from tests.features.test_weights import Model
 from tests.features.tiers import LONG_S
-from vllm_mmcache.features.arena import Arena
-from vllm_mmcache.features.copies import Copies
-from vllm_mmcache.features.message import Message
-from vllm_mmcache.features.ram import ALIGN_BYTES
-from vllm_mmcache.features.runner import Outputs, Side
-from vllm_mmcache.features.tower import Tower
+from vllm_mmcache.components.features.arena import Arena
+from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES
+from vllm_mmcache.components.features.message import Message
+from vllm_mmcache.components.features.worker.device_copies import Copies
+from vllm_mmcache.components.features.worker.hooks import Outputs, Side
+from vllm_mmcache.components.features.worker.tower import Tower
 
 
 @pytest.fixture

@@ -18,18 +18,18 @@ from tests.features.packages import BUDGET_BYTES, SHAPE, features, identity, loa
 from tests.features.test_package import HOSTILE
 from tests.features.tiers import LONG_S, MemoryTier, within
 from tests.sizes import scaled
-from vllm_mmcache.errors import SettingsError
-from vllm_mmcache.features import costs
-from vllm_mmcache.features.arena import Arena
-from vllm_mmcache.features.costs import Costs
-from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.features.identity import Identity
-from vllm_mmcache.features.lasting import LastingTier
-from vllm_mmcache.features.package import Shape
-from vllm_mmcache.features.ram import ALIGN_BYTES, RamTier, Slot
-from vllm_mmcache.features.remote import RemoteTier
-from vllm_mmcache.features.store import MAX_CONTENT_ID_CHARS, Store, open_tiers
-from vllm_mmcache.settings import load_settings
+from vllm_mmcache.base.errors import SettingsError
+from vllm_mmcache.base.settings import load_settings
+from vllm_mmcache.components.features.arena import Arena
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.engine import cost_model
+from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier, Slot
+from vllm_mmcache.components.features.engine.cost_model import Costs
+from vllm_mmcache.components.features.engine.store import MAX_CONTENT_ID_CHARS, Store, open_tiers
+from vllm_mmcache.components.features.identity import Identity
+from vllm_mmcache.components.features.lasting import LastingTier
+from vllm_mmcache.components.features.package import Shape
+from vllm_mmcache.components.features.remote import RemoteTier
 
 Open = Callable[..., Store]
 ARENA_BYTES = 64 * ALIGN_BYTES
@@ -335,7 +335,7 @@ def probing(opened: Open, *below: MemoryTier) -> Store:
     now = [0.0]
     store = opened(*below, tower=lambda num_tokens: 1.0, clock=lambda: now[0])
     learn(store, below[0], 1000.0)
-    now[0] += costs.PROBE_EVERY_S
+    now[0] += cost_model.PROBE_EVERY_S
     return store
 
 
@@ -470,7 +470,7 @@ def test_a_fetch_that_hangs_is_waited_for_no_longer(opened: Open, monkeypatch: p
     fetch = store.fetch(identity(0), SHAPE)
     assert tier.reading.has_come()
     assert store.fetch(identity(0), SHAPE).is_waited_for
-    monkeypatch.setattr("vllm_mmcache.features.store.LONGEST_LOAD_S", 0.0)
+    monkeypatch.setattr("vllm_mmcache.components.features.engine.store.LONGEST_LOAD_S", 0.0)
     assert store.fetch(identity(0), SHAPE) is fetch
     assert not fetch.is_waited_for
     assert put(store, 0)

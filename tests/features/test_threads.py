@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.features.tiers import LONG_S
-from vllm_mmcache.features.threads import Threads
+from vllm_mmcache.base.worker_threads import Threads
 
 
 class Gate:
@@ -179,7 +179,7 @@ submit(hang)
 hanging.wait()
 print("ends", flush=True)
 """
-OURS = "from vllm_mmcache.features.threads import Threads; submit = Threads('exit', 2).submit"
+OURS = "from vllm_mmcache.base.worker_threads import Threads; submit = Threads('exit', 2).submit"
 POOL = "from concurrent.futures import ThreadPoolExecutor; submit = ThreadPoolExecutor(2).submit"
 
 

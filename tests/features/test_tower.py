@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_mmcache.features.probe import Unfit, probe
-from vllm_mmcache.features.tower import Tower, watched
+from vllm_mmcache.components.features.worker.tower import Tower, watched
+from vllm_mmcache.components.features.worker.vllm_probe import Unfit, probe
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 WEIGHT = torch.arange(4.0)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmcache_tools.zoo import FAMILIES, FIRST_FAMILIES, build_cached
 
 from tests.features.conftest import Put
 from tests.features.towers import Runs, ask_about, ask_named, features_by_image, side, slots, spoil
@@ -16,7 +17,6 @@ from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import Inexact, assert_exact
 from vllm_mmcache.prove.oracle import Oracle
 from vllm_mmcache.prove.scenarios import assistant, filler, one, picture, user
-from vllm_mmcache.zoo import FAMILIES, FIRST_FAMILIES, build_cached
 
 pytestmark = pytest.mark.engine
 
@@ -184,7 +184,7 @@ def test_a_lookup_that_fails_is_a_miss(
     """A bug of ours, wherever it is, fails no request."""
     rig, runs = pool.get(config), Runs()
     with monkeypatch.context() as patched:
-        patched.setattr(f"vllm_mmcache.features.{broken}", lambda *asked: 1 // 0)
+        patched.setattr(f"vllm_mmcache.components.features.{broken}", lambda *asked: 1 // 0)
         answers = ask_about(rig, 513)
     assert runs.new() == 1
     rig.forget_all_but_features()

@@ -11,15 +11,15 @@ import pytest
 from tests.features.conftest import TIMEOUT_S, Server
 from tests.features.packages import BUDGET_BYTES, SHAPE, features, held_bytes, identity, load, save
 from tests.features.tiers import LONG_S, within
-from vllm_mmcache.features import store as store_module
-from vllm_mmcache.features import writer as writer_module
-from vllm_mmcache.features.arena import Arena
-from vllm_mmcache.features.costs import Costs
-from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.features.ram import ALIGN_BYTES, RamTier
-from vllm_mmcache.features.remote import PREFIX, RemoteTier
-from vllm_mmcache.features.store import Store, open_tiers
-from vllm_mmcache.settings import load_settings
+from vllm_mmcache.base.settings import load_settings
+from vllm_mmcache.components.features import writer as writer_module
+from vllm_mmcache.components.features.arena import Arena
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.engine import store as store_module
+from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier
+from vllm_mmcache.components.features.engine.cost_model import Costs
+from vllm_mmcache.components.features.engine.store import Store, open_tiers
+from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
 
 TTL_S = 1000
 

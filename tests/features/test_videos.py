@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from mmcache_tools.harness import videos
+from mmcache_tools.zoo import FIRST_FAMILIES, MORE_FAMILIES
 
 from tests.features.conftest import Put
 from tests.features.films import Part, assert_as_cold, chat, file_of, frames_of, part, takes_videos, that_take_videos
 from tests.features.tiers import LONG_S
 from tests.features.towers import Runs, features_by_image, spoil
 from tests.sizes import larger
-from vllm_mmcache.prove import videos
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import Inexact, assert_equals_answer, tolerance_of
 from vllm_mmcache.prove.scenarios import picture
-from vllm_mmcache.zoo import FIRST_FAMILIES, MORE_FAMILIES
 
 pytestmark = pytest.mark.engine
 

@@ -8,11 +8,11 @@ import pytest
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.features.conftest import Put
-from vllm_mmcache import rooms
-from vllm_mmcache.features import runner
-from vllm_mmcache.features.probe import Unfit
-from vllm_mmcache.features.vllm_facts import why_not
-from vllm_mmcache.upstream.configuration import state_in
+from vllm_mmcache.base import status
+from vllm_mmcache.components.features.vllm_facts import why_not
+from vllm_mmcache.components.features.worker import hooks
+from vllm_mmcache.components.features.worker.vllm_probe import Unfit
+from vllm_mmcache.lifecycle.config_rules import state_in
 
 
 def config(**more: Any) -> Any:
@@ -84,9 +84,9 @@ def test_a_store_that_can_t_be_opened_is_off(error: Exception, said: str, monkey
     def fail(worker: Any, address: str) -> None:
         raise error
 
-    monkeypatch.setattr(runner, "_open", fail)
-    rooms.begin("worker")
-    rooms.put("worker", "features", rooms.ON)
-    assert runner.open_in(SimpleNamespace(model_runner=SimpleNamespace()), "an address") == {}
-    assert rooms.of("worker")["features"] == rooms.State("off", said)
-    assert not rooms.is_on("features")
+    monkeypatch.setattr(hooks, "_open", fail)
+    status.begin("worker")
+    status.put("worker", "features", status.ON)
+    assert hooks.open_in(SimpleNamespace(model_runner=SimpleNamespace()), "an address") == {}
+    assert status.of("worker")["features"] == status.State("off", said)
+    assert not status.is_on("features")

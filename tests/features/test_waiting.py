@@ -16,7 +16,8 @@ from tests.features.conftest import TIMEOUT_S, Put, Server
 from tests.features.test_remote import server_that
 from tests.features.tiers import LONG_S, within
 from tests.features.towers import Asked, Runs, ask_about, forget_outputs, question, side, slots
-from vllm_mmcache.features import lasting, store
+from vllm_mmcache.components.features import lasting
+from vllm_mmcache.components.features.engine import store
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import assert_exact
 from vllm_mmcache.prove.scenarios import filler, user

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from tests.features.tiers import LONG_S
-from vllm_mmcache.features import weights
-from vllm_mmcache.features.digests import inputs_digest, tensors_digest
-from vllm_mmcache.features.tower import Tower
-from vllm_mmcache.features.weights import Fingerprints
+from vllm_mmcache.components.features.worker import weights
+from vllm_mmcache.components.features.worker.tower import Tower
+from vllm_mmcache.components.features.worker.weights import Fingerprints
+from vllm_mmcache.content.digests import inputs_digest, tensors_digest
 
 
 class Model(torch.nn.Module):
@@ -376,7 +376,7 @@ def test_at_random(rig: Rig, is_said: bool) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_on_a_gpu(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same fingerprint as on the CPU, though kernels that write the weights are still to run."""
-    from vllm_mmcache.features import digests
+    from vllm_mmcache.content import digests
 
     monkeypatch.setattr(digests, "PIECE_BYTES", 12)
     rig.model.fill(0.5)

@@ -9,11 +9,11 @@ import pytest
 
 from tests.features.packages import SHAPE, features, identity, packed
 from tests.features.tiers import LONG_S, MemoryTier, fill
-from vllm_mmcache.features import writer as module
-from vllm_mmcache.features.arena import Arena
-from vllm_mmcache.features.package import unpack
-from vllm_mmcache.features.ram import ALIGN_BYTES, RamTier, Slot
-from vllm_mmcache.features.writer import Writer
+from vllm_mmcache.components.features import writer as module
+from vllm_mmcache.components.features.arena import Arena
+from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier, Slot
+from vllm_mmcache.components.features.package import unpack
+from vllm_mmcache.components.features.writer import Writer
 
 SLOTS = 8
 
@@ -209,9 +209,9 @@ EXIT = """
 import sys, time
 from tests.features.packages import SHAPE, features, identity
 from tests.features.tiers import MemoryTier, fill
-from vllm_mmcache.features import writer
-from vllm_mmcache.features.arena import Arena
-from vllm_mmcache.features.ram import RamTier
+from vllm_mmcache.components.features import writer
+from vllm_mmcache.components.features.arena import Arena
+from vllm_mmcache.components.features.engine.arena_cache import RamTier
 
 class Tier(MemoryTier):
     def _write(self, key, parts, num_bytes):

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from vllm_mmcache.features.arena import Arena
-from vllm_mmcache.features.breaker import Breaker
-from vllm_mmcache.features.identity import Identity
-from vllm_mmcache.features.lasting import LastingTier
-from vllm_mmcache.features.package import Shape
-from vllm_mmcache.features.ram import RamTier, Slot
+from vllm_mmcache.components.features.arena import Arena
+from vllm_mmcache.components.features.engine.arena_cache import RamTier, Slot
+from vllm_mmcache.components.features.identity import Identity
+from vllm_mmcache.components.features.lasting import LastingTier
+from vllm_mmcache.components.features.package import Shape
+from vllm_mmcache.storage.breaker import Breaker
 
 LONG_S = 120
 """Of waiting for what must come, however busy the machine is."""

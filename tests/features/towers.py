@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 from vllm import SamplingParams
 
-from vllm_mmcache.features.message import SEAL_BYTES
-from vllm_mmcache.features.ram import Slot
+from vllm_mmcache.components.features.engine.arena_cache import Slot
+from vllm_mmcache.components.features.message import SEAL_BYTES
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, Rig
 from vllm_mmcache.prove.scenarios import filler, one, picture, user

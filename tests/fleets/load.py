@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from tests.features.packages import features, load, save
-from vllm_mmcache.features.lasting import LastingTier
+from vllm_mmcache.components.features.lasting import LastingTier
 
 NUM_THREADS = 4
 NUM_PACKAGES = 60

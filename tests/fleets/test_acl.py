@@ -18,8 +18,8 @@ from tests.features.packages import BUDGET_BYTES, features, identity, load, save
 from tests.features.tiers import LONG_S, within
 from tests.fleets.test_cluster import KEYS, NUMBERS, place_at, tier_at
 from tests.fleets.valkeys import Cluster, Watched
-from vllm_mmcache.features.remote import PREFIX, RemoteTier
-from vllm_mmcache.records.remote import RemotePlace
+from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
+from vllm_mmcache.storage.records.remote import RemotePlace
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operate.md").read_text()
 (RULES,) = re.findall(r"^ +ACL SETUSER mmcache (on >PASSWORD [^\\\n]*(?:\\\n[^\\\n]*)*)$", PAGE, re.MULTILINE)

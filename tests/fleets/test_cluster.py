@@ -17,9 +17,9 @@ from tests.features.tiers import LONG_S, within
 from tests.fleets.conftest import MakeCluster
 from tests.fleets.load import NUM_PACKAGES, Load
 from tests.fleets.valkeys import Cluster, info
-from vllm_mmcache import records
-from vllm_mmcache.features.remote import PREFIX, RemoteTier
-from vllm_mmcache.records.remote import RemotePlace
+from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
+from vllm_mmcache.storage import records
+from vllm_mmcache.storage.records.remote import RemotePlace
 
 NUMBERS = range(24)
 KEYS = [records.key("test", str(number)) for number in NUMBERS]

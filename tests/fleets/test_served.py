@@ -15,15 +15,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+from mmcache_tools.harness.server import CPU_ARGS, serve
+from mmcache_tools.zoo import build_cached
 from openai import OpenAI
 
 from tests.features.tiers import LONG_S, within
 from tests.fleets.conftest import MakeCluster
 from tests.lazy_media import files
 from tests.sizes import larger
-from vllm_mmcache.demo.server import CPU_ARGS, serve
 from vllm_mmcache.prove.pictures import ellipses
-from vllm_mmcache.zoo import build_cached
 
 pytestmark = [pytest.mark.engine, larger]
 

@@ -12,7 +12,7 @@ from tests.features.packages import features, load, save
 from tests.features.test_remote import LARGE
 from tests.fleets.test_cluster import KEYS, place_at, tier_at
 from tests.fleets.valkeys import Authority, behind_tls
-from vllm_mmcache.errors import SettingsError
+from vllm_mmcache.base.errors import SettingsError
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mmcache import settings
-from vllm_mmcache.errors import SettingsError
-from vllm_mmcache.remote_url import SCHEMES, parsed
-from vllm_mmcache.settings_messages import why_exposed
+from vllm_mmcache.base import settings
+from vllm_mmcache.base.errors import SettingsError
+from vllm_mmcache.base.remote_url import SCHEMES, parsed
+from vllm_mmcache.base.settings_messages import why_exposed
 
 
 @pytest.mark.parametrize(

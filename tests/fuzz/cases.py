@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from vllm_mmcache.lifted_bodies import references
+from vllm_mmcache.content import placeholders
 
 NUM = {
     "bodies": 5000,
@@ -40,7 +40,17 @@ HEADS = (
     "",
 )
 TAILS = (*("",) * 40, "!", "=", "\n", " ", "é", "\ud800", '"', "\\", ",", "\u2028")
-WORDS = ("", "a", 'data:"', "\\", "é\u2028", "\ud83d\ude00", "\udead", "mmcache-", references.PREFIX + "0" * 32 + "-0")
+WORDS = (
+    "",
+    "a",
+    'data:"',
+    "\\",
+    "é\u2028",
+    "\ud83d\ude00",
+    "\udead",
+    "mmcache-",
+    placeholders.PREFIX + "0" * 32 + "-0",
+)
 KEYS = ("type", "image_url", "url", "content", "data", "source", "messages", "role", "text", "input", 'x"data', "")
 TOKENS = (
     b'"', b"\\", b'\\"', b"\\/", b"\\u002f", b"\\u0000", b"\\ud800", b"\x00", b"\n", b"\xff", b"\xef\xbb\xbf", b"{",

@@ -14,23 +14,24 @@ import pydantic_core
 import pytest
 
 from tests.features.packages import features, identity
+from vllm_mmcache.base.errors import StoreCorrupt
 from vllm_mmcache.client import images as client_images
 from vllm_mmcache.client.images import find_images
-from vllm_mmcache.errors import StoreCorrupt
-from vllm_mmcache.features.package import Check, Shape, pack, unpack
-from vllm_mmcache.identity.content_name import PREFIX
-from vllm_mmcache.lifted_bodies import layer, references
-from vllm_mmcache.lifted_bodies import lift as lifting
-from vllm_mmcache.lifted_bodies.layer import LiftImages, Message
-from vllm_mmcache.lifted_bodies.lift import lift
-from vllm_mmcache.lifted_bodies.payload import Payload
-from vllm_mmcache.lifted_bodies.shapes import WALKERS, Lists
-from vllm_mmcache.records.framing import frame, unframe
+from vllm_mmcache.components.features.package import Check, Shape, pack, unpack
+from vllm_mmcache.components.image_extraction import extract as lifting
+from vllm_mmcache.components.image_extraction import middleware
+from vllm_mmcache.components.image_extraction.extract import lift
+from vllm_mmcache.components.image_extraction.middleware import LiftImages, Message
+from vllm_mmcache.components.image_extraction.request_shapes import WALKERS, Lists
+from vllm_mmcache.content import placeholders
+from vllm_mmcache.content.base64_image import Payload
+from vllm_mmcache.content.content_name import PREFIX
+from vllm_mmcache.storage.frame import frame, unframe
 
 PATHS = sorted(WALKERS)
 SHAPE = Shape(2, 8, "bfloat16")
 MIN_TEXT_BYTES = 32
-NAME = re.compile(re.escape(references.PREFIX) + r"[0-9a-f]{32}-[0-9]+")
+NAME = re.compile(re.escape(placeholders.PREFIX) + r"[0-9a-f]{32}-[0-9]+")
 IMAGE_PLACES = {
     *(("image_url", "url"), ("content", "image_url"), ("output", "image_url"), ("source", "data")),
     *(("images",), ("content_parts", "url")),
@@ -43,7 +44,7 @@ def short_texts() -> Iterator[None]:
     """Texts are lifted that are short, so that there are many, whatever is beside them."""
     with pytest.MonkeyPatch.context() as context:
         context.setattr(lifting, "MIN_TEXT_BYTES", MIN_TEXT_BYTES)
-        context.setattr(layer, "MIN_TEXT_BYTES", MIN_TEXT_BYTES)
+        context.setattr(middleware, "MIN_TEXT_BYTES", MIN_TEXT_BYTES)
         context.setattr(client_images, "_MIN_TEXT_BYTES", MIN_TEXT_BYTES)
         context.setattr(lifting, "_MIN_SHARE", 0.01)
         yield
@@ -103,7 +104,7 @@ def check_application(body: bytes, path: str) -> int:
         assert await ask(LiftImages(application, lambda scope, path: True)) == await ask(application)
 
     asyncio.run(both())
-    assert not references.num_lent()
+    assert not placeholders.num_lent()
     return opened
 
 
@@ -133,13 +134,13 @@ def check_client(body: bytes) -> int:
 
 def check_reference(text: str) -> None:
     """Only a name itself stands for its payload, as long as it is lent."""
-    name = f"{references.new_stem()}0"
+    name = f"{placeholders.new_stem()}0"
     payload = Payload(b"AAAA")
-    with references.lend({name: payload}):
-        assert references.resolve(text) is None
+    with placeholders.lend({name: payload}):
+        assert placeholders.resolve(text) is None
         for changed in (name + text, text + name, name.replace("-", text), name[: len(text)], name.upper()):
-            assert references.resolve(changed) is (payload if changed == name else None)
-    assert references.resolve(name) is None
+            assert placeholders.resolve(changed) is (payload if changed == name else None)
+    assert placeholders.resolve(name) is None
 
 
 def check_package(content: bytes) -> bool:
@@ -184,7 +185,7 @@ def _answer(body: bytes, path: str) -> tuple[int, bytes, int]:
         opened = []
         for image in WALKERS[path](request, Lists(10**6)):
             text = image.partition(",")[2] or image
-            payload = references.resolve(text)
+            payload = placeholders.resolve(text)
             content = payload.decode() if payload else pybase64.b64decode(text, validate=True)
             opened.append(hashlib.sha256(content).hexdigest())
             if payload:

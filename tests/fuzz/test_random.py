@@ -25,11 +25,11 @@ from tests.fuzz.checks import (
     short_texts,
 )
 from tests.sizes import scaled
-from vllm_mmcache.features import package
-from vllm_mmcache.features.package import Record
-from vllm_mmcache.lifted_bodies import lift as lifting
-from vllm_mmcache.lifted_bodies import shapes
-from vllm_mmcache.records import framing
+from vllm_mmcache.components.features import package
+from vllm_mmcache.components.features.package import Record
+from vllm_mmcache.components.image_extraction import extract as lifting
+from vllm_mmcache.components.image_extraction import request_shapes
+from vllm_mmcache.storage import frame as framing
 
 CHAT = "/v1/chat/completions"
 HEAD_TOKENS = (*TOKENS, b"__metadata__", b'"shape":[2,8]', b"-1", b"1e9", b'\\"', b"vllm-mmcache features 2", b"0" * 64)
@@ -140,7 +140,7 @@ def test_frames() -> None:
 FAULTS: dict[str, tuple[Any, str, Any, Callable[[Random], int]]] = {
     "what is left may be no string": (lifting, "is_string", lambda text: True, a_body),
     "a text part is an image": (
-        shapes, "_parts",
+        request_shapes, "_parts",
         lambda content, lists: (text for part in lists.dicts(content) for text in part.values() if type(text) is str),
         a_body,
     ),

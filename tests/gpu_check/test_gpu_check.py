@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.zoo import FIRST_FAMILIES
 
 from benchmarks import summary
 from benchmarks.catalogue import BENCHMARKS
@@ -23,14 +24,13 @@ from benchmarks.results import committed
 from scripts import matrix
 from scripts.gpu_check import found, results, run
 from tests.sizes import larger
-from vllm_mmcache import settings
+from vllm_mmcache.base import settings
+from vllm_mmcache.base.status import ON, State
+from vllm_mmcache.lifecycle import tested_engines
+from vllm_mmcache.lifecycle.activation import foresee
 from vllm_mmcache.metrics import transport
 from vllm_mmcache.prove import items
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
-from vllm_mmcache.rooms import ON, State
-from vllm_mmcache.upstream import proven
-from vllm_mmcache.upstream.start import foresee
-from vllm_mmcache.zoo import FIRST_FAMILIES
 
 PASSED = {"state": "passed", "reason": "4 checks", "engine": {"async_scheduling": True}}
 FAILED = {"state": "failed", "reason": "same_again: log-probabilities differ"}
@@ -62,7 +62,7 @@ def test_the_command_on_the_cpu(runner: str, tmp_path: Path) -> None:
     assert item["engine"]["model_runner"].startswith(f"vllm.v1.worker.cpu{'.' if runner == 'V2' else '_'}")
     assert item["engine"]["async_scheduling"] == (runner == "V2")
     states = {name: check["state"] for name, check in item["checks"].items()}
-    assert {states[f"{room} is on"] for room in proven.ENGINE_ROOMS} == {"passed"}
+    assert {states[f"{room} is on"] for room in tested_engines.ENGINE_ROOMS} == {"passed"}
     for name in (
         "swapped_image",
         "use of features",
@@ -122,9 +122,9 @@ def test_the_checkout_is_a_plugin_and_nothing_is_installed(tmp_path: Path) -> No
 def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hits on other KV, a room that is off, one that should be, no use of a room, and controls that see nothing."""
     from tests.features.towers import features_by_image
+    from vllm_mmcache.lifecycle import report
     from vllm_mmcache.prove import checks, workers
     from vllm_mmcache.prove.scenarios import filler, one, picture, user
-    from vllm_mmcache.upstream import report
 
     rig = pool.get(config)
 
@@ -136,11 +136,11 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
         return [one(rig, ask)]
 
     monkeypatch.setattr(checks, "SHORT", (spoiled,))
-    rows = {row.check: row for row in checks.rows_of(rig, proven.ENGINE_ROOMS, short=True)}
+    rows = {row.check: row for row in checks.rows_of(rig, tested_engines.ENGINE_ROOMS, short=True)}
     assert [name for name, row in rows.items() if row.state == "failed"] == ["spoiled"]
     assert rows["spoiled"].inexact
     said = {"engine": {}, "rows": [asdict(row) for row in rows.values()]}
-    item = items.Item("qwen3-vl", proven.ENGINE_ROOMS, "V1")
+    item = items.Item("qwen3-vl", tested_engines.ENGINE_ROOMS, "V1")
     outcome = items.judge(item, said, None)
     assert (outcome["state"], outcome["reason"].partition(" ")[0]) == ("failed", "spoiled:")
     assert run.exit_code({item.name: outcome}) == 1
@@ -199,7 +199,7 @@ def test_stock_is_not_counted_and_excuses_a_room_alone() -> None:
     use = {"rows": [wrong | {"check": "use of block_keys"}, right], "engine": {}}
     assert items.judge(alone, use, stock)["state"] == "passed"
     assert items.judge(alone, use, {**stock, "checks": {"same_again": {"state": "passed"}}})["state"] == "failed"
-    assert items.judge(items.Item("gemma3", proven.ENGINE_ROOMS, "V1"), said, stock)["state"] == "failed"
+    assert items.judge(items.Item("gemma3", tested_engines.ENGINE_ROOMS, "V1"), said, stock)["state"] == "failed"
     idle = {"check": "block_keys is on", "state": "not checked", "reason": "not for this runner", "inexact": False}
     outcome = items.judge(alone, {**said, "rows": [idle, right]}, None)
     assert (outcome["state"], "not for this runner" in outcome["reason"]) == ("not checked", True)
@@ -221,7 +221,7 @@ def result_of(platform: str) -> dict[str, Any]:
 
 def test_what_a_result_proves() -> None:
     result = result_of("cuda")
-    everything = list(proven.ENGINE_ROOMS)
+    everything = list(tested_engines.ENGINE_ROOMS)
 
     def without(*rooms: str) -> list[str]:
         return [room for room in everything if room not in rooms]
@@ -248,18 +248,21 @@ def test_what_a_result_proves() -> None:
 
 
 def test_recording_switches_rooms_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = tmp_path / "proven.json"
-    table.write_text(proven.FILE.read_text())
-    monkeypatch.setattr(proven, "FILE", table)
+    table = tmp_path / "tested_engines.json"
+    table.write_text(tested_engines.FILE.read_text())
+    monkeypatch.setattr(tested_engines, "FILE", table)
     path = found.REPO / "scripts" / "gpu_check" / "results" / "some-gpu.json"
-    before = proven.rows()
+    before = tested_engines.rows()
     result = result_of("cuda")
     result["items"]["gemma3, image_spans, V2, eager"] = dict(NOT_CHECKED)
     results.record(result, path)
-    written = [row for row in proven.rows() if row not in before]
+    written = [row for row in tested_engines.rows() if row not in before]
     assert [(row.engine, row.rooms) for row in written] == [
-        (proven.Engine("0.33", "cuda", 1, "async"), proven.ENGINE_ROOMS),
-        (proven.Engine("0.33", "cuda", 2, "async"), tuple(r for r in proven.ENGINE_ROOMS if r != "image_spans")),
+        (tested_engines.Engine("0.33", "cuda", 1, "async"), tested_engines.ENGINE_ROOMS),
+        (
+            tested_engines.Engine("0.33", "cuda", 2, "async"),
+            tuple(r for r in tested_engines.ENGINE_ROOMS if r != "image_spans"),
+        ),
     ]
     result["items"]["gemma3, block_keys, V2, eager"]["engine"] = {"async_scheduling": False}
     with pytest.raises(ValueError, match="V2 has items with async and sync scheduling"):
@@ -267,7 +270,7 @@ def test_recording_switches_rooms_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for runner in ("V1", "V2"):
         result["items"][f"gemma3, all rooms, {runner}, eager"] = dict(FAILED)
     results.record(result, path)
-    assert proven.rows() == before
+    assert tested_engines.rows() == before
 
 
 def test_the_benchmarks_table_is_the_pages() -> None:
@@ -305,10 +308,10 @@ def test_a_benchmark_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
         run.benchmark("gallery", time.monotonic() + 5)
 
 
-@pytest.mark.parametrize("row", proven.rows(), ids=lambda row: f"{row.engine}")
-def test_every_row_has_its_evidence(row: proven.Row) -> None:
+@pytest.mark.parametrize("row", tested_engines.rows(), ids=lambda row: f"{row.engine}")
+def test_every_row_has_its_evidence(row: tested_engines.Row) -> None:
     """A room is on by default only where the tests run, or where a committed result says that it passed."""
-    assert set(row.rooms) <= set(proven.ENGINE_ROOMS)
+    assert set(row.rooms) <= set(tested_engines.ENGINE_ROOMS)
     assert None not in astuple(row.engine)
     if row.evidence == "make test":
         assert (row.engine.platform, row.engine.vllm) == ("cpu", "0.32"), "CI has no other"
@@ -326,10 +329,10 @@ def test_every_row_has_its_evidence(row: proven.Row) -> None:
 
 def test_doctor_on_a_platform_without_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's rooms are off and say how to switch them on; those of the API server are on."""
-    monkeypatch.setattr(proven, "TABLE", [])
+    monkeypatch.setattr(tested_engines, "TABLE", [])
     monkeypatch.setattr(settings, "_current", settings.Settings())
     states = foresee()
-    for room in proven.ENGINE_ROOMS:
+    for room in tested_engines.ENGINE_ROOMS:
         said = rf"off: not yet proven on vLLM .*, cpu: .*, MMCACHE_{room.upper()}=1 switches it on"
         assert re.fullmatch(said, str(states[room]))
     assert {states[room] for room in ("lazy_media", "lifted_bodies", "identity", "pixels")} == {ON}

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from scripts.gpu_check import found, run
-from vllm_mmcache.errors import EnvironmentProblem
+from vllm_mmcache.base.errors import EnvironmentProblem
+from vllm_mmcache.lifecycle import tested_engines
+from vllm_mmcache.lifecycle.activation import platform_name
 from vllm_mmcache.prove import items
-from vllm_mmcache.upstream import proven
-from vllm_mmcache.upstream.start import platform_name
 
 FOUND = found.Found("some GPU", "cuda", "0.33.0", "3.12", ("V2", "V1"))
 OPTIONS: dict[str, Any] = {
@@ -75,7 +75,7 @@ def test_the_order_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_no_time_left() -> None:
     """Nothing is started, and nothing is said of what was not."""
-    item = items.Item("gemma3", proven.ENGINE_ROOMS, "V2")
+    item = items.Item("gemma3", tested_engines.ENGINE_ROOMS, "V2")
     with pytest.raises(items.OutOfTime):
         items.run(item, how("cpu"), None, 0)
     with pytest.raises(items.OutOfTime):

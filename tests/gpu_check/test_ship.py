@@ -21,7 +21,7 @@ import pytest
 
 from scripts.gpu_check import found, results, ship, wheels
 from tests.sizes import larger
-from vllm_mmcache.upstream import proven
+from vllm_mmcache.lifecycle import tested_engines
 
 SEND = """#!/bin/sh
 rm -rf "$THERE/.artifacts/ship" && mkdir -p "$THERE/.artifacts/ship" && cp -r "$1" "$THERE/$1" && cd "$THERE" && $2
@@ -185,13 +185,13 @@ def test_what_came_back_is_recorded(
 
     saved: list[tuple[Path, Mapping[str, Any]]] = []
     monkeypatch.setattr(results, "save", lambda path, result: saved.append((path, result)))
-    monkeypatch.setattr(proven, "FILE", tmp_path / "proven.json")
-    proven.FILE.write_text("[]")
+    monkeypatch.setattr(tested_engines, "FILE", tmp_path / "tested_engines.json")
+    tested_engines.FILE.write_text("[]")
     result = result_of("cuda") | {"machine": "NVIDIA Some GPU"}
     del result["items"]["gemma3, image_spans, V2, eager"]
     (tmp_path / "result.json").write_text(json.dumps(result))
     assert ship.record(argparse.Namespace(result=tmp_path / "result.json")) == 0
     assert saved == [(results.FOLDER / "nvidia-some-gpu.json", result)]
-    assert [row.evidence for row in proven.rows()] == ["scripts/gpu_check/results/nvidia-some-gpu.json"] * 2
+    assert [row.evidence for row in tested_engines.rows()] == ["scripts/gpu_check/results/nvidia-some-gpu.json"] * 2
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if "image_spans" in line] == [line for line in said if "model runner V1" in line]

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_mmcache import settings
-from vllm_mmcache.identity import audit
-from vllm_mmcache.identity.aliases import Aliases
+from vllm_mmcache.base import settings
+from vllm_mmcache.components.identity import audit
+from vllm_mmcache.components.identity.aliases import Aliases
 from vllm_mmcache.metrics import counters
 
 

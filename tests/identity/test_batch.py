@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.server import CPU_ARGS, CPU_ENV
+from mmcache_tools.zoo import build_cached
 
 from tests.cli.test_commands import mmcache
 from tests.identity.attacks.target import MODEL, MODES, png, url_of
 from tests.sizes import larger
-from vllm_mmcache.demo.server import CPU_ARGS, CPU_ENV
-from vllm_mmcache.identity.layout import identifier
-from vllm_mmcache.tenant import parse_source
-from vllm_mmcache.zoo import build_cached
+from vllm_mmcache.components.identity.identifiers import identifier
+from vllm_mmcache.content.tenant import parse_source
 
 
 def line(number: int, image: bytes, tenant: str | None) -> str:
@@ -42,7 +42,10 @@ def test_lines_have_tenants(mode: str, tmp_path: Path) -> None:
     (tmp_path / "in").write_text("\n".join(line(number, *one) for number, one in enumerate(given)) + "\n")
     command = [sys.executable, "-m", "vllm_mmcache.cli.vllm_main", "run-batch", "-i", str(tmp_path / "in")]
     command += ["-o", str(tmp_path / "out"), "--model", str(model), "--served-model-name", MODEL, *CPU_ARGS]
-    command += ["--shutdown-timeout", "60"]  # by default vLLM kills the engine at once, which may have features to write
+    command += [
+        "--shutdown-timeout",
+        "60",
+    ]  # by default vLLM kills the engine at once, which may have features to write
     env = {**os.environ, **CPU_ENV, "MMCACHE_STORE": str(store), "MMCACHE_REQUIRE_TENANT": "1"}
     done = subprocess.run(
         command, env={**env, "MMCACHE_TENANT_FROM": MODES[mode]}, capture_output=True, text=True, timeout=600

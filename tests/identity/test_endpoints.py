@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from mmcache_tools.harness.server import CPU_ARGS, serve
+from mmcache_tools.zoo import build_cached
 
 from tests.identity.attacks.target import MODEL, MODES, Target, fresh, picture, url_of
 from tests.lazy_media import files
 from tests.sizes import larger
-from vllm_mmcache.demo.server import CPU_ARGS, serve
-from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine
 
@@ -184,7 +184,7 @@ def test_two_tenants_in_one_request_are_refused(server: Target, kind: str, side:
     plugin_alone(side)
     if server.mode == "body":
         pytest.skip("here the body alone names a tenant")
-    from vllm_mmcache.tenant import parse_source
+    from vllm_mmcache.content.tenant import parse_source
 
     victim = parse_source(MODES[server.mode]).salt_of("victim")
     for path, body in each_endpoint(server, kind):

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.features.towers import Runs, ask_named
-from vllm_mmcache import settings
+from vllm_mmcache.base import settings
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import assert_exact
 from vllm_mmcache.prove.scenarios import filler, picture, user

@@ -8,13 +8,13 @@ the picture in its own prefix) goes through the same wrappers.
 from typing import Any
 
 import pytest
+from mmcache_tools.zoo import MORE_FAMILIES
 from vllm import SamplingParams
 
-from vllm_mmcache import settings
+from vllm_mmcache.base import settings
 from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import assert_exact
 from vllm_mmcache.prove.scenarios import filler, picture, user
-from vllm_mmcache.zoo import MORE_FAMILIES
 
 pytestmark = pytest.mark.engine
 

@@ -12,8 +12,8 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_mmcache import tenant
-from vllm_mmcache.identity import layout
+from vllm_mmcache.components.identity import identifiers
+from vllm_mmcache.content import tenant
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "identity.md").read_text()
@@ -31,13 +31,13 @@ def by_the_page(kind: str, *fields: str) -> str:
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])
 def test_vectors(vector: dict[str, Any]) -> None:
     fields = vector["modality"], vector["id"], vector["arguments"], vector["salt"]
-    makers: dict[str, Any] = {"content": layout.identifier, "name": layout.name_identifier}
+    makers: dict[str, Any] = {"content": identifiers.identifier, "name": identifiers.name_identifier}
     if vector["kind"] in makers:
         assert makers[vector["kind"]](*fields) == vector["identifier"]
     elif vector["kind"] == "unknown":
-        assert layout.unknown_identifier(fields[0], fields[1], fields[3]) == vector["identifier"]
+        assert identifiers.unknown_identifier(fields[0], fields[1], fields[3]) == vector["identifier"]
     else:
-        assert layout.alias_key(fields[0], fields[1], fields[3]).hex() == vector["identifier"]
+        assert identifiers.alias_key(fields[0], fields[1], fields[3]).hex() == vector["identifier"]
     if vector["identifier"] != vector["id"]:
         assert by_the_page(vector["kind"], *fields) == vector["identifier"]
 
@@ -52,7 +52,7 @@ def test_tenant_key_vector() -> None:
 
 
 def test_stock_id_without_salt_and_arguments() -> None:
-    assert layout.identifier("image", "ab" * 32) == "ab" * 32
+    assert identifiers.identifier("image", "ab" * 32) == "ab" * 32
 
 
 Fields = st.tuples(st.text(max_size=6), st.text(max_size=6), st.text(max_size=6), st.text(min_size=1, max_size=6))
@@ -60,13 +60,17 @@ Fields = st.tuples(st.text(max_size=6), st.text(max_size=6), st.text(max_size=6)
 
 @given(Fields, Fields)
 def test_fields_never_run_together(one: tuple[str, ...], other: tuple[str, ...]) -> None:
-    assert (layout.identifier(*one) == layout.identifier(*other)) == (one == other)
+    assert (identifiers.identifier(*one) == identifiers.identifier(*other)) == (one == other)
 
 
 def test_kinds_never_meet() -> None:
     fields = "image", "x", "", "s"
-    found = {layout.identifier(*fields), layout.name_identifier(*fields), layout.unknown_identifier("image", "x", "s")}
-    assert len({*found, layout.alias_key("image", "x", "s").hex()}) == 4
+    found = {
+        identifiers.identifier(*fields),
+        identifiers.name_identifier(*fields),
+        identifiers.unknown_identifier("image", "x", "s"),
+    }
+    assert len({*found, identifiers.alias_key("image", "x", "s").hex()}) == 4
 
 
 Json = st.recursive(
@@ -84,4 +88,4 @@ def test_canonical_text_tells_values_apart(one: object, other: object) -> None:
             return {key: typed(inner) for key, inner in value.items()}
         return [typed(inner) for inner in value] if isinstance(value, list) else (type(value), repr(value))
 
-    assert (layout.canonical(one) == layout.canonical(other)) == (typed(one) == typed(other))
+    assert (identifiers.canonical(one) == identifiers.canonical(other)) == (typed(one) == typed(other))

@@ -11,11 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from vllm_mmcache import rooms, tenant
-from vllm_mmcache.identity.aliases import ALIASES
-from vllm_mmcache.identity.content_name import name_of
-from vllm_mmcache.upstream import hooks, vllm_version
-from vllm_mmcache.upstream.ledger import groups
+from vllm_mmcache.base import status
+from vllm_mmcache.base.versions import vllm_version
+from vllm_mmcache.components.identity.aliases import ALIASES
+from vllm_mmcache.content import tenant
+from vllm_mmcache.content.content_name import name_of
+from vllm_mmcache.hooking import hooks
+from vllm_mmcache.lifecycle.ledger import groups
 
 
 @pytest.fixture(params=["stock", "identity"])
@@ -192,13 +194,13 @@ def test_arguments_make_other_ids() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_switched_off_by_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rooms._is_on, "identity", False)
+    monkeypatch.setitem(status._is_on, "identity", False)
     assert hashes("image", [image()], ["x"], "a") == ["x"]
 
 
 def test_names_that_vllm_makes() -> None:
     """Where nothing is cached, vLLM names items itself; only those names are kept, a client's is not."""
-    from vllm_mmcache.identity.renderer import OneRequest, mark_own_names
+    from vllm_mmcache.components.identity.hooks import OneRequest, mark_own_names
 
     def stock(mm_data: Any, mm_data_items: Any, mm_uuid_items: Any, mm_req_id: str) -> Any:
         return {"image": [name or f"{mm_req_id}-image-{n}" for n, name in enumerate(mm_uuid_items["image"])]}
@@ -210,7 +212,7 @@ def test_names_that_vllm_makes() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_names_of_one_request_are_not_hashed() -> None:
-    from vllm_mmcache.identity.renderer import OneRequest
+    from vllm_mmcache.components.identity.hooks import OneRequest
 
     own = OneRequest("renderer0-mm-1-image-0")
     assert hashes("image", [image()], [own], "a") == [own]
@@ -220,7 +222,7 @@ def test_names_of_one_request_are_not_hashed() -> None:
 @pytest.mark.usefixtures("installed")
 def test_instances_that_share_names() -> None:
     """An encoder-cache connector finds items by the client's names: these count, but for one tenant alone."""
-    from vllm_mmcache.identity import renderer
+    from vllm_mmcache.components.identity import hooks as renderer
 
     token = renderer._NAMES_ARE_SHARED.set(True)
     try:
@@ -258,7 +260,7 @@ def test_threads_see_the_request(installed: None) -> None:
 def test_wrong_names(name: Any) -> None:
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_mmcache.identity import renderer
+    from vllm_mmcache.components.identity import hooks as renderer
 
     with pytest.raises(VLLMValidationError, match="uuid") as raised:
         renderer._check_name(name)
@@ -304,7 +306,7 @@ def test_a_claim_of_another_version_stands_for_nothing() -> None:
 def test_instances_that_share_names_check_claims() -> None:
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_mmcache.identity import renderer
+    from vllm_mmcache.components.identity import hooks as renderer
 
     item, name = named_media(1)
     token = renderer._NAMES_ARE_SHARED.set(True)

@@ -12,15 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mmcache_tools.zoo import build_cached
 from vllm import SamplingParams
 
 from tests.engine_configuration import CHOSEN
 from tests.speculative.drafters import LETTERS, speculative_config
 from tests.speculative.worker import against_transformers, counters
-from vllm_mmcache import rooms
+from vllm_mmcache.base import status
 from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, EngineConfig, Rig
 from vllm_mmcache.prove.workloads import Shape, contents, put, questions, reusable, shared
-from vllm_mmcache.zoo import build_cached
 
 NUM_ANSWERED = 24  # tokens of each answer
 SHAPE = Shape((224, 224), 150)
@@ -35,8 +35,8 @@ def main() -> None:
     rig = Rig(EngineConfig(task["family"], max_tokens=1024, more=(("speculative_config", speculative),)), directory)
     CHOSEN.check(rig)
     found = {}
-    for name, is_on in (("on", rooms.is_on("image_checkpoints")), ("off", False)):
-        rooms._is_on["image_checkpoints"] = is_on
+    for name, is_on in (("on", status.is_on("image_checkpoints")), ("off", False)):
+        status._is_on["image_checkpoints"] = is_on
         found[name] = asked(rig, proof_tokens=rig.block_tokens if task["drafter"].startswith("eagle") else 0)
     print(json.dumps(found), flush=True)
 

@@ -14,7 +14,7 @@ from benchmarks.workloads import demos, interleaved
 from tests.engine_configuration import CHOSEN
 from tests.exactness.mixed import BATCH, ask_mixed, assert_all_cold
 from tests.sizes import WHOLE, larger, scaled
-from vllm_mmcache import rooms, settings
+from vllm_mmcache.base import settings, status
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_exact
@@ -103,7 +103,7 @@ def test_without_checkpoints_the_second_question_misses(
 ) -> None:
     """Negative control, stock's behaviour; a tripwire, too: when this fails, vLLM keeps image boundaries itself."""
     rig = pool.get(config)
-    monkeypatch.setitem(rooms._is_on, "image_checkpoints", False)
+    monkeypatch.setitem(status._is_on, "image_checkpoints", False)
     found = reuse(rig, run(rig, questions(SHAPES[config.family], 1, 2)))
     assert found["cached_tokens"] == 0 < found["best_tokens"]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of checkpoint that are never used are given up, and come back when they would have been used."""
 
-from vllm_mmcache.image_checkpoints.learner import PATIENCE, PROBE_EVERY, Learner, Live
-from vllm_mmcache.image_checkpoints.positions import END, KINDS, START, Checkpoint
+from vllm_mmcache.components.image_checkpoints.backoff import PATIENCE, PROBE_EVERY, Learner, Live
+from vllm_mmcache.components.image_checkpoints.positions import END, KINDS, START, Checkpoint
 
 
 def key(number: int) -> bytes:

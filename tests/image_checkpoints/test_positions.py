@@ -4,7 +4,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_mmcache.image_checkpoints.positions import END, KINDS, START, candidates, choose
+from vllm_mmcache.components.image_checkpoints.positions import END, KINDS, START, candidates, choose
 
 BLOCK = 32
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine_configuration import CHOSEN
 from tests.sizes import SCALE, scaled
-from vllm_mmcache.image_spans import scheduler
+from vllm_mmcache.components.image_spans import hooks_engine
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import TOLERANCE, Inexact, assert_exact
 from vllm_mmcache.prove.load import LOAD, counted, run
@@ -37,7 +37,7 @@ def test_no_span_is_split_under_load(pool: EnginePool) -> None:
 def test_without_atomic_spans_answers_are_wrong(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: only vLLM's own guard, which 0.32 has for one of the cases."""
     rig = pool.get(LOAD)
-    monkeypatch.setattr(scheduler, "whole_spans", lambda start, num_new_tokens, spans: num_new_tokens)
+    monkeypatch.setattr(hooks_engine, "whole_spans", lambda start, num_new_tokens, spans: num_new_tokens)
     with counted(rig) as counts:
         answers = run(rig, 64 if CHOSEN.runner == 1 else 24, seed=1)
     assert counts["split"] > 0

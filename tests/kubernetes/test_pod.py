@@ -57,9 +57,9 @@ def test_the_limits_are_real(tmp_path: Path) -> None:
 
 HOMELESS = """
 from vllm_mmcache import settings
-from vllm_mmcache.errors import SettingsError
-from vllm_mmcache.places import default_directory
-from vllm_mmcache.upstream import proofs
+from vllm_mmcache.base.errors import SettingsError
+from vllm_mmcache.base.store_url import default_directory
+from vllm_mmcache.lifecycle import proofs
 assert default_directory() is None
 assert proofs.read() == ([], []), proofs.read()
 for name in ("store", "store_key_file", "observe_file", "admin_key_file"):
@@ -82,11 +82,12 @@ def test_without_a_home_directory(tmp_path: Path) -> None:
 
 ARENA = """
 import os, shutil, subprocess, sys
-from vllm_mmcache.features.arena import Arena
+from vllm_mmcache.components.features.arena import Arena
 before = shutil.disk_usage("/dev/shm").used
 arena = Arena.create(256 << 20, 1)
 arena.buffer(0, 256 << 20)[:] = b"x" * (256 << 20)
-opened = "import sys; from vllm_mmcache.features.arena import Arena; Arena.open(sys.argv[1]).buffer(7, 1)[:] = b'y'"
+opened = "import sys; from vllm_mmcache.components.features.arena import Arena; "
+opened += "Arena.open(sys.argv[1]).buffer(7, 1)[:] = b'y'"
 subprocess.run([sys.executable, "-c", opened, arena.address], check=True)  # as a worker does
 assert bytes(arena.buffer(6, 3)) == b"xyx"
 assert shutil.disk_usage("/dev/shm").used == before == 0
@@ -105,10 +106,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from tests.features.packages import features, load, save
 from vllm_mmcache import records
-from vllm_mmcache.features import breaker
-from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.features.package import Shape
-from vllm_mmcache.records.disk import DiskPlace
+from vllm_mmcache.components.features import breaker
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.package import Shape
+from vllm_mmcache.storage.records.disk import DiskPlace
 
 logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
 ahead_s = 0

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from mmcache_tools.harness.server import free_port, wait_until_healthy
+from mmcache_tools.zoo import build_cached
 
 from tests.deployments.deployment import ARGS, Deployment, environment, start
 from tests.kubernetes.container import REPO, in_pod
 from tests.test_settings import SERVICE
-from vllm_mmcache.demo.server import free_port, wait_until_healthy
-from vllm_mmcache.zoo import build_cached
 
 HOMES = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "USER", "LOGNAME", "TMPDIR")
 # The model runs in the engine's process, as on one GPU. On a CPU vLLM would begin a process for it and refuse to start,

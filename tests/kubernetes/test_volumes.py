@@ -12,13 +12,13 @@ import pytest
 
 from tests.features.packages import BUDGET_BYTES, features, load, save
 from tests.kubernetes.container import in_namespace
-from vllm_mmcache import records
-from vllm_mmcache.errors import StoreUnusable
-from vllm_mmcache.features import directory
-from vllm_mmcache.features.directory import is_ours
-from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.records import database
-from vllm_mmcache.records.disk import DiskPlace
+from vllm_mmcache.base.errors import StoreUnusable
+from vllm_mmcache.components.features import directory
+from vllm_mmcache.components.features.directory import is_ours
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.storage import records
+from vllm_mmcache.storage.records import database
+from vllm_mmcache.storage.records.disk import DiskPlace
 
 KEY = records.key("test")
 
@@ -153,7 +153,7 @@ READ_ONLY = """
 mount -t tmpfs -o size=1m,mode=0770 none "$1"
 mkdir --mode=0770 "$1/features"
 mount -o remount,ro "$1"
-exec "$2" -c 'import sys; from pathlib import Path; from vllm_mmcache.features.directory import is_ours
+exec "$2" -c 'import sys; from pathlib import Path; from vllm_mmcache.components.features.directory import is_ours
 is_ours(Path(sys.argv[1]) / "features")' "$1"
 """
 

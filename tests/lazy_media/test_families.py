@@ -9,6 +9,7 @@ import base64
 from typing import Any
 
 import pytest
+from mmcache_tools.zoo import MORE_FAMILIES
 from vllm import SamplingParams
 
 from tests.lazy_media import files
@@ -16,7 +17,6 @@ from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, EngineConfig, EnginePool, Message, Rig
 from vllm_mmcache.prove.expect import assert_exact
 from vllm_mmcache.prove.scenarios import filler, picture, user
-from vllm_mmcache.zoo import MORE_FAMILIES
 
 pytestmark = pytest.mark.engine
 

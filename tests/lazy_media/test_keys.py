@@ -14,11 +14,11 @@ from vllm.multimodal.media.video import VideoMediaIO
 from tests.lazy_media import files
 from tests.lazy_media.test_loader import image_io, mm_hash, room
 from tests.lazy_media.test_restarts import restart
-from vllm_mmcache import rooms, settings
-from vllm_mmcache.lazy_media import loader as images
-from vllm_mmcache.lazy_media.picture import LazyPicture
-from vllm_mmcache.lazy_media.records import Key
-from vllm_mmcache.lazy_media.video import loader as videos
+from vllm_mmcache.base import settings, status
+from vllm_mmcache.components.lazy_media import hooks as images
+from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
+from vllm_mmcache.components.lazy_media.media_info import Key
+from vllm_mmcache.components.lazy_media.video import hooks as videos
 from vllm_mmcache.prove.pictures import ellipses
 
 Change = Callable[[pytest.MonkeyPatch], Any]
@@ -29,7 +29,7 @@ class AnotherImageMediaIO(ImageMediaIO):
 
 
 def identity_off(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rooms, "is_on", lambda room: room != "identity")
+    patch.setattr(status, "is_on", lambda room: room != "identity")
 
 
 def of_image(**options: Any) -> Key:

@@ -16,14 +16,17 @@ import pytest
 from PIL import Image
 
 from tests.lazy_media import files
-from vllm_mmcache import records, rooms, settings, tenant
-from vllm_mmcache.lazy_media.picture import LazyPicture
-from vllm_mmcache.lazy_media.records import RECORDS
-from vllm_mmcache.lifted_bodies.payload import TEXTS
+from vllm_mmcache.base import settings, status
+from vllm_mmcache.base.versions import vllm_version
+from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
+from vllm_mmcache.components.lazy_media.media_info import RECORDS
+from vllm_mmcache.content import tenant
+from vllm_mmcache.content.base64_image import TEXTS
+from vllm_mmcache.hooking import hooks
+from vllm_mmcache.lifecycle.ledger import groups
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove.pictures import ellipses
-from vllm_mmcache.upstream import hooks, vllm_version
-from vllm_mmcache.upstream.ledger import groups
+from vllm_mmcache.storage import records
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "RGB": {},
@@ -184,7 +187,7 @@ def test_images_are_known_to_their_tenant_alone() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_switched_off_by_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rooms._is_on, "lazy_media", False)
+    monkeypatch.setitem(status._is_on, "lazy_media", False)
     for _ in range(2):
         assert type(image_io({}).load_bytes(FILES["png"]).media) is Image.Image
     assert not len(RECORDS)

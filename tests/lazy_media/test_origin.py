@@ -10,7 +10,7 @@ import pytest
 
 from tests.lazy_media import files
 from tests.lazy_media.test_loader import OPTIONS, image_io, look, room
-from vllm_mmcache.lazy_media.origin import Origin, load, origin_of
+from vllm_mmcache.components.lazy_media.vllm_source import Origin, load, origin_of
 
 GOOD = files.good()
 

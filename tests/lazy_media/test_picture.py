@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vllm_mmcache.lazy_media.picture import LazyPicture
+from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
 from vllm_mmcache.prove.pictures import ellipses
 
 PLAIN = ellipses("picture", (80, 60))

@@ -6,11 +6,11 @@ import secrets
 import threading
 
 from tests.memory import traced
-from vllm_mmcache.bounded import Bounded, Budget
-from vllm_mmcache.lazy_media.records import MAX_MM_HASHES, RECORD_COST_BYTES, Key, Record, unpacked
-from vllm_mmcache.lazy_media.video.record import MAX_METADATA_BYTES, record_of
-from vllm_mmcache.lazy_media.video.record import RECORD_COST_BYTES as VIDEO_COST_BYTES
-from vllm_mmcache.lifted_bodies.payload import TEXT_COST_BYTES
+from vllm_mmcache.base.lru import Bounded, Budget
+from vllm_mmcache.components.lazy_media.media_info import MAX_MM_HASHES, RECORD_COST_BYTES, Key, Record, unpacked
+from vllm_mmcache.components.lazy_media.video.video_info import MAX_METADATA_BYTES, record_of
+from vllm_mmcache.components.lazy_media.video.video_info import RECORD_COST_BYTES as VIDEO_COST_BYTES
+from vllm_mmcache.content.base64_image import TEXT_COST_BYTES
 
 
 def test_what_is_no_record_is_none() -> None:

@@ -21,13 +21,14 @@ from tests.features.tiers import LONG_S
 from tests.lazy_media import files
 from tests.lazy_media.test_loader import FILES, OPTIONS, image_io, look, mm_hash, room
 from tests.sizes import scaled
-from vllm_mmcache import records, settings
-from vllm_mmcache.lazy_media import loader
-from vllm_mmcache.lazy_media.picture import LazyPicture
-from vllm_mmcache.lazy_media.records import RECORDS, Key, Record, _name, admit, find, unpacked
-from vllm_mmcache.lifted_bodies.payload import TEXTS
+from vllm_mmcache.base import settings
+from vllm_mmcache.components.lazy_media import hooks as loader
+from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
+from vllm_mmcache.components.lazy_media.media_info import RECORDS, Key, Record, _name, admit, find, unpacked
+from vllm_mmcache.content.base64_image import TEXTS
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.records.framing import frame
+from vllm_mmcache.storage import records
+from vllm_mmcache.storage.frame import frame
 
 NO_RECORDS = [
     b"",
@@ -214,7 +215,7 @@ def test_what_was_planted_is_a_miss(store: Path, how: str) -> None:
     )
     restart()
     from tests.records.test_disk import change
-    from vllm_mmcache.records.disk import DiskPlace
+    from vllm_mmcache.storage.records.disk import DiskPlace
 
     place = DiskPlace(store, 1 << 20)
     kept = place._load(_name(other_key))

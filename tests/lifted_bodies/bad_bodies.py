@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import pybase64
 
-from vllm_mmcache.lifted_bodies.lift import MIN_TEXT_BYTES, lift
-from vllm_mmcache.lifted_bodies.scan import find_texts
-from vllm_mmcache.lifted_bodies.shapes import WALKERS
+from vllm_mmcache.components.image_extraction.extract import MIN_TEXT_BYTES, lift
+from vllm_mmcache.components.image_extraction.request_shapes import WALKERS
+from vllm_mmcache.content.base64_scan import find_texts
 
 PATH = "/v1/chat/completions"
 ROUNDS = 5

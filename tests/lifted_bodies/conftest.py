@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from mmcache_tools.harness.server import CPU_ARGS, serve
+from mmcache_tools.zoo import build_cached
 
 from tests.lifted_bodies import test_refusals, test_server
-from vllm_mmcache.demo.server import CPU_ARGS, serve
-from vllm_mmcache.zoo import build_cached
 
 # The render endpoint's answer has the order of a set in it, and the line at start is an information; in a whole run
 # the tests that share engines have asked for warnings alone.

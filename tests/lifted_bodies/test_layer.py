@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.lifted_bodies.test_lift import chat, image, text_of, url_of
-from vllm_mmcache.lifted_bodies import layer, references
-from vllm_mmcache.lifted_bodies import lift as lifting
-from vllm_mmcache.lifted_bodies.layer import LiftImages, Message
+from vllm_mmcache.components.image_extraction import extract as lifting
+from vllm_mmcache.components.image_extraction import middleware
+from vllm_mmcache.components.image_extraction.middleware import LiftImages, Message
+from vllm_mmcache.content import placeholders
 from vllm_mmcache.metrics import counters
 
 PATH = "/v1/chat/completions"
@@ -50,7 +51,7 @@ class Application:
             for part in json.loads(body)["messages"][0]["content"]:
                 text = part["image_url"]["url"].partition(",")[2]
                 await asyncio.sleep(0)
-                payload = await asyncio.to_thread(references.resolve, text)
+                payload = await asyncio.to_thread(placeholders.resolve, text)
                 images.append((payload.decode() if payload else base64.b64decode(text)).hex())
         if self.asks_engine:
             self.num_engine_requests += 1
@@ -69,7 +70,7 @@ class Application:
 async def ask_engine() -> None:
     """As vLLM does it: in tasks of the request's task, and the engine's client says that it has taken the request."""
     await asyncio.sleep(0)
-    layer.work_begun()
+    middleware.work_begun()
 
 
 def name_in(body: bytes) -> bytes:
@@ -121,7 +122,7 @@ def test_images_arrive_and_the_body_is_short() -> None:
     assert shown[:3] == [base64.b64decode(text_of(name)).hex() for name in "aba"]
     assert len(application.bodies[0]) < 1000 < len(body)
     assert application.ends == ["http.disconnect"]
-    assert not references.num_lent()
+    assert not placeholders.num_lent()
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
@@ -166,7 +167,7 @@ def test_an_error_that_holds_a_name_of_ours_is_never_sent(status: int, asks_engi
     answer = asyncio.run(ask(application, in_chunks(BODY)))
     said = b"".join(message.get("body", b"") for message in answer)
     assert said.startswith(b"no image: " + text_of("a").encode() + b"!")
-    assert references.PREFIX.encode() not in said
+    assert placeholders.PREFIX.encode() not in said
     assert len(application.bodies) == (1 if asks_engine else 2)
     assert answer[-1].get("more_body", False) is False
 
@@ -179,7 +180,7 @@ def test_an_error_with_many_names_tells_its_length() -> None:
     async def refuse(scope: Any, receive: Any, send: Any) -> None:
         parts = json.loads((await receive())["body"])["messages"][0]["content"]
         said = "; ".join(part["image_url"]["url"].partition(",")[2] for part in parts[:12]).encode()
-        layer.work_begun()
+        middleware.work_begun()
         headers = [(b"content-type", b"text/plain"), (b"Content-Length", str(len(said)).encode())]
         await send({"type": "http.response.start", "status": 400, "headers": headers})
         await send({"type": "http.response.body", "body": said})
@@ -192,7 +193,7 @@ def test_an_error_with_many_names_tells_its_length() -> None:
 
 def test_an_error_that_holds_a_part_of_a_name_is_asked_for_again() -> None:
     """Of a text that was cut nobody can say what it was cut from."""
-    application = Application(400, asks_engine=True, says=b"no image: " + references.PREFIX[:20].encode() + b"...")
+    application = Application(400, asks_engine=True, says=b"no image: " + placeholders.PREFIX[:20].encode() + b"...")
     asyncio.run(ask(application, in_chunks(BODY)))
     assert [len(seen) < 1000 for seen in application.bodies] == [True, False]
 
@@ -206,7 +207,7 @@ def test_engines_are_asked_by_requests_apart() -> None:
 
     asyncio.run(both())
     assert [len(early.bodies), len(late.bodies)] == [2, 1]
-    layer.work_begun()  # outside of any request
+    middleware.work_begun()  # outside of any request
 
 
 def test_an_error_of_ours_passes_the_body_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -218,8 +219,13 @@ def test_an_error_of_ours_passes_the_body_on(monkeypatch: pytest.MonkeyPatch, ca
     def may_lift(scope: Any, path: str) -> bool:
         raise RuntimeError("ours")
 
-    monkeypatch.setattr("vllm_mmcache.guarded._logged", set())
-    for module, name in ((layer, "find_texts"), (layer, "lift"), (lifting, "replace_spans"), (lifting, "Payload")):
+    monkeypatch.setattr("vllm_mmcache.base.failsafe._logged", set())
+    for module, name in (
+        (middleware, "find_texts"),
+        (middleware, "lift"),
+        (lifting, "replace_spans"),
+        (lifting, "Payload"),
+    ):
         before = counters.BODIES_FAILED.value
         application = Application(201)
         with monkeypatch.context() as context:
@@ -277,17 +283,17 @@ def test_a_client_that_goes_during_the_upload() -> None:
     messages = in_chunks(json.dumps(chat(image("a"))).encode(), 500)[:-1]
     assert asyncio.run(ask(application, messages)) == []
     assert application.ends == ["disconnect"]
-    assert not references.num_lent()
+    assert not placeholders.num_lent()
 
 
 def test_an_application_that_fails() -> None:
     async def fails(scope: Any, receive: Any, send: Any) -> None:
-        assert references.num_lent() == 1
+        assert placeholders.num_lent() == 1
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
         asyncio.run(ask(fails, in_chunks(json.dumps(chat(image("a"))).encode())))
-    assert not references.num_lent()
+    assert not placeholders.num_lent()
 
 
 def test_references_end_with_their_request() -> None:
@@ -296,8 +302,8 @@ def test_references_end_with_their_request() -> None:
     asyncio.run(ask(application, in_chunks(json.dumps(chat(image("a"))).encode())))
     url = json.loads(application.bodies[0])["messages"][0]["content"][0]["image_url"]["url"]
     name = url.partition(",")[2]
-    assert name.startswith(references.PREFIX)
-    assert references.resolve(name) is None
+    assert name.startswith(placeholders.PREFIX)
+    assert placeholders.resolve(name) is None
     application = Application(201)
     body = json.dumps(chat({"type": "image_url", "image_url": {"url": url}})).encode()
     asyncio.run(ask(application, in_chunks(body)))
@@ -318,7 +324,7 @@ def test_many_at_once() -> None:
         names = random.Random(number).choices("abcdef", k=3)
         shown = b"".join(message.get("body", b"") for message in answer).decode().split()
         assert shown[:3] == [base64.b64decode(text_of(name)).hex() for name in names]
-    assert not references.num_lent()
+    assert not placeholders.num_lent()
 
 
 def test_a_text_that_looks_like_an_image_is_not_taken() -> None:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sizes import scaled
-from vllm_mmcache.lifted_bodies import references
-from vllm_mmcache.lifted_bodies.lift import Lifted, lift
-from vllm_mmcache.lifted_bodies.shapes import WALKERS, Lists
+from vllm_mmcache.components.image_extraction.extract import Lifted, lift
+from vllm_mmcache.components.image_extraction.request_shapes import WALKERS, Lists
+from vllm_mmcache.content import placeholders
 
 PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v2/embed", "/score", "/inference/v1/generate")
 
@@ -47,8 +47,8 @@ odd_urls = st.one_of(
     st.builds(lambda url: url[:-2] + "\n", urls),
     st.builds(lambda url: "see " + url, urls),
     st.builds(lambda url: f'"{url}"', urls),
-    st.just(references.PREFIX + "0" * 32 + "-0"),
-    st.just(f"data:image/png;base64,{references.new_stem()}0"),
+    st.just(placeholders.PREFIX + "0" * 32 + "-0"),
+    st.just(f"data:image/png;base64,{placeholders.new_stem()}0"),
     st.text(max_size=20),
 )
 any_text = st.one_of(urls, odd_urls, st.builds(text_of, st.sampled_from("abc")))
@@ -253,7 +253,7 @@ def test_names_are_new_for_each_request() -> None:
     body = json.dumps(chat(image("a"))).encode()
     names = {name for _ in range(20) for name in lift(body, WALKERS["/v1/chat/completions"]).payloads}  # type: ignore[union-attr]
     assert len(names) == 20
-    assert not references.num_lent()
+    assert not placeholders.num_lent()
 
 
 def test_same_text_is_the_same_content_and_a_changed_byte_is_not() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.lifted_bodies.bad_bodies import PATH, bad_bodies, chat, image
-from vllm_mmcache.lifted_bodies import lift as lifting
-from vllm_mmcache.lifted_bodies.lift import MIN_TEXT_BYTES, lift
-from vllm_mmcache.lifted_bodies.scan import find_texts
-from vllm_mmcache.lifted_bodies.shapes import WALKERS
+from vllm_mmcache.components.image_extraction import extract as lifting
+from vllm_mmcache.components.image_extraction.extract import MIN_TEXT_BYTES, lift
+from vllm_mmcache.components.image_extraction.request_shapes import WALKERS
+from vllm_mmcache.content.base64_scan import find_texts
 
 SIZE = 300_000
 BODIES = dict(bad_bodies(SIZE))

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from vllm_mmcache.lint.causes import CAUSES
-from vllm_mmcache.lint.check import Report, check
-from vllm_mmcache.lint.conversations import requests_of
-from vllm_mmcache.lint.template import Content, Template
+from mmcache_tools.lint.causes import CAUSES
+from mmcache_tools.lint.check import Report, check
+from mmcache_tools.lint.conversations import requests_of
+from mmcache_tools.lint.template import Content, Template
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("look", "draw")]

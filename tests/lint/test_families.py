@@ -5,14 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
+from mmcache_tools import zoo
+from mmcache_tools.lint.check import Report, check
+from mmcache_tools.lint.conversations import requests_of
+from mmcache_tools.lint.template import Content, load
+from mmcache_tools.zoo.catalogue import BY_NAME
+from mmcache_tools.zoo.tokenizer import tokenizer_json
 
 from tests.lint.test_causes import CHAT, IMAGE, causes, says
-from vllm_mmcache import zoo
-from vllm_mmcache.lint.check import Report, check
-from vllm_mmcache.lint.conversations import requests_of
-from vllm_mmcache.lint.template import Content, load
-from vllm_mmcache.zoo.catalogue import BY_NAME
-from vllm_mmcache.zoo.tokenizer import tokenizer_json
 
 PICTURES = [
     says("system", "Be brief."),

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from scripts import matrix
-from vllm_mmcache.upstream.proven import ENGINE_ROOMS
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
 
 ROW = matrix.Row("0.33", "v2-async", "tests/a", f"{matrix.OVERLAY}, torch 2.13", passed=2, skipped=1, date="2026-11-22")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mmcache.guarded import guarded
+from vllm_mmcache.base.failsafe import guarded
 from vllm_mmcache.metrics import counters
 
 SEVERAL = """

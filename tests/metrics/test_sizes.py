@@ -16,15 +16,15 @@ from prometheus_client import REGISTRY
 from pydantic import ByteSize
 
 from tests.features.packages import SHAPE, identity
-from vllm_mmcache import rooms
-from vllm_mmcache.bounded import Bounded, Budget, Size
-from vllm_mmcache.metrics import sizes
+from vllm_mmcache.base import status
+from vllm_mmcache.base.lru import Bounded, Budget, Size
+from vllm_mmcache.metrics import table_sizes
 
 SEVERAL = """
 import os
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from vllm_mmcache.metrics import sizes
-from vllm_mmcache.bounded import Size
+from vllm_mmcache.base.lru import Size
 def measure(): return Size(1, 10, 100)
 sizes.of_server("t", measure)
 reading, writing = os.pipe()
@@ -44,12 +44,9 @@ os.killpg(0, 9)
 
 # Loads what an API server has; a table that nobody named would be missing.
 OF_A_SERVER = """
-import vllm_mmcache.lifted_bodies.references, vllm_mmcache.lazy_media.video.record, vllm_mmcache.identity.aliases
-import vllm_mmcache.observe.recorder
-from vllm_mmcache import records
-from vllm_mmcache.metrics import sizes
-records.current()
-print(*sizes._server)
+import vllm_mmcache.content.placeholders, vllm_mmcache.components.lazy_media.video.video_info,
+vllm_mmcache.components.identity.aliases import vllm_mmcache.components.observe.record.recorder from vllm_mmcache import
+records from vllm_mmcache.metrics import sizes records.current() print(*sizes._server)
 """
 
 
@@ -59,10 +56,10 @@ def sample(name: str, **labels: str) -> float | None:
 
 @pytest.fixture
 def metrics_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rooms._is_on, "metrics", True)
-    monkeypatch.setattr(sizes, "_engine", {})
-    monkeypatch.setattr(sizes, "_sent", {})
-    monkeypatch.setattr(sizes, "ENGINE_SECONDS", 0.0)
+    monkeypatch.setitem(status._is_on, "metrics", True)
+    monkeypatch.setattr(table_sizes, "_engine", {})
+    monkeypatch.setattr(table_sizes, "_sent", {})
+    monkeypatch.setattr(table_sizes, "ENGINE_SECONDS", 0.0)
 
 
 def test_a_bounded_table_says_what_it_holds_and_which_of_its_budgets_counts() -> None:
@@ -77,28 +74,28 @@ def test_a_bounded_table_says_what_it_holds_and_which_of_its_budgets_counts() ->
 
 def test_a_server_shows_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     table: Bounded[int, int] = Bounded(lambda: Budget(10, 1 << 20), 100)
-    monkeypatch.setattr(sizes, "_server", {})
-    sizes.of_server("test", table.size)
+    monkeypatch.setattr(table_sizes, "_server", {})
+    table_sizes.of_server("test", table.size)
     for number in range(12):
         table.admit(number, number)
-    sizes.show()
+    table_sizes.show()
     assert sample("table_entries", table="test") == 10
     assert sample("table_bytes", table="test") == sample("table_budget_bytes", table="test") == 1000
-    sizes.of_server("unbounded", lambda: Size(4))
-    sizes.show()
+    table_sizes.of_server("unbounded", lambda: Size(4))
+    table_sizes.show()
     assert sample("table_entries", table="unbounded") == 4
     assert sample("table_budget_bytes", table="unbounded") is None
 
 
 def test_a_table_that_is_gone_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's memory must not stay for a gauge."""
-    monkeypatch.setattr(sizes, "_server", {})
+    monkeypatch.setattr(table_sizes, "_server", {})
     table: Bounded[int, int] = Bounded(lambda: Budget(10, 1 << 20), 100)
-    sizes.of_server("test", table.size)
-    assert len(list(sizes._look(sizes._server))) == 1
+    table_sizes.of_server("test", table.size)
+    assert len(list(table_sizes._look(table_sizes._server))) == 1
     del table
     gc.collect()
-    assert list(sizes._look(sizes._server)) == []
+    assert list(table_sizes._look(table_sizes._server)) == []
 
 
 def test_the_thread_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +117,10 @@ def test_the_thread_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         elif len(asked) == 3:
             raise Enough
 
-    monkeypatch.setattr(sizes, "_server", {"bad": lambda: measure})
-    monkeypatch.setattr(sizes, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    monkeypatch.setattr(table_sizes, "_server", {"bad": lambda: measure})
+    monkeypatch.setattr(table_sizes, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     with pytest.raises(Enough):
-        sizes._show_on()
+        table_sizes._show_on()
     assert len(asked) == 3
 
 
@@ -132,13 +129,13 @@ def test_an_engine_sends_what_has_changed() -> None:
     from vllm.v1.serial_utils import MsgpackEncoder
 
     now = [Size(1, 10, 100)]
-    sizes.of_engine("test", lambda: now[0])
-    assert sizes.take_changed() == {"size/test/entries": 1, "size/test/bytes": 10, "size/test/budget_bytes": 100}
-    assert sizes.take_changed() == {}
+    table_sizes.of_engine("test", lambda: now[0])
+    assert table_sizes.take_changed() == {"size/test/entries": 1, "size/test/bytes": 10, "size/test/budget_bytes": 100}
+    assert table_sizes.take_changed() == {}
     now[0] = Size(2, 10, 100)
-    assert sizes.take_changed() == {"size/test/entries": 2}
+    assert table_sizes.take_changed() == {"size/test/entries": 2}
     now[0] = Size(2, 10, ByteSize(200))  # as settings have them; such a one would end the thread that sends
-    assert MsgpackEncoder().encode(sizes.take_changed())
+    assert MsgpackEncoder().encode(table_sizes.take_changed())
     with pytest.raises(TypeError):
         MsgpackEncoder().encode({"size": ByteSize(200)})
 
@@ -146,20 +143,20 @@ def test_an_engine_sends_what_has_changed() -> None:
 @pytest.mark.usefixtures("metrics_are_on")
 def test_an_engine_looks_seldom_and_not_where_metrics_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    sizes.of_engine("test", lambda: Size(len(asked)) if asked.append(1) is None else Size(0))
-    assert sizes.take_changed()
-    monkeypatch.setattr(sizes, "ENGINE_SECONDS", 3600.0)
-    assert [sizes.take_changed() for _ in range(100)] == [{}] * 100
+    table_sizes.of_engine("test", lambda: Size(len(asked)) if asked.append(1) is None else Size(0))
+    assert table_sizes.take_changed()
+    monkeypatch.setattr(table_sizes, "ENGINE_SECONDS", 3600.0)
+    assert [table_sizes.take_changed() for _ in range(100)] == [{}] * 100
     assert len(asked) == 1
-    monkeypatch.setattr(sizes, "ENGINE_SECONDS", 0.0)
-    monkeypatch.setitem(rooms._is_on, "metrics", False)
-    assert (sizes.take_changed(), len(asked)) == ({}, 1)
+    monkeypatch.setattr(table_sizes, "ENGINE_SECONDS", 0.0)
+    monkeypatch.setitem(status._is_on, "metrics", False)
+    assert (table_sizes.take_changed(), len(asked)) == ({}, 1)
 
 
 def test_what_an_engine_sends_is_shown_by_engine() -> None:
-    sizes.show_changed("size/test/bytes", 7, 3)
+    table_sizes.show_changed("size/test/bytes", 7, 3)
     assert sample("engine_table_bytes", table="test", engine="3") == 7
-    sizes.show_changed("size/test/of_a_newer_engine", 7, 3)
+    table_sizes.show_changed("size/test/of_a_newer_engine", 7, 3)
 
 
 def test_several_servers_add_up_and_an_engine_is_told_once(tmp_path: Path) -> None:
@@ -185,12 +182,12 @@ def test_a_server_names_every_table() -> None:
 
 def test_tables_of_the_engine(tmp_path: Path) -> None:
     """What vLLM's scheduler has is in a process of its own; these are what it makes there."""
-    from vllm_mmcache.features.disk import DiskTier
-    from vllm_mmcache.features.ram import ALIGN_BYTES, RamTier
-    from vllm_mmcache.features.writer import Writer
-    from vllm_mmcache.image_checkpoints.learner import Learner, Live
-    from vllm_mmcache.image_checkpoints.positions import Checkpoint
-    from vllm_mmcache.observe.history import History
+    from vllm_mmcache.components.features.disk import DiskTier
+    from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier
+    from vllm_mmcache.components.features.writer import Writer
+    from vllm_mmcache.components.image_checkpoints.backoff import Learner, Live
+    from vllm_mmcache.components.image_checkpoints.positions import Checkpoint
+    from vllm_mmcache.components.observe.record.history import History
 
     ram = RamTier(4 * ALIGN_BYTES)
     ram.reserve("a", ALIGN_BYTES + 1)
@@ -208,8 +205,8 @@ def test_tables_of_the_engine(tmp_path: Path) -> None:
 
 
 def test_what_the_file_of_observed_requests_drops_is_counted(tmp_path: Path) -> None:
-    from vllm_mmcache.observe.file import RecordFile
-    from vllm_mmcache.observe.schema import Record
+    from vllm_mmcache.components.observe.record.file import RecordFile
+    from vllm_mmcache.components.observe.record.schema import Record
 
     def fails() -> Record:
         raise OSError("no room")
@@ -222,7 +219,7 @@ def test_what_the_file_of_observed_requests_drops_is_counted(tmp_path: Path) -> 
 
 
 def test_what_waits_to_be_written_is_a_table() -> None:
-    from vllm_mmcache.records.writer import MOST_WAITING_BYTES, Writer
+    from vllm_mmcache.storage.records.writer import MOST_WAITING_BYTES, Writer
 
     writer = Writer(())
     assert writer.size() == Size(0, 0, MOST_WAITING_BYTES)

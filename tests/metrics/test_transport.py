@@ -4,7 +4,7 @@
 import prometheus_client
 import pytest
 
-from vllm_mmcache.metrics import counters, sizes
+from vllm_mmcache.metrics import counters, table_sizes
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.scenarios import filler, one, picture, user
 
@@ -34,11 +34,11 @@ def test_sizes_of_the_engine_arrive(pool: EnginePool, monkeypatch: pytest.Monkey
         return prometheus_client.REGISTRY.get_sample_value(f"mmcache:engine_table_{what}", labels)
 
     rig = pool.get(EngineConfig("gemma3"))
-    monkeypatch.setattr(sizes, "ENGINE_SECONDS", 0.0)
-    monkeypatch.setattr(sizes, "_sent", {})
+    monkeypatch.setattr(table_sizes, "ENGINE_SECONDS", 0.0)
+    monkeypatch.setattr(table_sizes, "_sent", {})
     one(rig, user(filler(150), picture(91), "What is it?" + filler(100)))
     one(rig, user("Hello"))  # what changed with the last step comes with the next one
-    now = dict(sizes._look(sizes._engine))
+    now = dict(table_sizes._look(table_sizes._engine))
     assert {"checkpoints", "features_ram"} <= set(now)
     assert sizes_shown("checkpoints", "entries") == now["checkpoints"].entries
     assert (now["checkpoints"].entries or 0) >= 2, "the picture's start and end"

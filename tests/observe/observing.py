@@ -14,14 +14,15 @@ from typing import Any
 from PIL import Image
 
 from tests.lazy_media import files
-from vllm_mmcache import rooms, settings
-from vllm_mmcache.observe.recorder import RECORDER
-from vllm_mmcache.observe.schema import Reason, Record, Segment
+from vllm_mmcache.base import settings, status
+from vllm_mmcache.base.status import ROLES
+from vllm_mmcache.base.versions import vllm_version
+from vllm_mmcache.components.observe.record.recorder import RECORDER
+from vllm_mmcache.components.observe.record.schema import Reason, Record, Segment
+from vllm_mmcache.hooking import hooks
+from vllm_mmcache.lifecycle.ledger import parts
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.pictures import ellipses
-from vllm_mmcache.rooms import ROLES
-from vllm_mmcache.upstream import hooks, vllm_version
-from vllm_mmcache.upstream.ledger import parts
 
 
 @contextlib.contextmanager
@@ -34,7 +35,7 @@ def observed() -> Iterator[None]:
         outcome = hooks.install(group, members, vllm_version())
         assert outcome.state == "on", outcome.reason
     settings.use(before.model_copy(update={"observe": True}))
-    rooms._is_on["observe"] = True
+    status._is_on["observe"] = True
     RECORDER.store.clear()
     try:
         yield
@@ -43,7 +44,7 @@ def observed() -> Iterator[None]:
         for group in groups:
             hooks.undo(group)
         settings.use(before)
-        rooms._is_on["observe"] = False
+        status._is_on["observe"] = False
 
 
 def data_url(image: Image.Image) -> str:

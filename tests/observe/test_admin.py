@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_mmcache import settings
+from vllm_mmcache.base import settings
+from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.cli import serve
-from vllm_mmcache.errors import SettingsError
-from vllm_mmcache.observe.admin import admin_key, read
+from vllm_mmcache.components.observe.page.admin import admin_key, read
 
 KEY = "0123456789-secret-abcdef"
 OTHER = "another-key-that-is-good"
@@ -155,7 +155,7 @@ def test_the_routes_take_the_admin_key_alone(monkeypatch: pytest.MonkeyPatch, tm
     from starlette.applications import Starlette
     from starlette.testclient import TestClient
 
-    from vllm_mmcache.observe.endpoint import Endpoint
+    from vllm_mmcache.components.observe.page.endpoint import Endpoint
 
     monkeypatch.setenv("VLLM_API_KEY", "a key of all clients")
     statuses = {}

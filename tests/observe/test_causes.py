@@ -3,9 +3,9 @@
 
 import pytest
 
-from vllm_mmcache.observe.causes import GroupHit, Lookup, Lost, Prompt, explain
-from vllm_mmcache.observe.history import Entry, Found, Match
-from vllm_mmcache.observe.schema import Reason
+from vllm_mmcache.components.observe.record.causes import GroupHit, Lookup, Lost, Prompt, explain
+from vllm_mmcache.components.observe.record.history import Entry, Found, Match
+from vllm_mmcache.components.observe.record.schema import Reason
 
 UNIT = 16
 

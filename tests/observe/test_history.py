@@ -4,8 +4,8 @@
 import hashlib
 import itertools
 
-from vllm_mmcache.observe import wire
-from vllm_mmcache.observe.history import Entry, Found, History
+from vllm_mmcache.components.observe.record import wire
+from vllm_mmcache.components.observe.record.history import Entry, Found, History
 
 BLOCK = 4
 

@@ -10,14 +10,14 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from vllm_mmcache import settings
+from vllm_mmcache.base import settings
+from vllm_mmcache.base.errors import SettingsError
+from vllm_mmcache.base.store_url import host_and_port
 from vllm_mmcache.cli import serve
-from vllm_mmcache.errors import SettingsError
-from vllm_mmcache.observe.admin import admin_key
-from vllm_mmcache.observe.endpoint import Endpoint, in_force, recorded
-from vllm_mmcache.observe.listener import listen
-from vllm_mmcache.observe.web import routes
-from vllm_mmcache.places import host_and_port
+from vllm_mmcache.components.observe.page.admin import admin_key
+from vllm_mmcache.components.observe.page.endpoint import Endpoint, in_force, recorded
+from vllm_mmcache.components.observe.page.listener import listen
+from vllm_mmcache.components.observe.page.web import routes
 
 KEY = "the-operator-has-this-one"
 

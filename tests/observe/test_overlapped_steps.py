@@ -14,9 +14,9 @@ from vllm import SamplingParams
 
 from tests.observe.observing import Observed, assert_whole, observing
 from tests.observe.test_scenarios import kv_cache_manager
-from vllm_mmcache import guarded
-from vllm_mmcache.observe.recorder import RECORDER
-from vllm_mmcache.observe.schema import Reason
+from vllm_mmcache.base import failsafe
+from vllm_mmcache.components.observe.record.recorder import RECORDER
+from vllm_mmcache.components.observe.record.schema import Reason
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.scenarios import filler, picture
 from vllm_mmcache.prove.scenarios import user as turn
@@ -34,7 +34,7 @@ def ask(pool: EnginePool) -> Iterator[Observed]:
 
 def test_a_request_that_is_aborted_in_flight(ask: Observed, caplog: pytest.LogCaptureFixture) -> None:
     """Its step is still running; what that step did for another request is recorded, and nothing is left of it."""
-    guarded._logged.clear()
+    failsafe._logged.clear()
     caplog.set_level(logging.ERROR, logger="vllm.mmcache")
     logging.getLogger("vllm.mmcache").addHandler(caplog.handler)
     engine = ask.rig.llm.llm_engine

@@ -11,8 +11,8 @@ import pytest
 
 from tests.observe.observing import assistant, observing, picture, system, user, words
 from tests.sizes import SCALE, scaled
-from vllm_mmcache import settings
-from vllm_mmcache.observe.schema import Reason
+from vllm_mmcache.base import settings
+from vllm_mmcache.components.observe.record.schema import Reason
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 pytestmark = pytest.mark.engine

@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from vllm_mmcache import settings
+from vllm_mmcache.base import settings
+from vllm_mmcache.components.observe.record import asked as asked_module
+from vllm_mmcache.components.observe.record import wire
+from vllm_mmcache.components.observe.record.asked import UNKNOWN, Asked, Waiting
+from vllm_mmcache.components.observe.record.file import read_records
+from vllm_mmcache.components.observe.record.recorder import RECORD_BYTES, SEGMENT_BYTES, Recorder
+from vllm_mmcache.components.observe.record.schema import Reason
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.observe import asked as asked_module
-from vllm_mmcache.observe import wire
-from vllm_mmcache.observe.asked import UNKNOWN, Asked, Waiting
-from vllm_mmcache.observe.file import read_records
-from vllm_mmcache.observe.recorder import RECORD_BYTES, SEGMENT_BYTES, Recorder
-from vllm_mmcache.observe.schema import Reason
 
 
 def asked(name: str = "r", num_answers: int = 1, turns: int = 3, images: int = 0) -> Asked:
@@ -76,7 +76,7 @@ def test_no_two_processes_make_one_id() -> None:
     program = (
         "import os\n"
         "from tests.observe.test_recorder import asked\n"
-        "from vllm_mmcache.observe.recorder import RECORDER\n"
+        "from vllm_mmcache.components.observe.record.recorder import RECORDER\n"
         "child = os.fork()\n"
         "os.write(1, f'{RECORDER.waiting.add(asked())} '.encode())\n"
         "child and os.waitpid(child, 0)\n"
@@ -126,7 +126,7 @@ def test_the_last_records_reach_the_file_when_the_process_ends(tmp_path: Path) -
     file = tmp_path / "records.jsonl"
     program = (
         "from tests.observe.test_recorder import asked, outcome\n"
-        "from vllm_mmcache.observe.recorder import RECORDER\n"
+        "from vllm_mmcache.components.observe.record.recorder import RECORDER\n"
         "for name in 'ab':\n"
         "    request = asked(name)\n"
         "    RECORDER.note(outcome(RECORDER.waiting.add(request), request))\n"

@@ -10,9 +10,9 @@ import pytest
 from vllm import SamplingParams
 
 from tests.observe.observing import Observed, assistant, observing, picture, system, user, words
-from vllm_mmcache import settings
-from vllm_mmcache.observe.recorder import RECORDER
-from vllm_mmcache.observe.schema import Reason
+from vllm_mmcache.base import settings
+from vllm_mmcache.components.observe.record.recorder import RECORDER
+from vllm_mmcache.components.observe.record.schema import Reason
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 pytestmark = pytest.mark.engine

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.server import CPU_ARGS, serve
+from mmcache_tools.zoo import build_cached
 
 from tests.lazy_media import files
 from tests.observe.observing import assert_whole
 from tests.sizes import larger
-from vllm_mmcache.demo.server import CPU_ARGS, serve
-from vllm_mmcache.observe.file import read_records
-from vllm_mmcache.observe.schema import Reason
+from vllm_mmcache.components.observe.record.file import read_records
+from vllm_mmcache.components.observe.record.schema import Reason
 from vllm_mmcache.prove.pictures import ellipses
-from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine
 

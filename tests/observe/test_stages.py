@@ -16,8 +16,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm_mmcache.metrics import transport
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.upstream import hooks, vllm_version
-from vllm_mmcache.upstream.ledger import groups
+from vllm_mmcache.lifecycle import hooks, vllm_version
+from vllm_mmcache.lifecycle.ledger import groups
 
 rank, place = int(sys.argv[1]), sys.argv[2]
 assert hooks.install("metrics", groups()["metrics"], vllm_version()).state == "on"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from vllm_mmcache.bounded import Budget
-from vllm_mmcache.observe.file import Follower, RecordFile, before, read_records
-from vllm_mmcache.observe.schema import MEANINGS, Reason, Record, from_json, to_json
-from vllm_mmcache.observe.store import RecordStore
+from vllm_mmcache.base.lru import Budget
+from vllm_mmcache.components.observe.record.file import Follower, RecordFile, before, read_records
+from vllm_mmcache.components.observe.record.schema import MEANINGS, Reason, Record, from_json, to_json
+from vllm_mmcache.components.observe.record.store import RecordStore
 
 EXAMPLES = [from_json(data) for data in json.loads((Path(__file__).parent / "example_records.json").read_text())]
 

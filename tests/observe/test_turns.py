@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mmcache_tools.zoo import build_cached
 
-from vllm_mmcache.observe import server
-from vllm_mmcache.observe.turns import Marks, find_marks
-from vllm_mmcache.zoo import build_cached
+from vllm_mmcache.components.observe import hooks_api
+from vllm_mmcache.components.observe.record.turns import Marks, find_marks
 
 USER, YES = {"role": "user", "content": "Look at this"}, {"role": "assistant", "content": "Yes, I do"}
 
@@ -79,21 +79,21 @@ class Renderer:
 def test_templates_of_clients_are_bounded() -> None:
     """However many a client brings, and however long they are: those of the last ones are known, none is held."""
     renderer: Any = Renderer()
-    own, own_digest = server._marks_of(renderer, None)
+    own, own_digest = hooks_api._marks_of(renderer, None)
     assert own is not None
     tracemalloc.start()
     before = tracemalloc.take_snapshot()
     for number in range(500):
-        marks, digest = server._marks_of(renderer, f"{number} " * 20_000)
+        marks, digest = hooks_api._marks_of(renderer, f"{number} " * 20_000)
         assert (marks, digest != own_digest) == (own, True)
-        assert server._marks_of(renderer, None) == (own, own_digest)  # which is in use, so it stays
+        assert hooks_api._marks_of(renderer, None) == (own, own_digest)  # which is in use, so it stays
     gc.collect()
     grown = sum(one.size_diff for one in tracemalloc.take_snapshot().compare_to(before, "filename"))
     tracemalloc.stop()
-    assert grown < server.MOST_TEMPLATES * server.TEMPLATE_COST_BYTES + 100_000
+    assert grown < hooks_api.MOST_TEMPLATES * hooks_api.TEMPLATE_COST_BYTES + 100_000
     asked = renderer.num_rendered
     for number in range(440, 500):
-        server._marks_of(renderer, f"{number} " * 20_000)
+        hooks_api._marks_of(renderer, f"{number} " * 20_000)
     assert renderer.num_rendered == asked, "the last ones are known"
-    server._marks_of(renderer, "0 " * 20_000)
+    hooks_api._marks_of(renderer, "0 " * 20_000)
     assert renderer.num_rendered > asked, "the first ones are not"

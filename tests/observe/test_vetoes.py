@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.observe.observing import Observed, observing, picture, user, words
-from vllm_mmcache import rooms
-from vllm_mmcache.observe.schema import Reason
+from vllm_mmcache.base import status
+from vllm_mmcache.components.observe.record.schema import Reason
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 pytestmark = pytest.mark.engine
@@ -26,7 +26,7 @@ def ask(request: pytest.FixtureRequest, pool: EnginePool) -> Iterator[Observed]:
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_state_not_kept(ask: Observed, checkpoints: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ask.rig.make_cold()
-    monkeypatch.setitem(rooms._is_on, "image_checkpoints", checkpoints)
+    monkeypatch.setitem(status._is_on, "image_checkpoints", checkpoints)
     shared = ["Look:" + words(300), picture("veto"), picture("veto too")]
     ask.chat(user(*shared, "What is it?" + words(250)))
     second = ask.chat(user(*shared, "And why is that so?" + words(250, 7)))

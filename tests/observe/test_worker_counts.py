@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.server import Server, serve
+from mmcache_tools.zoo import build_cached
 
 from tests.engine_configuration import CHOSEN
 from tests.observe.observing import assert_whole
 from tests.observe.test_server import ARGS, picture, post
-from vllm_mmcache.demo.server import Server, serve
-from vllm_mmcache.observe.file import read_records
-from vllm_mmcache.observe.schema import Reason
-from vllm_mmcache.zoo import build_cached
+from vllm_mmcache.components.observe.record.file import read_records
+from vllm_mmcache.components.observe.record.schema import Reason
 
 pytestmark = pytest.mark.engine
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import uvicorn
 from starlette.applications import Starlette
 
-from vllm_mmcache.bounded import Budget
-from vllm_mmcache.observe.schema import Record, from_json
-from vllm_mmcache.observe.store import RecordStore
-from vllm_mmcache.observe.summary import summary
-from vllm_mmcache.observe.web import routes
+from vllm_mmcache.base.lru import Budget
+from vllm_mmcache.components.observe.page.web import routes
+from vllm_mmcache.components.observe.record.schema import Record, from_json
+from vllm_mmcache.components.observe.record.store import RecordStore
+from vllm_mmcache.components.observe.record.summary import summary
 
 EXAMPLES = [
     from_json(given)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.page.app import EXAMPLES, KEY, Server, add, filled, many
 from tests.page.conftest import ARTEFACTS
-from vllm_mmcache.observe.schema import Reason
+from vllm_mmcache.components.observe.record.schema import Reason
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -17,9 +17,9 @@ import pytest
 
 from tests.cli.test_commands import COMMAND, assert_one_line, mmcache
 from tests.page.app import EXAMPLES, IN_FORCE, KEY, Server, add, filled
-from vllm_mmcache.observe import web
-from vllm_mmcache.observe.schema import MEANINGS, from_json, to_json
-from vllm_mmcache.observe.summary import summary
+from vllm_mmcache.components.observe.page import web
+from vllm_mmcache.components.observe.record.schema import MEANINGS, from_json, to_json
+from vllm_mmcache.components.observe.record.summary import summary
 
 
 @pytest.fixture(scope="module")

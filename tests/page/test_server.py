@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import yaml
+from mmcache_tools.harness.server import CPU_ARGS, Server, serve, stop
+from mmcache_tools.zoo import build_cached
 
 from tests.cli.test_commands import assert_one_line, mmcache
 from tests.lazy_media import files
 from tests.page.conftest import ARTEFACTS
-from vllm_mmcache.demo.server import CPU_ARGS, Server, serve, stop
-from vllm_mmcache.observe.schema import from_json
+from vllm_mmcache.components.observe.record.schema import from_json
 from vllm_mmcache.prove.pictures import ellipses
-from vllm_mmcache.zoo import build_cached
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -245,8 +245,8 @@ def test_only_where_the_operator_names_it(monkeypatch: pytest.MonkeyPatch) -> No
     from fastapi import FastAPI
     from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins
 
+    from vllm_mmcache.base.errors import EnvironmentProblem
     from vllm_mmcache.cli.serve import observe_requests
-    from vllm_mmcache.errors import EnvironmentProblem
 
     def paths() -> set[str]:
         app = FastAPI()

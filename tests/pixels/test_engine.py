@@ -8,19 +8,19 @@ import logging
 from collections.abc import Callable
 
 import pytest
+from mmcache_tools.zoo import FAMILIES
 
 from tests.features.films import Part, chat, file_of, frames_of, takes_videos
 from tests.lazy_media.video.test_engine import Decoded
 from tests.pixels.asking import Asking, Work, finish_reasons, forget_processed
-from vllm_mmcache import records
-from vllm_mmcache.features.scheduler import Connector
-from vllm_mmcache.lazy_media.records import RECORDS
-from vllm_mmcache.lazy_media.video.record import VIDEOS
-from vllm_mmcache.pixels.making import Maker
+from vllm_mmcache.components.features.engine.hooks import Connector
+from vllm_mmcache.components.lazy_media.media_info import RECORDS
+from vllm_mmcache.components.lazy_media.video.video_info import VIDEOS
+from vllm_mmcache.components.lazy_processing.vllm_pixels import Maker
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_equals_answer, assert_exact, tolerance_of
 from vllm_mmcache.prove.scenarios import assistant, filler, picture, user
-from vllm_mmcache.zoo import FAMILIES
+from vllm_mmcache.storage import records
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 import vllm.version
+from mmcache_tools.zoo.build import ZooOptions, token_ids, write_all_but_weights
+from mmcache_tools.zoo.catalogue import BY_NAME
+from mmcache_tools.zoo.tokenizer import tokenizer_json
 from vllm.config import ModelConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from vllm_mmcache import rooms
-from vllm_mmcache.features import vllm_facts
-from vllm_mmcache.features.digests import inputs_digest
-from vllm_mmcache.features.vllm_facts import facts_of
-from vllm_mmcache.pixels import renderer
-from vllm_mmcache.pixels.renderer import item_facts
-from vllm_mmcache.zoo.build import ZooOptions, token_ids, write_all_but_weights
-from vllm_mmcache.zoo.catalogue import BY_NAME
-from vllm_mmcache.zoo.tokenizer import tokenizer_json
+from vllm_mmcache.base import status
+from vllm_mmcache.components.features import vllm_facts
+from vllm_mmcache.components.features.vllm_facts import facts_of
+from vllm_mmcache.components.lazy_processing import hooks
+from vllm_mmcache.components.lazy_processing.hooks import item_facts
+from vllm_mmcache.content.digests import inputs_digest
 
 MAX_PIXELS = 64 * 64
 
@@ -138,12 +138,12 @@ def to_another_directory(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def identity_off(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rooms, "is_on", lambda room: room != "identity")
+    monkeypatch.setattr(status, "is_on", lambda room: room != "identity")
 
 
 CHANGES: dict[str, tuple[Change, set[str], bool]] = {
     # what changes -> (how, the fields of an item record's key that do, whether features have another key, too)
-    "the format": (lambda made, patch: patch.setattr(renderer, "FORMAT", 99), {"format"}, False),
+    "the format": (lambda made, patch: patch.setattr(hooks, "FORMAT", 99), {"format"}, False),
     "identity": (identity_off, {"identity"}, False),
     "tokenizer.json": (add_token, {"files", "tokenizer"}, False),
     "tokenizer_config.json": (

@@ -13,15 +13,21 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mmcache_tools.zoo import FAMILIES, build_cached
 from PIL import Image
 
 from tests.pixels.asking import png
 from tests.sizes import scaled
-from vllm_mmcache.lazy_media.origin import load, origin_of
-from vllm_mmcache.pixels.item import FIELD, defer, is_deferred, small_fields, undo
-from vllm_mmcache.pixels.processing import Processed, inputs_of, process, process_blank, updates_of
-from vllm_mmcache.pixels.record import Kinds, digest_of, encode, num_tokens_of
-from vllm_mmcache.zoo import FAMILIES, build_cached
+from vllm_mmcache.components.lazy_media.vllm_source import load, origin_of
+from vllm_mmcache.components.lazy_processing.vllm_item import FIELD, defer, is_deferred, small_fields, undo
+from vllm_mmcache.components.lazy_processing.vllm_item_record import Kinds, digest_of, encode, num_tokens_of
+from vllm_mmcache.components.lazy_processing.vllm_processor import (
+    Processed,
+    inputs_of,
+    process,
+    process_blank,
+    updates_of,
+)
 
 SIDES = st.integers(min_value=33, max_value=260)
 MODES = st.sampled_from(["RGB", "L", "RGBA", "P"])
@@ -159,7 +165,7 @@ def test_it_travels_as_any_item(zoo: Path) -> None:
 
 def test_a_client_can_not_send_one(zoo: Path) -> None:
     """An item that comes ready-made has its pixels, or is refused before it reaches the engine."""
-    from vllm_mmcache.pixels.cache import ReadyCache
+    from vllm_mmcache.components.lazy_processing.vllm_cache import ReadyCache
 
     media, origin = opened(file_of(64, 64, "RGB"))
     item, _ = process(processor_of("qwen3-vl", zoo), "image", media, {})

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.zoo import build_cached
 from vllm.tokenizers import registry
 from vllm.transformers_utils import processor
 
 from tests.features.conftest import Put, alone, put
 from tests.features.tiers import LONG_S
 from tests.pixels.asking import Asking, Work
-from vllm_mmcache import records
-from vllm_mmcache.lazy_media.records import RECORDS
-from vllm_mmcache.lifted_bodies.payload import TEXTS
+from vllm_mmcache.components.lazy_media.media_info import RECORDS
+from vllm_mmcache.content.base64_image import TEXTS
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_equals_answer, tolerance_of
 from vllm_mmcache.prove.scenarios import picture, user
-from vllm_mmcache.zoo import build_cached
+from vllm_mmcache.storage import records
 
 pytestmark = pytest.mark.engine
 

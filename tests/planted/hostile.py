@@ -12,8 +12,8 @@ import cloudpickle
 import msgspec
 from blake3 import blake3
 
-from vllm_mmcache.features.identity import Identity
-from vllm_mmcache.features.package import FEATURES, LENGTH, Shape, pack
+from vllm_mmcache.components.features.identity import Identity
+from vllm_mmcache.components.features.package import FEATURES, LENGTH, Shape, pack
 
 HUGE = (2**31, 2**53, 2**63 - 1)
 DEEP = 20_000

@@ -22,21 +22,22 @@ from tests.pixels.test_record import MAX_TOKENS, file_of, opened, processor_of
 from tests.planted import hostile
 from tests.planted.hostile import Marker
 from tests.sizes import scaled
-from vllm_mmcache import records, settings
-from vllm_mmcache.features.disk import DiskTier
-from vllm_mmcache.features.lasting import LastingTier, name_of
-from vllm_mmcache.features.package import pack
-from vllm_mmcache.features.remote import PREFIX, RemoteTier
-from vllm_mmcache.lazy_media.records import RECORDS, Key, Record, _name, find
-from vllm_mmcache.lazy_media.video import record as videos
-from vllm_mmcache.lazy_media.video.record import VIDEOS
-from vllm_mmcache.pixels import renderer
-from vllm_mmcache.pixels.item import is_deferred
-from vllm_mmcache.pixels.processing import process
-from vllm_mmcache.pixels.renderer import Asked, Side
-from vllm_mmcache.records.framing import frame, unframe
-from vllm_mmcache.records.ram import Entry
-from vllm_mmcache.sealing import CLEAR
+from vllm_mmcache.base import settings
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.lasting import LastingTier, name_of
+from vllm_mmcache.components.features.package import pack
+from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
+from vllm_mmcache.components.lazy_media.media_info import RECORDS, Key, Record, _name, find
+from vllm_mmcache.components.lazy_media.video import video_info as videos
+from vllm_mmcache.components.lazy_media.video.video_info import VIDEOS
+from vllm_mmcache.components.lazy_processing import hooks
+from vllm_mmcache.components.lazy_processing.hooks import Asked, Side
+from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
+from vllm_mmcache.components.lazy_processing.vllm_processor import process
+from vllm_mmcache.storage import records
+from vllm_mmcache.storage.encryption import CLEAR
+from vllm_mmcache.storage.frame import frame, unframe
+from vllm_mmcache.storage.records.ram import Entry
 
 NUM = {"item": 1400, "image": 1000, "video": 700, "package": 700}
 """Entries of a kind in each place: over 10,000 in all."""
@@ -144,9 +145,9 @@ class Items:
         processor = processor_of("qwen3-vl", zoo)
         self.side = Side(processor, processor.info.ctx.model_config, None)
         media, origin = opened(file_of(*SIZE, "RGB"))
-        recorded = renderer.RecordedMedia(media.media, lambda: media.original_bytes, IMAGE, b"id", origin)
+        recorded = hooks.RecordedMedia(media.media, lambda: media.original_bytes, IMAGE, b"id", origin)
         self.asked = Asked("image", recorded, None, {}, {})
-        self.inputs = renderer.inputs_of(*self.side._plain(self.asked))
+        self.inputs = hooks.inputs_of(*self.side._plain(self.asked))
         self.good = self.record("qwen3-vl", zoo)
         self.others = [self.record(family, zoo) for family in ("gemma3", "internvl", "minicpm-v", "gemma4")]
 
@@ -174,7 +175,7 @@ def items(tmp_path_factory: pytest.TempPathFactory) -> Items:
 def test_items(
     place: str, items: Items, marker: Marker, store: records.Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(renderer, "may_defer", lambda: True)
+    monkeypatch.setattr(hooks, "may_defer", lambda: True)
     assert_hit(place, items.key("good"), items.good, lambda: items.read("good"))
     deferred, updates = items.read("good")
     assert is_deferred(deferred)

@@ -16,15 +16,16 @@ from tests.lazy_media.test_loader import image_io, room
 from tests.lazy_media.test_restarts import is_known, restart
 from tests.pixels.asking import png
 from tests.pixels.test_record import file_of, kinds_of, opened, processor_of
-from vllm_mmcache import records, settings
-from vllm_mmcache.lazy_media.loader import RecordWrong
-from vllm_mmcache.lazy_media.picture import LazyPicture
-from vllm_mmcache.lazy_media.records import RECORDS, Record
-from vllm_mmcache.pixels.item import defer, is_deferred, small_fields
-from vllm_mmcache.pixels.making import Maker, Refuted
-from vllm_mmcache.pixels.positions import guard_positions
-from vllm_mmcache.pixels.processing import inputs_of, process, updates_of
-from vllm_mmcache.pixels.record import digest_of, encode
+from vllm_mmcache.base import settings
+from vllm_mmcache.components.lazy_media.hooks import RecordWrong
+from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
+from vllm_mmcache.components.lazy_media.media_info import RECORDS, Record
+from vllm_mmcache.components.lazy_processing.positions import guard_positions
+from vllm_mmcache.components.lazy_processing.vllm_item import defer, is_deferred, small_fields
+from vllm_mmcache.components.lazy_processing.vllm_item_record import digest_of, encode
+from vllm_mmcache.components.lazy_processing.vllm_pixels import Maker, Refuted
+from vllm_mmcache.components.lazy_processing.vllm_processor import inputs_of, process, updates_of
+from vllm_mmcache.storage import records
 
 SIZE = (200, 120)
 OTHER = (96, 96)
@@ -156,7 +157,7 @@ def test_a_record_beyond_what_vllm_opens(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_an_engine_refuted_is_processed_anew() -> None:
-    from vllm_mmcache.pixels.cache import MAX_REFUTED, ReadyCache
+    from vllm_mmcache.components.lazy_processing.vllm_cache import MAX_REFUTED, ReadyCache
 
     cache = ReadyCache(None)
     assert not cache.is_refuted("image")

@@ -17,6 +17,8 @@ import httpx
 import msgspec
 import openai
 import pytest
+from mmcache_tools.harness.server import CPU_ARGS, serve
+from mmcache_tools.zoo import build_cached
 
 from tests.features.conftest import TIMEOUT_S, Server
 from tests.features.test_planted import Replica
@@ -24,12 +26,10 @@ from tests.features.tiers import LONG_S, within
 from tests.lazy_media import files
 from tests.planted import hostile
 from tests.planted.hostile import Marker
-from vllm_mmcache.demo.server import CPU_ARGS, serve
-from vllm_mmcache.features.package import unpack
+from vllm_mmcache.components.features.package import unpack
 from vllm_mmcache.prove.pictures import ellipses
-from vllm_mmcache.records.framing import HEAD_BYTES, frame
-from vllm_mmcache.records.remote import PREFIX
-from vllm_mmcache.zoo import build_cached
+from vllm_mmcache.storage.frame import HEAD_BYTES, frame
+from vllm_mmcache.storage.records.remote import PREFIX
 
 pytestmark = pytest.mark.engine
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.zoo import architecture_of, build
 
 from tests.sizes import larger
-from vllm_mmcache.upstream import proofs
-from vllm_mmcache.upstream.proofs import Place
-from vllm_mmcache.zoo import architecture_of, build
+from vllm_mmcache.lifecycle import user_proofs
+from vllm_mmcache.lifecycle.user_proofs import Place
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 SPOIL = """
 import wrapt
 
-@wrapt.when_imported("vllm_mmcache.features.copies")
+@wrapt.when_imported("vllm_mmcache.components.features.worker.device_copies")
 def spoil(module):
     load = module.Copies.load
     module.Copies.load = lambda self, places: [features * -3 for features in load(self, places)]
@@ -66,11 +66,11 @@ def test_what_passes_is_proven_for_this_place_alone(tmp_path: Path, monkeypatch:
     place = Place(**verdict["place"])
     assert (place.platform, place.architecture) == ("cpu", architecture_of("qwen3-vl"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert proofs.proven_rooms(place) == {"features"}
-    (proof,), lines = proofs.read()
+    assert user_proofs.proven_rooms(place) == {"features"}
+    (proof,), lines = user_proofs.read()
     assert (proof.how, proof.arguments, lines) == ("zoo family qwen3-vl", ("--block-size", "64"), [])
     for other in (replace(place, vllm="0.31.0"), replace(place, device="other"), replace(place, mmcache="9")):
-        assert proofs.proven_rooms(other) == frozenset()
+        assert user_proofs.proven_rooms(other) == frozenset()
     assert "[2/3] qwen3-vl, features: passed: " in said
     assert f"On from the next start, for {place.architecture} on {place.device}: features." in said
 
@@ -102,6 +102,6 @@ def test_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert checks[name] == {"state": "passed"}
     assert {checks[f"control: {name}"]["state"] for name in ("other image", "spoiled KV")} == {"passed"}
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    (proof,), _ = proofs.read()
+    (proof,), _ = user_proofs.read()
     assert (proof.how, proof.rooms) == (f"own model {model}", ("features",))
     assert proof.place.architecture == architecture_of("qwen3-vl")

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.zoo import FIRST_FAMILIES, architecture_of
 from rich.console import Console
 
-from vllm_mmcache import __version__, tools
+from vllm_mmcache import __version__
+from vllm_mmcache.base import distributions
+from vllm_mmcache.base.errors import EnvironmentProblem
 from vllm_mmcache.cli import prove as verb
-from vllm_mmcache.errors import EnvironmentProblem
+from vllm_mmcache.lifecycle import user_proofs
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
+from vllm_mmcache.lifecycle.user_proofs import Place
 from vllm_mmcache.prove import arguments, items, look, proving
 from vllm_mmcache.prove.items import How, Item
 from vllm_mmcache.prove.runs import Runs
-from vllm_mmcache.upstream import proofs
-from vllm_mmcache.upstream.proofs import Place
-from vllm_mmcache.upstream.proven import ENGINE_ROOMS
-from vllm_mmcache.zoo import FIRST_FAMILIES, architecture_of
 
 PLACE = Place("0.33.0", "cuda", 2, "async", "2.14.0", __version__, "Some GPU", architecture_of("qwen3-vl"), 1, 1)
 OF_USE = ["block_keys", "metrics", "features"]
@@ -79,13 +80,13 @@ def test_all_that_passed_is_kept(started: Callable[..., list[Item]]) -> None:
         ((), True, False),
         (ENGINE_ROOMS, True, True),
     ]
-    assert proofs.proven_rooms(PLACE) == set(ENGINE_ROOMS)
+    assert user_proofs.proven_rooms(PLACE) == set(ENGINE_ROOMS)
     assert verdict.rooms["image_spans"] == ("proven", "together with the others; this model has no use for it")
     assert proving.exit_code([verdict]) == 0
     (line,) = proving.sentences(verdict)
     assert line.startswith(f"On from the next start, for {PLACE.architecture} on Some GPU: block_keys, image_spans, ")
     for other in (replace(PLACE, vllm="0.33.1"), replace(PLACE, device="Other GPU"), replace(PLACE, runner=1)):
-        assert proofs.proven_rooms(other) == frozenset()
+        assert user_proofs.proven_rooms(other) == frozenset()
 
 
 def test_a_room_that_fails_stays_off_and_says_what_differed(started: Callable[..., list[Item]]) -> None:
@@ -94,7 +95,9 @@ def test_a_room_that_fails_stays_off_and_says_what_differed(started: Callable[..
     ran = started(fail("features", "metrics"))
     verdict = prove()
     assert ran[-1].rooms == tuple(room for room in ENGINE_ROOMS if room not in ("features", "metrics"))
-    assert proofs.proven_rooms(PLACE) == set(ENGINE_ROOMS) - {"features", "metrics"}, "what was proven is taken back"
+    assert user_proofs.proven_rooms(PLACE) == set(ENGINE_ROOMS) - {"features", "metrics"}, (
+        "what was proven is taken back"
+    )
     assert proving.exit_code([verdict]) == 1
     said = proving.sentences(verdict)
     assert any(
@@ -109,13 +112,13 @@ def test_one_room_is_tried_beside_those_that_are_on_by_default(started: Callable
     verdict = prove(("features",))
     assert [item.rooms for item in ran] == [(), ("features",), ("image_spans", "metrics", "features")]
     assert list(verdict.rooms) == ["features"]
-    assert proofs.proven_rooms(PLACE) == {"features"}
+    assert user_proofs.proven_rooms(PLACE) == {"features"}
 
 
 def test_what_fails_together_proves_nothing(started: Callable[..., list[Item]]) -> None:
     started(fail(together=True))
     verdict = prove()
-    assert proofs.read() == ([], [])
+    assert user_proofs.read() == ([], [])
     assert verdict.rooms["features"] == (
         "failed",
         "with the other rooms: same_again: log-probabilities differ by 2.31e+00 > 1e-03",
@@ -131,8 +134,8 @@ def test_a_room_must_be_seen_at_work_and_at_one_place(started: Callable[..., lis
     started(idle)
     verdict = prove()
     assert verdict.rooms["features"] == ("not checked", "it was not seen at work: nothing to see")
-    assert "features" not in proofs.proven_rooms(PLACE)
-    assert "block_keys" in proofs.proven_rooms(PLACE)
+    assert "features" not in user_proofs.proven_rooms(PLACE)
+    assert "block_keys" in user_proofs.proven_rooms(PLACE)
 
     def elsewhere(item: Item, said: Said) -> None:
         if item.rooms == ("block_keys",):
@@ -184,7 +187,7 @@ def test_ctrl_c_keeps_what_has_passed(
     monkeypatch.setattr(look, "look", lambda *given: look.Seen("0.33.0", "cuda", "Some GPU", (), False, ""))
     code = verb.run(None, [], False, ENGINE_ROOMS, ("qwen3-vl", "gemma3"), False, None, False)
     assert code == 130
-    assert proofs.proven_rooms(PLACE) == set(ENGINE_ROOMS)
+    assert user_proofs.proven_rooms(PLACE) == set(ENGINE_ROOMS)
     said = capsys.readouterr().out
     assert re.search(r"\[2/6\] qwen3-vl, block_keys: passed: 9 checks \(\d+ s\)", said)
     assert "stopped; kept is what was found for: qwen3-vl" in said
@@ -234,7 +237,7 @@ def test_vllms_arguments() -> None:
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0rc1", "0.33.1.dev2+gabc", "0.34.0", "dev"])
 def test_a_vllm_where_nothing_would_be_on(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_mmcache.upstream.vllm_version", lambda: version)
+    monkeypatch.setattr("vllm_mmcache.lifecycle.vllm_version", lambda: version)
     monkeypatch.delenv(items.UNTESTED, raising=False)
     with pytest.raises(EnvironmentProblem, match=re.escape(f"vLLM {version} is outside")):
         look.see("", False, [])
@@ -242,7 +245,7 @@ def test_a_vllm_where_nothing_would_be_on(version: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("version", ["0.32.0+cpu", "0.33.1"])
 def test_a_vllm_that_can_be_proven(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_mmcache.upstream.vllm_version", lambda: version)
+    monkeypatch.setattr("vllm_mmcache.lifecycle.vllm_version", lambda: version)
     monkeypatch.delenv(items.UNTESTED, raising=False)
     assert look.see("", False, []).vllm == version
 
@@ -253,7 +256,7 @@ def test_the_zoos_names_are_known_without_it() -> None:
 
 def test_without_the_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its models can't be checked, and the error names both ways on; a model of one's own can."""
-    monkeypatch.setattr(tools, "are_here", lambda module=tools.ZOO: False)
+    monkeypatch.setattr(distributions, "are_here", lambda module=distributions.ZOO: False)
     monkeypatch.setattr(verb.needs, "check_vllm", lambda: None)
     needed = "needs vllm-mmcache-tools, which is not installed: pip install "
     for model in (None, "/m"):
@@ -289,6 +292,6 @@ def test_the_table_and_show(started: Callable[..., list[Item]], capsys: pytest.C
     said = capsys.readouterr().out
     assert said.startswith("1. block_keys, image_spans, resumed_images, image_checkpoints, metrics: vLLM 0.33.0, ")
     assert "not used here: it is for vllm 0.33.0, installed is" in said
-    proofs.path().write_text("rubbish")
+    user_proofs.path().write_text("rubbish")
     assert verb.list_proofs(as_json=False) == 0
     assert "is ignored: it is not JSON" in capsys.readouterr().out

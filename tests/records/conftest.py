@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.features.conftest import running_server, server
-from vllm_mmcache import records
+from vllm_mmcache.storage import records
 
 __all__ = ["forget", "running_server", "server"]
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mmcache import records
-from vllm_mmcache.records import database
-from vllm_mmcache.records.disk import DiskPlace
-from vllm_mmcache.records.framing import frame
-from vllm_mmcache.records.ram import Entry
+from vllm_mmcache.storage import records
+from vllm_mmcache.storage.frame import frame
+from vllm_mmcache.storage.records import database
+from vllm_mmcache.storage.records.disk import DiskPlace
+from vllm_mmcache.storage.records.ram import Entry
 
 BUDGET_BYTES = 2 * 1024**2
 KEYS = [records.key("test", str(number)) for number in range(20)]
@@ -26,8 +26,8 @@ KEYS = [records.key("test", str(number)) for number in range(20)]
 MANY = """
 import sys
 from vllm_mmcache import records
-from vllm_mmcache.records import disk
-from vllm_mmcache.records.disk import DiskPlace
+from vllm_mmcache.storage.records import disk
+from vllm_mmcache.storage.records.disk import DiskPlace
 disk.READ_WAIT_S = disk.WRITE_WAIT_S = 60.0  # for the others, however busy the machine is
 place = DiskPlace(sys.argv[1], 64 * 1024**2)
 for number in range(300):
@@ -39,7 +39,7 @@ assert not place.counts.snapshot()["errors"], place.counts.snapshot()
 SPOILED = """
 import sys
 from vllm_mmcache import records
-from vllm_mmcache.records.disk import DiskPlace
+from vllm_mmcache.storage.records.disk import DiskPlace
 place = DiskPlace(sys.argv[1], 1024**2, rest_s=0.0)
 key, value = records.key("a"), b"value" * 100
 for line in sys.stdin:  # one for each time that its files were spoiled

@@ -13,9 +13,9 @@ COMMON = """
 import logging, subprocess, sys, time
 from types import SimpleNamespace
 from vllm_mmcache import records
-from vllm_mmcache.features import breaker
-from vllm_mmcache.records.disk import DiskPlace
-from vllm_mmcache.records.records import Records
+from vllm_mmcache.components.features import breaker
+from vllm_mmcache.storage.records.disk import DiskPlace
+from vllm_mmcache.storage.records.records import Records
 
 logging.basicConfig(format="%(message)s")
 ahead_s = 0

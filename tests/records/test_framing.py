@@ -4,8 +4,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_mmcache.records import key
-from vllm_mmcache.records.framing import frame, unframe
+from vllm_mmcache.storage.frame import frame, unframe
+from vllm_mmcache.storage.records import key
 
 FIELDS = st.lists(st.one_of(st.text(max_size=5), st.binary(max_size=5)), max_size=4)
 

@@ -12,13 +12,14 @@ import pytest
 from tests.features.conftest import TIMEOUT_S, Server
 from tests.features.tiers import LONG_S
 from tests.memory import traced
-from vllm_mmcache import records, settings
-from vllm_mmcache.metrics import sizes
-from vllm_mmcache.records import MAX_VALUE_BYTES, Records
-from vllm_mmcache.records.disk import DiskPlace
-from vllm_mmcache.records.place import Place
-from vllm_mmcache.records.ram import ENTRY_BYTES, Entry, Ram
-from vllm_mmcache.records.writer import MOST_WAITING_BYTES
+from vllm_mmcache.base import settings
+from vllm_mmcache.metrics import table_sizes
+from vllm_mmcache.storage import records
+from vllm_mmcache.storage.records import MAX_VALUE_BYTES, Records
+from vllm_mmcache.storage.records.disk import DiskPlace
+from vllm_mmcache.storage.records.place import Place
+from vllm_mmcache.storage.records.ram import ENTRY_BYTES, Entry, Ram
+from vllm_mmcache.storage.records.writer import MOST_WAITING_BYTES
 
 KEYS = [records.key("test", str(number)) for number in range(1000)]
 
@@ -240,7 +241,7 @@ def test_metrics_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert records.current().flush(LONG_S)
     after = [sample("record_hits_total", place="ram"), sample("record_saved_total", place="disk")]
     assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1]
-    sizes.show()
+    table_sizes.show()
     assert sample("table_bytes", table="records") == ENTRY_BYTES + 5
     assert sample("table_budget_bytes", table="records") == 64 << 20
     assert sample("record_disk_budget_bytes") == 1 << 30

@@ -9,12 +9,12 @@ import pytest
 from tests.features.conftest import TIMEOUT_S, Server
 from tests.features.test_remote import server_that, trickling
 from tests.features.tiers import LONG_S
-from vllm_mmcache import records
-from vllm_mmcache.errors import SettingsError
-from vllm_mmcache.records import MAX_VALUE_BYTES
-from vllm_mmcache.records.framing import frame
-from vllm_mmcache.records.ram import Entry
-from vllm_mmcache.records.remote import PREFIX, RemotePlace
+from vllm_mmcache.base.errors import SettingsError
+from vllm_mmcache.storage import records
+from vllm_mmcache.storage.frame import frame
+from vllm_mmcache.storage.records import MAX_VALUE_BYTES
+from vllm_mmcache.storage.records.ram import Entry
+from vllm_mmcache.storage.records.remote import PREFIX, RemotePlace
 
 KEY, OTHER = (records.key("test", name) for name in "ab")
 NAME = PREFIX + KEY.hex()

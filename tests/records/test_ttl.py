@@ -13,11 +13,12 @@ from tests.features.tiers import LONG_S, within
 from tests.records.test_disk import KEYS, change, file_of, value_of
 from tests.records.test_remote import KEY as KEY_THERE
 from tests.records.test_remote import NAME
-from vllm_mmcache import records, settings
-from vllm_mmcache.records import RENEW_S, Records
-from vllm_mmcache.records import writer as writer_module
-from vllm_mmcache.records.disk import DiskPlace
-from vllm_mmcache.records.remote import RemotePlace
+from vllm_mmcache.base import settings
+from vllm_mmcache.storage import records
+from vllm_mmcache.storage.records import RENEW_S, Records
+from vllm_mmcache.storage.records import writer as writer_module
+from vllm_mmcache.storage.records.disk import DiskPlace
+from vllm_mmcache.storage.records.remote import RemotePlace
 
 TTL_S = 100_000
 

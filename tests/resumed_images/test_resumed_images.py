@@ -13,7 +13,7 @@ import pytest
 from vllm.v1.core.sched.output import CachedRequestData
 
 from tests.engine_configuration import CHOSEN
-from vllm_mmcache import rooms
+from vllm_mmcache.base import status
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.expect import assert_exact
 from vllm_mmcache.prove.scenarios import resume_without_blocks
@@ -37,7 +37,7 @@ def test_the_second_runner_is_sent_the_images_again(
 ) -> None:
     """So it needs no hook; a tripwire, too: when this fails, this room has to serve model runner V2 as well."""
     rig = pool.get(config)
-    assert not rooms.is_on("resumed_images")
+    assert not status.is_on("resumed_images")
     scheduler = rig.llm.llm_engine.engine_core.engine_core.scheduler
     schedule, sent = scheduler.schedule, []
 
@@ -58,7 +58,7 @@ def test_the_second_runner_is_sent_the_images_again(
 def test_without_the_swap_the_engine_dies(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control, stock's behaviour; a tripwire, too: when this fails, vLLM sends the inputs again to V1."""
     rig = pool.get(CONFIG)
-    monkeypatch.setitem(rooms._is_on, "resumed_images", False)
+    monkeypatch.setitem(status._is_on, "resumed_images", False)
     with pytest.raises(RuntimeError, match="Encoder cache miss"):
         resume_without_blocks(rig)
     pool.close()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mmcache_tools.zoo import build_cached
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from vllm import SamplingParams
@@ -24,7 +25,6 @@ from tests.speculative.drafters import write_mtp
 from tests.speculative.worker import counters
 from vllm_mmcache.prove.engines import EngineConfig, Rig
 from vllm_mmcache.prove.scenarios import filler
-from vllm_mmcache.zoo import build_cached
 
 NUM_WORDS = 8  # of which answers are made
 LEANING = 40.0  # how much the model leans to the word that its head drafts: most drafts are accepted, not all
@@ -70,7 +70,7 @@ def run(task: Task) -> dict[str, Any]:
             "is_async": config_used.scheduler_config.async_scheduling,
             "is_v2": config_used.use_v2_model_runner,
             "mode": config_used.cache_config.mamba_cache_mode,
-            "plugin": "vllm_mmcache.upstream.start" in sys.modules,
+            "plugin": "vllm_mmcache.lifecycle.activation" in sys.modules,
         }
     finally:
         rig.close()

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.zoo import BY_NAME, FAMILIES
 
 from tests.sizes import WHOLE
 from vllm_mmcache.prove.expect import BF16_SELF_TOLERANCE, TIE, TOLERANCE
-from vllm_mmcache.zoo import BY_NAME, FAMILIES
 
 pytestmark = pytest.mark.engine
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mmcache_tools.zoo import build_cached
 from vllm import SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -22,7 +23,6 @@ from tests.engine_configuration import CHOSEN
 from tests.speculative.drafters import LETTERS, speculative_config
 from vllm_mmcache.prove.engines import NUM_LOGPROBS, EngineConfig, Message, Rig
 from vllm_mmcache.prove.scenarios import filler, picture, user
-from vllm_mmcache.zoo import build_cached
 
 NUM_ANSWERED = 24  # tokens of each answer
 
@@ -46,7 +46,7 @@ def run(family: str, drafter: str, prefix_caching: bool, model: Path, scratch: P
         CHOSEN.check(rig)
         stage = "answers"
         answers = questions(rig)
-        found = {"answers": answers, "plugin": "vllm_mmcache.upstream.start" in sys.modules, **counters(rig)}
+        found = {"answers": answers, "plugin": "vllm_mmcache.lifecycle.activation" in sys.modules, **counters(rig)}
         return {"stage": "end", "error": None, "says": "", **found}
     except Exception as error:  # whatever vLLM raises; the test compares both sides
         return {"stage": stage, "error": type(error).__name__, "says": str(error)[-400:]}

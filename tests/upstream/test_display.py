@@ -5,10 +5,10 @@ from argparse import Namespace
 
 import pytest
 
-from vllm_mmcache import rooms, settings
-from vllm_mmcache.observe.endpoint import address
-from vllm_mmcache.rooms import ON, State
-from vllm_mmcache.upstream import display
+from vllm_mmcache.base import settings, status
+from vllm_mmcache.base.status import ON, State
+from vllm_mmcache.components.observe.page.endpoint import address
+from vllm_mmcache.lifecycle import display
 
 OFF = State("off", "not here")
 MIXED = State("mixed", "on in worker 0; off: not here (worker 1)")
@@ -44,7 +44,7 @@ def test_nothing_is_said_of_what_is_not_so(state: State, monkeypatch: pytest.Mon
 
 def test_as_json() -> None:
     places = {"api": {"identity": ON}, "engine 0": {"features": OFF}}
-    found = {"features": rooms.combine([("engine 0", OFF)])}
+    found = {"features": status.combine([("engine 0", OFF)])}
     off = {"state": "off", "reason": "not here"}
     assert display.as_json(found, places) == {
         "rooms": {"features": off},

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from vllm_mmcache.errors import HookDisturbed
-from vllm_mmcache.upstream import hooks as machine
-from vllm_mmcache.upstream.hooks import Hook
+from vllm_mmcache.base.errors import HookDisturbed
+from vllm_mmcache.hooking import hooks as machine
+from vllm_mmcache.hooking.hooks import Hook
 
 
 def loud(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -13,11 +13,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from mmcache_tools import check_upstream
 
-from vllm_mmcache.upstream import bodies, check, vllm_version
-from vllm_mmcache.upstream.hooks import Hook
-from vllm_mmcache.upstream.ledger import LEDGER, OPT_IN
-from vllm_mmcache.upstream.subclasses import mixin_for
+from vllm_mmcache.base.versions import vllm_version
+from vllm_mmcache.hooking import source_digests
+from vllm_mmcache.hooking.hooks import Hook
+from vllm_mmcache.hooking.subclasses import mixin_for
+from vllm_mmcache.lifecycle.ledger import LEDGER, OPT_IN
 
 ORDERINGS = {
     "import, install, undo": "IMPORT; before = raw(); INSTALL; assert ours(); UNDO; assert same(before)",
@@ -36,8 +38,8 @@ ORDERINGS = {
 
 PRELUDE = """
 import importlib, inspect
-from vllm_mmcache.upstream import hooks, vllm_version
-from vllm_mmcache.upstream.ledger import ALWAYS, FIRST, LEDGER, groups, parts
+from vllm_mmcache.lifecycle import hooks, vllm_version
+from vllm_mmcache.lifecycle.ledger import ALWAYS, FIRST, LEDGER, groups, parts
 targets = [t for m in LEDGER for t in (m.target, *m.also)]
 
 def raw():
@@ -57,7 +59,7 @@ def only_first():
     return {m.group for m in LEDGER if hooks.is_replaced(m.target)} == {FIRST}
 
 def roles():
-    from vllm_mmcache.upstream import start
+    from vllm_mmcache.lifecycle import start
     start.start()
     for role in ("api", "engine", "worker"):
         members = {**parts(role), ALWAYS: [m for m in groups()[ALWAYS] if m.process == role]}
@@ -127,8 +129,8 @@ def test_disable_leaves_stock_vllm() -> None:
     """MMCACHE_DISABLE=1: register imports and replaces nothing."""
     out = in_process(
         "import sys\nfrom vllm_mmcache.plugin import register\nregister()\n"
-        "assert not [m for m in sys.modules if m.startswith(('vllm.', 'vllm_mmcache.upstream', 'wrapt'))]\n"
-        "from vllm_mmcache.upstream import hooks\nfrom vllm_mmcache.upstream.ledger import LEDGER\n"
+        "assert not [m for m in sys.modules if m.startswith(('vllm.', 'vllm_mmcache.lifecycle', 'wrapt'))]\n"
+        "from vllm_mmcache.lifecycle import hooks\nfrom vllm_mmcache.lifecycle.ledger import LEDGER\n"
         "assert not any(hooks.is_replaced(t) for m in LEDGER for t in (m.target, *m.also))\nprint('stock')",
         MMCACHE_DISABLE="1",
     )
@@ -147,7 +149,7 @@ def test_entry_module_imports_only_the_standard_library() -> None:
 
 def test_wrong_variable_stops_register() -> None:
     code = (
-        "from vllm_mmcache.errors import SettingsError\nfrom vllm_mmcache.plugin import register\n"
+        "from vllm_mmcache.base.errors import SettingsError\nfrom vllm_mmcache.plugin import register\n"
         "try:\n    register()\nexcept SettingsError as error:\n    print(error)\n"
     )
     out = in_process(code, MMCACHE_BLOCK_KEYS="maybe")
@@ -160,14 +162,14 @@ def test_entry_is_complete(hook: Hook) -> None:
     assert all((hook.why, hook.upstream, hook.remove_when, hook.vllm, hook.make))
     assert "<" in hook.vllm, "both ends of the version range"
     assert ">=" in hook.vllm, "both ends of the version range"
-    assert bodies.compare_installed(hook.target, vllm_version()) == "tested"
+    assert source_digests.compare_installed(hook.target, vllm_version()) == "tested"
 
 
 def test_changed_body_is_noticed() -> None:
     """Negative control of the digests: a docstring does not change them, a statement does."""
-    plain = bodies.digest(bodies.find("def f(a):\n    return a\n", "f"))
-    assert plain == bodies.digest(bodies.find('def f(a):\n    """Doc."""\n    return a  # why\n', "f"))
-    assert plain != bodies.digest(bodies.find("def f(a):\n    return a + 1\n", "f"))
+    plain = source_digests.digest(source_digests.find("def f(a):\n    return a\n", "f"))
+    assert plain == source_digests.digest(source_digests.find('def f(a):\n    """Doc."""\n    return a  # why\n', "f"))
+    assert plain != source_digests.digest(source_digests.find("def f(a):\n    return a + 1\n", "f"))
 
 
 def test_a_body_is_found_through_relative_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +189,11 @@ def test_a_body_is_found_through_relative_imports(tmp_path: Path, monkeypatch: p
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(text)
             archive.writestr(name, text)
-        expected = bodies.digest(bodies.find(modules["walked/deep/inside.py"], "made"))
+        expected = source_digests.digest(source_digests.find(modules["walked/deep/inside.py"], "made"))
         hook = dataclasses.replace(LEDGER[0], target="walked:taken", also=(), reads=(), args_used=())
-        assert check.check_hook(archive, hook) == expected
+        assert check_upstream.check_hook(archive, hook) == expected
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(bodies, "table", lambda: {"walked:taken": {"1.0": expected}})
-    assert bodies.compare_installed("walked:taken", "1.0") == "tested"
+    monkeypatch.setattr(source_digests, "table", lambda: {"walked:taken": {"1.0": expected}})
+    assert source_digests.compare_installed("walked:taken", "1.0") == "tested"
     (tmp_path / "walked/deep/inside.py").write_text("def made():\n    return 2\n")
-    assert bodies.compare_installed("walked:taken", "1.0") == "changed"
+    assert source_digests.compare_installed("walked:taken", "1.0") == "changed"

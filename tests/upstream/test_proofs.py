@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from vllm_mmcache import __version__
-from vllm_mmcache.errors import ProofsUnwritable
-from vllm_mmcache.upstream import proofs
-from vllm_mmcache.upstream.proofs import Place
+from vllm_mmcache.base.errors import ProofsUnwritable
+from vllm_mmcache.lifecycle import user_proofs
+from vllm_mmcache.lifecycle.user_proofs import Place
 
 PLACE = Place(
     "0.33.0", "cuda", 2, "async", "2.14.0", __version__, "NVIDIA H100", "Qwen3VLForConditionalGeneration", 1, 1
@@ -30,7 +30,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def add(place: Place = PLACE, *rooms: str, **more: Any) -> None:
-    proofs.add(place, rooms or ROOMS, "zoo family qwen3-vl", ["--block-size", "32"], **more)
+    user_proofs.add(place, rooms or ROOMS, "zoo family qwen3-vl", ["--block-size", "32"], **more)
 
 
 def changed(state: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -41,15 +41,15 @@ def changed(state: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def test_a_good_file_is_used(state: Path) -> None:
-    assert (proofs.read(), proofs.proven_rooms(PLACE)) == (([], []), frozenset())
+    assert (user_proofs.read(), user_proofs.proven_rooms(PLACE)) == (([], []), frozenset())
     add()
-    (proof,), lines = proofs.read()
+    (proof,), lines = user_proofs.read()
     assert lines == []
     assert (proof.place, proof.rooms, proof.arguments) == (PLACE, ROOMS, ("--block-size", "32"))
     assert proof.how == "zoo family qwen3-vl"
     assert proof.when.endswith("+00:00")
-    assert proofs.proven_rooms(PLACE) == frozenset(ROOMS)
-    assert proofs.why_passed_over(PLACE) == []
+    assert user_proofs.proven_rooms(PLACE) == frozenset(ROOMS)
+    assert user_proofs.why_passed_over(PLACE) == []
     assert stat.S_IMODE(state.stat().st_mode) == 0o600
     assert stat.S_IMODE(state.parent.stat().st_mode) == 0o700
 
@@ -59,27 +59,27 @@ def test_it_holds_for_one_place_alone(name: str) -> None:
     add()
     value = getattr(PLACE, name)
     other = replace(PLACE, **{name: value + 1 if isinstance(value, int) else f"{value}+other"})
-    assert proofs.proven_rooms(other) == frozenset()
-    assert proofs.proven_rooms(PLACE) == frozenset(ROOMS)
+    assert user_proofs.proven_rooms(other) == frozenset()
+    assert user_proofs.proven_rooms(PLACE) == frozenset(ROOMS)
 
 
 def test_what_is_passed_over_is_said() -> None:
     add(replace(PLACE, vllm="0.32.0", device="NVIDIA A100"), "features")
-    assert proofs.why_passed_over(PLACE) == [
+    assert user_proofs.why_passed_over(PLACE) == [
         "a proof of features for vLLM 0.32.0, device NVIDIA A100 does not hold for vLLM 0.33.0, device NVIDIA H100: "
         "run `mmcache prove` again"
     ]
     add(replace(PLACE, mmcache="0.0.1", runner=1), "metrics")
-    assert "of metrics for model runner V1, mmcache 0.0.1 does not" in proofs.why_passed_over(PLACE)[1]
+    assert "of metrics for model runner V1, mmcache 0.0.1 does not" in user_proofs.why_passed_over(PLACE)[1]
     add(replace(PLACE, architecture="Gemma3ForConditionalGeneration", device="other"))
-    assert len(proofs.why_passed_over(PLACE)) == 2, "another model's"
+    assert len(user_proofs.why_passed_over(PLACE)) == 2, "another model's"
     add(PLACE, "features", "metrics")
-    assert proofs.why_passed_over(PLACE) == [], "proven again"
+    assert user_proofs.why_passed_over(PLACE) == [], "proven again"
 
 
 def test_what_a_file_says_reaches_no_terminal_as_it_is() -> None:
     add(replace(PLACE, device="\x1b[2J\ud800 GPU"))
-    (line,) = proofs.why_passed_over(PLACE)
+    (line,) = user_proofs.why_passed_over(PLACE)
     assert "device \\x1b[2J\\ud800 GPU does not" in line
 
 
@@ -116,7 +116,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "folder": (lambda state: state.parent.chmod(0o777), "could have put it there: chmod 700"),
     "link": (link, "it is a symbolic link"),
     "directory": (folder, "it is no file (d"),
-    "huge": (lambda state: state.write_bytes(b" " * (proofs._MAX_BYTES + 1)), "more than proofs need: remove it"),
+    "huge": (lambda state: state.write_bytes(b" " * (user_proofs._MAX_BYTES + 1)), "more than proofs need: remove it"),
 }
 
 
@@ -125,16 +125,16 @@ def test_a_bad_file_is_ignored_with_a_line(name: str, state: Path) -> None:
     add()
     spoil, words = BAD[name]
     spoil(state)
-    found, (line,) = proofs.read()
+    found, (line,) = user_proofs.read()
     assert found == []
     assert line.startswith(f"{state} is ignored: ")
     assert words in line
-    assert proofs.proven_rooms(PLACE) == frozenset()
+    assert user_proofs.proven_rooms(PLACE) == frozenset()
     if name == "directory":
         return
     add(PLACE, "metrics")  # the old one is set aside
-    assert proofs.read()[1] == []
-    assert "metrics" in proofs.proven_rooms(PLACE)
+    assert user_proofs.read()[1] == []
+    assert "metrics" in user_proofs.proven_rooms(PLACE)
 
 
 def test_another_users_file_is_ignored(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,12 +142,12 @@ def test_another_users_file_is_ignored(state: Path, monkeypatch: pytest.MonkeyPa
     user = os.geteuid()
     with monkeypatch.context() as another:
         another.setattr(os, "geteuid", lambda: user + 1)
-        assert f"owner {user}, so others than user {user + 1}" in proofs.read()[1][0]
+        assert f"owner {user}, so others than user {user + 1}" in user_proofs.read()[1][0]
     if user:
         return
     os.chown(state, 1234, 1234)  # where the tests run as root
-    assert "it belongs to user 1234, not to 0" in proofs.read()[1][0]
-    assert proofs.proven_rooms(PLACE) == frozenset()
+    assert "it belongs to user 1234, not to 0" in user_proofs.read()[1][0]
+    assert user_proofs.proven_rooms(PLACE) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_bad_entry_is_ignored_and_others_are_used(change: Callable[[dict[str, 
     add()
     add(replace(PLACE, runner=1))
     changed(state, lambda whole: change(whole["proofs"][0]))
-    (good,), (line,) = proofs.read()
+    (good,), (line,) = user_proofs.read()
     assert good.place.runner == 1
     assert line.startswith(f"entry 1 of {state} is ignored: it is not as `mmcache prove` writes it")
     add(replace(PLACE, runner=1, device="new"))
@@ -181,7 +181,7 @@ def test_a_bad_entry_is_ignored_and_others_are_used(change: Callable[[dict[str, 
 def test_an_unknown_room_is_ignored(state: Path) -> None:
     add()
     changed(state, lambda whole: whole["proofs"][0].update(rooms=["features", "time\x1b[2J travel"]))
-    (proof,), (line,) = proofs.read()
+    (proof,), (line,) = user_proofs.read()
     assert proof.rooms == ("features",)
     assert f"no room of mmcache {__version__}: 'time\\x1b[2J travel', which is ignored" in line
     with pytest.raises(ValueError, match="no rooms of the engine: identity"):
@@ -191,21 +191,21 @@ def test_an_unknown_room_is_ignored(state: Path) -> None:
 def test_a_failure_takes_back_what_was_proven_there(state: Path) -> None:
     add()
     add(replace(PLACE, runner=1))
-    proofs.add(PLACE, ["metrics"], "own model /m", [], failed=["features"])
-    assert proofs.proven_rooms(PLACE) == {"block_keys", "metrics"}
-    assert proofs.proven_rooms(replace(PLACE, runner=1)) == frozenset(ROOMS)
-    proofs.add(PLACE, [], "own model /m", [], failed=["block_keys", "metrics"])
-    assert proofs.proven_rooms(PLACE) == frozenset()
-    assert [proof.place.runner for proof in proofs.read()[0]] == [1]
+    user_proofs.add(PLACE, ["metrics"], "own model /m", [], failed=["features"])
+    assert user_proofs.proven_rooms(PLACE) == {"block_keys", "metrics"}
+    assert user_proofs.proven_rooms(replace(PLACE, runner=1)) == frozenset(ROOMS)
+    user_proofs.add(PLACE, [], "own model /m", [], failed=["block_keys", "metrics"])
+    assert user_proofs.proven_rooms(PLACE) == frozenset()
+    assert [proof.place.runner for proof in user_proofs.read()[0]] == [1]
 
 
 def test_the_same_proof_again_takes_the_old_ones_place() -> None:
     add()
     add(PLACE, "features")
-    (proof,) = proofs.read()[0]
+    (proof,) = user_proofs.read()[0]
     assert proof.rooms == ("features",), "block_keys was not shown this time"
-    proofs.add(PLACE, ["metrics"], "own model /m", [])
-    assert proofs.proven_rooms(PLACE) == {"features", "metrics"}
+    user_proofs.add(PLACE, ["metrics"], "own model /m", [])
+    assert user_proofs.proven_rooms(PLACE) == {"features", "metrics"}
 
 
 def test_forgetting(state: Path) -> None:
@@ -214,21 +214,21 @@ def test_forgetting(state: Path) -> None:
     changed(state, lambda whole: whole["proofs"].insert(0, "no proof"))
     for wrong in (0, 4, -1):
         with pytest.raises(IndexError):
-            proofs.forget(wrong)
-    assert proofs.forget(2) == 1
-    assert [proof.place.runner for proof in proofs.read()[0]] == [1, 3]
-    assert proofs.forget() == 2
+            user_proofs.forget(wrong)
+    assert user_proofs.forget(2) == 1
+    assert [proof.place.runner for proof in user_proofs.read()[0]] == [1, 3]
+    assert user_proofs.forget() == 2
     assert not state.exists()
-    assert proofs.forget() == 0
+    assert user_proofs.forget() == 0
 
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("", "relative/state"):
         monkeypatch.setenv("XDG_STATE_HOME", value)
-        assert proofs.path() == tmp_path / ".local" / "state" / "mmcache" / "proofs.json"
+        assert user_proofs.path() == tmp_path / ".local" / "state" / "mmcache" / "proofs.json"
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert proofs.read() == ([], []), "where there is no home, there is no file"
+    assert user_proofs.read() == ([], []), "where there is no home, there is no file"
     with pytest.raises(ProofsUnwritable, match="set XDG_STATE_HOME"):
         add()
 
@@ -238,7 +238,7 @@ def test_a_folder_that_can_not_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with pytest.raises(ProofsUnwritable, match="can't be written"):
         add()
-    assert "it can't be read" in proofs.read()[1][0]
+    assert "it can't be read" in user_proofs.read()[1][0]
 
 
 def _add_many(device: str) -> None:
@@ -252,4 +252,4 @@ def test_several_at_once_lose_nothing() -> None:
         process.start()
     for process in processes:
         process.join()
-    assert len(proofs.read()[0]) == 40
+    assert len(user_proofs.read()[0]) == 40

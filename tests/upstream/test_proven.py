@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_mmcache.upstream import proven
-from vllm_mmcache.upstream.proven import ENGINE_ROOMS, TOUCHES_TENSORS, Engine, Row, why_unproven
+from vllm_mmcache.lifecycle import tested_engines
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS, TOUCHES_TENSORS, Engine, Row, why_unproven
 
 CPU = Engine("0.33", "cpu", 2, "async")
 UNKNOWN = Engine("0.33", "cpu")  # before there is a VllmConfig
@@ -15,7 +15,7 @@ UNKNOWN = Engine("0.33", "cpu")  # before there is a VllmConfig
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every room passed on one engine, and nothing else did."""
-    monkeypatch.setattr(proven, "TABLE", [Row(CPU, ENGINE_ROOMS, "a test")])
+    monkeypatch.setattr(tested_engines, "TABLE", [Row(CPU, ENGINE_ROOMS, "a test")])
 
 
 @pytest.mark.usefixtures("table")
@@ -32,7 +32,7 @@ def test_where_nothing_was_run_a_room_is_off(room: str) -> None:
 @pytest.mark.usefixtures("table")
 def test_rocm_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = replace(CPU, platform="cuda")
-    monkeypatch.setattr(proven, "TABLE", [Row(cuda, ENGINE_ROOMS, "a test")])
+    monkeypatch.setattr(tested_engines, "TABLE", [Row(cuda, ENGINE_ROOMS, "a test")])
     for room in TOUCHES_TENSORS:
         assert why_unproven(room, cuda) == ""
         assert why_unproven(room, replace(cuda, platform="rocm")).startswith("not yet proven on vLLM 0.33")
@@ -43,4 +43,4 @@ def test_a_group_that_is_no_engine_room_needs_no_proof() -> None:
 
 
 def test_the_table_is_in_its_own_form() -> None:
-    assert proven.written(proven.rows()) == proven.FILE.read_text()
+    assert tested_engines.written(tested_engines.rows()) == tested_engines.FILE.read_text()

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.zoo import build_cached
 
 from tests.engine_configuration import CHOSEN
-from vllm_mmcache import rooms, settings
-from vllm_mmcache.errors import HookError
-from vllm_mmcache.rooms import ON, State
-from vllm_mmcache.upstream import configuration, hooks, proofs, proven, start
-from vllm_mmcache.upstream.extension_points import EXTENSION_POINTS
-from vllm_mmcache.upstream.ledger import NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, ROOMS, parts
-from vllm_mmcache.upstream.proven import ENGINE_ROOMS, Engine, Row
-from vllm_mmcache.zoo import build_cached
+from vllm_mmcache.base import settings, status
+from vllm_mmcache.base.errors import HookError
+from vllm_mmcache.base.status import ON, State
+from vllm_mmcache.hooking import hooks
+from vllm_mmcache.lifecycle import activation, config_rules, tested_engines, user_proofs
+from vllm_mmcache.lifecycle.extension_points import EXTENSION_POINTS
+from vllm_mmcache.lifecycle.ledger import NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, ROOMS, parts
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS, Engine, Row
 
 pytestmark = pytest.mark.usefixtures("no_role")
 
@@ -41,18 +42,18 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def decide(room: str, configurations: dict[str, Any], family: str = "gemma3", engine: Engine | None = None) -> State:
     vllm_config = configurations[family]
-    engine = engine or start.engine_here(vllm_config)
-    own, _ = start.own_proofs(engine, vllm_config)
-    return start.decide(room, engine, vllm_config, own)
+    engine = engine or activation.engine_here(vllm_config)
+    own, _ = activation.own_proofs(engine, vllm_config)
+    return activation.decide(room, engine, vllm_config, own)
 
 
 def test_every_room_and_seam_belongs_together() -> None:
     assert all(point.group in parts(point.process) for point in EXTENSION_POINTS)
     assert set(ENGINE_ROOMS) | OPT_IN | set(OVERTAKEN_BY) | set(OVERTAKEN_WHERE) <= set(ROOMS)
-    assert set(configuration.OF_IMAGES) <= set(ROOMS)
+    assert set(config_rules.OF_IMAGES) <= set(ROOMS)
     assert set(ROOMS) <= set(settings.Settings.model_fields)
     assert all(ROOMS.index(needed) < ROOMS.index(room) for room, needed in NEEDS.items())
-    assert set(ROOMS) == {room for role in rooms.ROLES for room in parts(role)}
+    assert set(ROOMS) == {room for role in status.ROLES for room in parts(role)}
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -66,7 +67,7 @@ def test_settings_decide_first(room: str, configurations: dict[str, Any], monkey
 def test_proof_decides_where_no_setting_does(
     room: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proven, "TABLE", [])
+    monkeypatch.setattr(tested_engines, "TABLE", [])
     if room == "resumed_images" and CHOSEN.runner == 2:
         assert decide(room, configurations).state == "unneeded"
         return
@@ -82,8 +83,8 @@ def test_proof_decides_where_no_setting_does(
 
 
 def test_the_runner_is_part_of_the_proof(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    here = start.engine_here(configurations["gemma3"])
-    monkeypatch.setattr(proven, "TABLE", [Row(here, ENGINE_ROOMS, "a test")])
+    here = activation.engine_here(configurations["gemma3"])
+    monkeypatch.setattr(tested_engines, "TABLE", [Row(here, ENGINE_ROOMS, "a test")])
     assert decide("features", configurations) == ON
     other = replace(here, scheduling="sync" if here.scheduling == "async" else "async")
     assert "not yet proven" in decide("features", configurations, engine=other).reason
@@ -94,15 +95,15 @@ def test_a_proof_of_the_users_own_counts(
 ) -> None:
     """On the engine, device and versions that it is of, for the same architecture, and nowhere else."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(proven, "TABLE", [])
+    monkeypatch.setattr(tested_engines, "TABLE", [])
     assert decide("features", configurations).state == "off"
-    place = proofs.Place.of(configurations["gemma3"])
-    proofs.add(place, ["features"], "a test", [])
+    place = user_proofs.Place.of(configurations["gemma3"])
+    user_proofs.add(place, ["features"], "a test", [])
     assert decide("features", configurations) == ON
     assert decide("block_keys", configurations).state == "off"
     assert decide("features", configurations, "qwen3-vl").state == "off"
-    proofs.forget()
-    proofs.add(replace(place, device="another"), ["features"], "a test", [])
+    user_proofs.forget()
+    user_proofs.add(replace(place, device="another"), ["features"], "a test", [])
     assert decide("features", configurations).state == "off"
 
 
@@ -118,16 +119,16 @@ def test_what_is_ignored_of_the_users_proofs_is_said(
 
     def said() -> str:
         caplog.clear()
-        start.take_on("api", configurations["gemma3"])
+        activation.take_on("api", configurations["gemma3"])
         return " ".join(record.getMessage() for record in caplog.records if is_warning(record))
 
     assert said() == ""
-    place = proofs.Place.of(configurations["gemma3"])
-    proofs.add(replace(place, vllm="0.31.0"), ["features"], "a test", [])
+    place = user_proofs.Place.of(configurations["gemma3"])
+    user_proofs.add(replace(place, vllm="0.31.0"), ["features"], "a test", [])
     assert said() == "", "a proof is not asked for where the room is on anyway"
-    monkeypatch.setattr(proven, "TABLE", [])
+    monkeypatch.setattr(tested_engines, "TABLE", [])
     assert "a proof of features for vLLM 0.31.0 does not hold for vLLM" in said()
-    proofs.path().write_text("{")
+    user_proofs.path().write_text("{")
     assert "proofs.json is ignored: it is not JSON" in said()
 
 
@@ -136,16 +137,16 @@ def test_the_users_proofs_are_read_once(
 ) -> None:
     install(monkeypatch)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(proven, "TABLE", [])
-    proofs.add(proofs.Place.of(configurations["gemma3"]), ["features", "metrics"], "a test", [])
-    reads, read = [], proofs.read
-    monkeypatch.setattr(proofs, "read", lambda: reads.append("read") or read())  # type: ignore[func-returns-value]
-    for role in rooms.ROLES:
-        start.take_on(role, configurations["gemma3"])
+    monkeypatch.setattr(tested_engines, "TABLE", [])
+    user_proofs.add(user_proofs.Place.of(configurations["gemma3"]), ["features", "metrics"], "a test", [])
+    reads, read = [], user_proofs.read
+    monkeypatch.setattr(user_proofs, "read", lambda: reads.append("read") or read())  # type: ignore[func-returns-value]
+    for role in status.ROLES:
+        activation.take_on(role, configurations["gemma3"])
         assert reads.pop() == "read"
         assert not reads
-    assert rooms.of("worker")["features"] == ON == rooms.of("api")["metrics"]
-    assert start.foresee(configurations["gemma3"])["features"] == ON
+    assert status.of("worker")["features"] == ON == status.of("api")["metrics"]
+    assert activation.foresee(configurations["gemma3"])["features"] == ON
     assert reads == ["read"]
 
 
@@ -162,12 +163,12 @@ def test_a_deployment_without_images(configurations: dict[str, Any]) -> None:
     without.model_config.multimodal_config.language_model_only = True
     alone = {"resumed_images", "image_checkpoints", "features", "lazy_media", "lifted_bodies", "pixels"}
     for room in ROOMS:
-        found = configuration.state_in(room, without)
+        found = config_rules.state_in(room, without)
         if room in alone:
             assert found == State("unneeded", "this deployment takes no images")
-            assert found != configuration.state_in(room, with_images)
+            assert found != config_rules.state_in(room, with_images)
         else:
-            assert found == configuration.state_in(room, with_images)
+            assert found == config_rules.state_in(room, with_images)
 
 
 def test_a_room_steps_aside_where_vllm_does_the_same(
@@ -202,14 +203,14 @@ def test_settings_travel_beside_the_configuration(configurations: dict[str, Any]
     vllm_config = copy.deepcopy(configurations["qwen3-vl"])
     vllm_config.additional_config = {"of": "another plugin"}
     before = vllm_config.compute_hash()
-    assert configuration.carried(vllm_config) is None
-    assert "has no mmcache" in configuration.why_absent("worker", vllm_config)
-    configuration.carry(vllm_config, settings.load_settings({"features": False}))
+    assert config_rules.carried(vllm_config) is None
+    assert "has no mmcache" in config_rules.why_absent("worker", vllm_config)
+    config_rules.carry(vllm_config, settings.load_settings({"features": False}))
     for one in (pickle.loads(pickle.dumps(vllm_config)), copy.deepcopy(vllm_config)):
-        assert configuration.carried(one) == {"features": False}
+        assert config_rules.carried(one) == {"features": False}
         assert one.additional_config == {"of": "another plugin"}
         assert one.compute_hash() == before
-        assert configuration.why_absent("worker", one) == ""
+        assert config_rules.why_absent("worker", one) == ""
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **misfits: str) -> list[str]:
@@ -221,28 +222,28 @@ def install(monkeypatch: pytest.MonkeyPatch, **misfits: str) -> list[str]:
         reason = misfits.get(group.partition(" ")[0], "")
         return hooks.Outcome(group, "off" if reason else "on", reason)
 
-    monkeypatch.setattr(start, "_install", fake)
+    monkeypatch.setattr(activation, "_install", fake)
     return asked
 
 
 def test_a_role_gets_its_own_part(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = install(monkeypatch)
-    for role in rooms.ROLES:
-        start.take_on(role, configurations["gemma3"])
-        on = {room for room, state in rooms.of(role).items() if state == ON}
-        assert set(rooms.of(role)) == set(parts(role))
+    for role in status.ROLES:
+        activation.take_on(role, configurations["gemma3"])
+        on = {room for room, state in status.of(role).items() if state == ON}
+        assert set(status.of(role)) == set(parts(role))
         assert f"report ({role})" in asked
         assert {f"{room} ({role})" for room in on} | {f"report ({role})"} == {a for a in asked if f"({role})" in a}
     assert "observe (api)" not in asked
-    assert rooms.is_on("image_spans")
+    assert status.is_on("image_spans")
 
 
 def test_a_room_needs_another(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, lazy_media="symbol changed")
-    start.take_on("api", configurations["gemma3"])
-    assert rooms.of("api")["lazy_media"] == State("off", "symbol changed")
-    assert rooms.of("api")["lifted_bodies"] == State("off", "needs lazy_media, which is off")
-    foreseen = start.foresee(configurations["gemma3"])
+    activation.take_on("api", configurations["gemma3"])
+    assert status.of("api")["lazy_media"] == State("off", "symbol changed")
+    assert status.of("api")["lifted_bodies"] == State("off", "needs lazy_media, which is off")
+    foreseen = activation.foresee(configurations["gemma3"])
     assert foreseen["lifted_bodies"] == ON, "which fits here"
 
 
@@ -250,17 +251,17 @@ def test_nothing_is_on_where_nobody_could_say_so(
     configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, report="symbol changed")
-    start.take_on("engine", configurations["gemma3"])
-    assert set(rooms.of("engine").values()) == {State("off", "symbol changed")}
+    activation.take_on("engine", configurations["gemma3"])
+    assert set(status.of("engine").values()) == {State("off", "symbol changed")}
 
 
 def test_what_is_foreseen_comes_true(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     for vllm_config in configurations.values():
-        foreseen = start.foresee(vllm_config)
-        for role in rooms.ROLES:
-            start.take_on(role, vllm_config)
-        found = {room: [rooms.of(role)[room] for role in rooms.ROLES if room in rooms.of(role)] for room in ROOMS}
+        foreseen = activation.foresee(vllm_config)
+        for role in status.ROLES:
+            activation.take_on(role, vllm_config)
+        found = {room: [status.of(role)[room] for role in status.ROLES if room in status.of(role)] for room in ROOMS}
         assert foreseen == {room: states[0] for room, states in found.items()}
         assert all(len(set(states)) == 1 for states in found.values())
 
@@ -270,17 +271,17 @@ def test_required_salts_need_the_room(
 ) -> None:
     """Off by mismatch: an error that says what it means; where salts are required, no start."""
     install(monkeypatch, identity="symbol changed")
-    monkeypatch.setattr(start, "stop", lambda: None)
+    monkeypatch.setattr(activation, "stop", lambda: None)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.ERROR, "vllm.mmcache"):
-        start.take_on("api", configurations["qwen3-vl"])
+        activation.take_on("api", configurations["qwen3-vl"])
     assert "identity is off (symbol changed): uuids of clients are trusted" in caplog.text
     monkeypatch.setattr(settings, "_current", settings.Settings(require_salt=True))
     with pytest.raises(HookError, match=r"require_salt is set, but identity is off \(symbol changed\)"):
-        start.take_on("api", configurations["qwen3-vl"])
-    start.take_on("engine", configurations["qwen3-vl"])  # has no part of it
+        activation.take_on("api", configurations["qwen3-vl"])
+    activation.take_on("engine", configurations["qwen3-vl"])  # has no part of it
     install(monkeypatch)
-    start.take_on("api", configurations["qwen3-vl"])
+    activation.take_on("api", configurations["qwen3-vl"])
 
 
 @pytest.mark.parametrize("is_trusted", [False, True])
@@ -296,8 +297,8 @@ def test_a_store_that_others_can_reach_is_a_warning(
     chosen = settings.load_settings({"store_trusted_network": is_trusted})
     monkeypatch.setattr(settings, "_current", chosen)
     with caplog.at_level(logging.WARNING, "vllm.mmcache"):
-        for role in rooms.ROLES:
-            start.take_on(role, configurations["qwen3-vl"])
+        for role in status.ROLES:
+            activation.take_on(role, configurations["qwen3-vl"])
     said = [line for line in caplog.messages if "open to others" in line]
     assert len(said) == (0 if is_trusted else 1)
     assert all("redis://***@cache has no TLS" in line and "MMCACHE_STORE_KEY_FILE" in line for line in said)
@@ -308,12 +309,12 @@ def test_an_engine_without_proof_runs_without_the_rooms(tmp_path: Path) -> None:
     """A real engine whose runner nobody tried: it says which rooms are off, and answers."""
     program = f"""
 import json, pathlib
-from vllm_mmcache.upstream import proven, report
+from vllm_mmcache.lifecycle import proven, report
 proven.TABLE[:] = []
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.scenarios import one, picture, user
-from vllm_mmcache.upstream import hooks
-from vllm_mmcache.upstream.ledger import groups
+from vllm_mmcache.lifecycle import hooks
+from vllm_mmcache.lifecycle.ledger import groups
 pool = EnginePool(pathlib.Path({str(tmp_path)!r}))
 rig = pool.get(EngineConfig("qwen2-vl"))
 ask = user(picture(1), "What is it?")

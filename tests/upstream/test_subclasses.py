@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from vllm_mmcache.upstream import hooks, subclasses, vllm_version
-from vllm_mmcache.upstream.ledger import LEDGER
-from vllm_mmcache.upstream.subclasses import RendererMixin, SchedulerMixin, WorkerMixin, derived
+from vllm_mmcache.base.versions import vllm_version
+from vllm_mmcache.hooking import hooks, subclasses
+from vllm_mmcache.hooking.subclasses import RendererMixin, SchedulerMixin, WorkerMixin, derived
+from vllm_mmcache.lifecycle.ledger import LEDGER
 
 REPO = Path(__file__).parents[2]
 ENGINE = """
@@ -38,7 +39,7 @@ if __name__ == "__main__":
     rig = pool.get(EngineConfig("gemma3", more=(("scheduler_cls", Own),)))
     assert_exact(rig, same_again(rig))
     scheduler = rig.llm.llm_engine.engine_core.engine_core.scheduler
-    from vllm_mmcache.upstream.subclasses import SchedulerMixin
+    from vllm_mmcache.hooking.subclasses import SchedulerMixin
     assert [one.__name__ for one in type(scheduler).__mro__[:3]] == ["Own", "SchedulerMixin", "Own"], type(scheduler)
     assert Own.steps > 0
     pool.close()

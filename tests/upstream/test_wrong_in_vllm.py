@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_mmcache.upstream.configuration import wrong_in_vllm
+from vllm_mmcache.lifecycle.config_rules import wrong_in_vllm
 
 
 def config(**other: Any) -> Any:

@@ -12,13 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from vllm_mmcache.errors import ZooError
-from vllm_mmcache.zoo import TRAINED, ZooOptions, build, build_cached, seeing
-from vllm_mmcache.zoo.seeing import train
-from vllm_mmcache.zoo.seeing.examples import NO_LABEL, Encoder, collate
-from vllm_mmcache.zoo.seeing.pictures import THINGS, Thing, draw, stream
-from vllm_mmcache.zoo.seeing.prompts import (
+from mmcache_tools.zoo import TRAINED, ZooOptions, build, build_cached, seeing
+from mmcache_tools.zoo.seeing import train
+from mmcache_tools.zoo.seeing.examples import NO_LABEL, Encoder, collate
+from mmcache_tools.zoo.seeing.pictures import THINGS, Thing, draw, stream
+from mmcache_tools.zoo.seeing.prompts import (
     KINDS,
     MAX_PICTURES,
     MAX_TURNS,
@@ -27,6 +25,8 @@ from vllm_mmcache.zoo.seeing.prompts import (
     random_plan,
     right_answer,
 )
+
+from vllm_mmcache.base.errors import ZooError
 
 HERE = Path(seeing.__file__).parent
 MEASURED = json.loads((HERE / "measured.json").read_text())

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.zoo import BY_NAME, FAMILIES, FIRST_FAMILIES, FORMAT_VERSION, ZooOptions, build, build_cached
 from PIL import Image, ImageChops
 
 from tests.sizes import WHOLE, larger
-from vllm_mmcache.errors import ZooError
+from vllm_mmcache.base.errors import ZooError
 from vllm_mmcache.prove.pictures import ellipses
-from vllm_mmcache.zoo import BY_NAME, FAMILIES, FIRST_FAMILIES, FORMAT_VERSION, ZooOptions, build, build_cached
 
 MANY = [pytest.param(family, marks=() if family in FIRST_FAMILIES else larger) for family in FAMILIES]
 MOVED = 0.05  # log-probability; fifty times the tolerance of the exactness tests
@@ -48,7 +48,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("elsewhere")
     folders = [str(root / family) for family in (FAMILIES if WHOLE else FIRST_FAMILIES)]
     code = (
-        "import os, sys; from vllm_mmcache.zoo import build; [build(os.path.basename(to), to) for to in sys.argv[1:]]"
+        "import os, sys; from mmcache_tools.zoo import build; [build(os.path.basename(to), to) for to in sys.argv[1:]]"
     )
     environment = os.environ | {"PYTHONHASHSEED": "12345"}
     subprocess.run([sys.executable, "-c", code, *folders], check=True, env=environment)
@@ -222,6 +222,6 @@ def test_incomplete_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_import_is_cheap() -> None:
-    code = "import sys, vllm_mmcache.zoo; print(sorted({'torch', 'transformers', 'numpy', 'vllm'} & set(sys.modules)))"
+    code = "import sys, mmcache_tools.zoo; print(sorted({'torch', 'transformers', 'numpy', 'vllm'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert result.stdout.strip() == "[]"

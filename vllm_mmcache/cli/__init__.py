@@ -10,8 +10,8 @@ import sys
 
 import typer
 
-from vllm_mmcache.cli import doctor, explain, needs, of_tools, prove, serve, store, uninstall
-from vllm_mmcache.errors import MMCacheError
+from vllm_mmcache.base.errors import MMCacheError
+from vllm_mmcache.cli import doctor, explain, preflight, prove, serve, store, tool_commands, uninstall
 
 app = typer.Typer(
     name="mmcache",
@@ -27,7 +27,7 @@ app.command()(explain.explain)
 app.command()(prove.prove)
 app.command()(uninstall.uninstall)
 app.add_typer(store.store_app, name="store")
-of_tools.add_to(app)
+tool_commands.add_to(app)
 
 
 def main() -> None:
@@ -41,9 +41,9 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except ModuleNotFoundError as error:
-        if needs.has_vllm():
+        if preflight.has_vllm():
             raise
-        _fail(f"this needs the package {error.name}, which comes with vLLM: {needs.vllm_cure()}")
+        _fail(f"this needs the package {error.name}, which comes with vLLM: {preflight.vllm_cure()}")
     except Exception as error:
         # Usage errors of typer: their classes moved between typer 0.16 and 0.29, this method did not.
         if isinstance(error, typer.Abort):

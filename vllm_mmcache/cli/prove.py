@@ -2,7 +2,8 @@
 """`mmcache prove [MODEL] [-- VLLM ARGUMENTS]`: shows on this machine which rooms are exact, and switches those on.
 
 Runs items in processes of their own, one after the other (vllm_mmcache/prove); imports no vLLM itself. What passed is
-kept in the user's state directory (upstream/proofs.py), model by model, so that Ctrl-C loses only the one it is at.
+kept in the user's state directory (lifecycle/user_proofs.py), model by model, so that Ctrl-C loses only the one it is
+at.
 """
 
 import json
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_mmcache import tools
-from vllm_mmcache.cli import needs
-from vllm_mmcache.errors import EnvironmentProblem
+from vllm_mmcache.base import distributions
+from vllm_mmcache.base.errors import EnvironmentProblem
+from vllm_mmcache.cli import preflight
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +63,7 @@ def check_choice(
     model: str | None, own: bool, rooms: Sequence[str] | None, families: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The rooms and families that are asked for; no family where the model says which. Raises: EnvironmentProblem."""
-    from vllm_mmcache.upstream.proven import ENGINE_ROOMS
+    from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
 
     if own and model is None:
         raise EnvironmentProblem("--own checks a model of yours, and none is named: mmcache prove MODEL --own")
@@ -70,8 +71,8 @@ def check_choice(
         raise EnvironmentProblem(f"--families and the model {model} are both given: give one of the two")
     if not own:
         instead = f"; or check a model itself: mmcache prove {model or 'MODEL'} --own"
-        zoo = tools.load(tools.ZOO, "a check on the zoo's models", instead)
-    needs.check_vllm()
+        zoo = distributions.load(distributions.ZOO, "a check on the zoo's models", instead)
+    preflight.check_vllm()
     found = tuple(listed("--rooms", rooms, ENGINE_ROOMS)) or ENGINE_ROOMS
     if own:
         return found, ()
@@ -178,8 +179,8 @@ def report(console: "Console", verdicts: "Sequence[Verdict]") -> None:
     """One table, then what it means."""
     from rich.table import Table
 
+    from vllm_mmcache.lifecycle import user_proofs
     from vllm_mmcache.prove.proving import sentences
-    from vllm_mmcache.upstream import proofs
 
     table = Table("model", "room", "state", "why")
     for verdict in verdicts:
@@ -190,14 +191,14 @@ def report(console: "Console", verdicts: "Sequence[Verdict]") -> None:
         for line in sentences(verdict):
             console.print(line)
     if any(verdict.of("proven") for verdict in verdicts):
-        console.print(f"Kept in {proofs.path()}; `mmcache prove --show` lists it.")
+        console.print(f"Kept in {user_proofs.path()}; `mmcache prove --show` lists it.")
 
 
 def list_proofs(as_json: bool) -> int:
     """Print the proofs with their numbers, and what is ignored; returns the exit status."""
-    from vllm_mmcache.upstream import proofs
+    from vllm_mmcache.lifecycle import user_proofs
 
-    found, lines = proofs.read()
+    found, lines = user_proofs.read()
     if as_json:
         print(json.dumps({"proofs": [proof.as_json() for proof in found], "ignored": lines}, indent=2))
         return 0
@@ -218,8 +219,8 @@ def list_proofs(as_json: bool) -> int:
 def versions_differ(place: Any) -> str:
     """What of a proof's versions is not what is installed, in words; the rest is known once an engine starts."""
     from vllm_mmcache import __version__
-    from vllm_mmcache.upstream import vllm_version
-    from vllm_mmcache.upstream.proofs import torch_version
+    from vllm_mmcache.base.versions import vllm_version
+    from vllm_mmcache.lifecycle.user_proofs import torch_version
 
     installed = {"vllm": vllm_version(), "mmcache": __version__, "torch": torch_version()}
     return ", ".join(
@@ -231,14 +232,14 @@ def versions_differ(place: Any) -> str:
 
 def remove(which: str) -> int:
     """Forget the proof of a number, or all; returns the exit status. Raises: EnvironmentProblem, ProofsUnwritable."""
-    from vllm_mmcache.upstream import proofs
+    from vllm_mmcache.lifecycle import user_proofs
 
-    count = len(proofs.read()[0])
+    count = len(user_proofs.read()[0])
     if which == "all":
-        print(f"{proofs.forget()} proofs are forgotten")
+        print(f"{user_proofs.forget()} proofs are forgotten")
         return 0
     try:
-        proofs.forget(int(which))
+        user_proofs.forget(int(which))
     except (ValueError, IndexError):
         known = f"a number from 1 to {count}" if count else "nothing else, since nothing is proven"
         raise EnvironmentProblem(f"--forget {which}: give `all`, or {known} (see `mmcache prove --show`)") from None

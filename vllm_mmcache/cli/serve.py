@@ -19,10 +19,10 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from vllm_mmcache.base.errors import EnvironmentProblem
+from vllm_mmcache.base.store_url import PASSWORD_SHOWN, STORE, default_directory, holds_password, state_directory
 from vllm_mmcache.cli import plugins
-from vllm_mmcache.cli.needs import check_vllm, compiler_hint
-from vllm_mmcache.errors import EnvironmentProblem
-from vllm_mmcache.places import PASSWORD_SHOWN, STORE, default_directory, holds_password, state_directory
+from vllm_mmcache.cli.preflight import check_vllm, compiler_hint
 
 # Everything after MODEL belongs to vLLM, its --help too.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -66,7 +66,7 @@ def serve(
 
 def keep_features(arguments: Sequence[str]) -> str:
     """Ask for features in the user's cache directory, unless a setting names another store or none; in words."""
-    from vllm_mmcache.settings import load_settings
+    from vllm_mmcache.base.settings import load_settings
 
     in_force = load_settings()
     settled = STORE in os.environ or '"store"' in (option(arguments, "additional-config") or "")
@@ -82,7 +82,7 @@ def keep_features(arguments: Sequence[str]) -> str:
 
 def observe_requests() -> str:
     """Ask for records, and name our endpoint to vLLM beside every plugin that it would have loaded anyway; in words."""
-    from vllm_mmcache.settings import load_settings
+    from vllm_mmcache.base.settings import load_settings
 
     if load_settings().disable:
         raise EnvironmentProblem(f"{OBSERVE} and MMCACHE_DISABLE=1: leave out one of the two")
@@ -98,8 +98,8 @@ def provide_admin_key(arguments: Sequence[str]) -> str:
     there the key is in a file of this user's, made once, and only its path is said. Raises: SettingsError for a key
     file that can't be used.
     """
-    from vllm_mmcache.observe.admin import admin_key
-    from vllm_mmcache.settings import load_settings
+    from vllm_mmcache.base.settings import load_settings
+    from vllm_mmcache.components.observe.page.admin import admin_key
 
     if admin_key(load_settings()) is not None:
         return ""
@@ -134,7 +134,7 @@ def keep_once(path: Path, secret: str) -> Path:
 
 def page_address(arguments: Sequence[str]) -> str:
     """Where these arguments of vLLM's put the page; the server's log says it for certain."""
-    from vllm_mmcache.settings import load_settings
+    from vllm_mmcache.base.settings import load_settings
 
     if own := load_settings().observe_listen:
         return f"http://{own}/mmcache"
@@ -154,7 +154,7 @@ def wants_help(arguments: Sequence[str]) -> bool:
 
 def check_before_start(model: str, arguments: Sequence[str]) -> None:
     """Raises: EnvironmentProblem or SettingsError for what can be known to fail before vLLM starts."""
-    from vllm_mmcache.settings import load_settings
+    from vllm_mmcache.base.settings import load_settings
 
     is_disabled = load_settings().disable
     check_vllm()

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_mmcache import sealing
+from vllm_mmcache.base.errors import StoreCorrupt, StoreForeign, StoreSealed, StoreUnusable
+from vllm_mmcache.base.store_url import STORE, places_in_use, with_password
 from vllm_mmcache.cli.warm import warm
-from vllm_mmcache.errors import StoreCorrupt, StoreForeign, StoreSealed, StoreUnusable
-from vllm_mmcache.places import STORE, places_in_use, with_password
-from vllm_mmcache.sealing import CLEAR, Clear
+from vllm_mmcache.storage import encryption
+from vllm_mmcache.storage.encryption import CLEAR, Clear
 
 if TYPE_CHECKING:
     from vllm_mmcache.cli.store_remote import RemoteStore
-    from vllm_mmcache.features.directory import Directory, Entry
-    from vllm_mmcache.records.disk import DiskPlace
+    from vllm_mmcache.components.features.directory import Directory, Entry
+    from vllm_mmcache.storage.records.disk import DiskPlace
 
 store_app = typer.Typer(help="The feature store: list, check, shrink, empty, fill it.", no_args_is_help=True)
 store_app.command()(warm)
@@ -107,7 +107,7 @@ def gc(place: Place = None, as_json: AsJson = False) -> None:
 
     The budgets are MMCACHE_{STORE,RECORDS}_DISK_BYTES. In Redis or Valkey entries expire by themselves.
     """
-    from vllm_mmcache.settings import load_settings
+    from vllm_mmcache.base.settings import load_settings
 
     held_bytes = num_evicted = record_bytes = num_records = 0
     with opened(place) as kept:
@@ -156,17 +156,17 @@ def opened(place: Path | None, *, may_be_empty: bool = False) -> Iterator[Kept]:
 
     Raises: StoreUnusable where there is no store, or where the system refuses.
     """
-    from vllm_mmcache.features.directory import Directory, is_ours
-    from vllm_mmcache.records.database import Busy
-    from vllm_mmcache.records.disk import DiskPlace
-    from vllm_mmcache.settings import load_settings, warn_of_unknown_variables
+    from vllm_mmcache.base.settings import load_settings, warn_of_unknown_variables
+    from vllm_mmcache.components.features.directory import Directory, is_ours
+    from vllm_mmcache.storage.records.database import Busy
+    from vllm_mmcache.storage.records.disk import DiskPlace
 
     settings = load_settings()
     warn_of_unknown_variables()
     chosen, url = (str(place.expanduser().absolute()), None) if place else places_in_use(settings.store)
     if chosen is None and url is None:
         raise StoreUnusable(f"{STORE} asks for no store: use --dir PATH, or set it")
-    key = sealing.of(settings.store_key_file)
+    key = encryption.of(settings.store_key_file)
     remote = None
     if url is not None:
         url = with_password(url, settings.store_password_file)
@@ -196,8 +196,8 @@ def checked(directory: "Directory", key: Clear) -> tuple[int, list[dict[str, str
 
     What another key has sealed, or another version of mmcache has written, is left alone.
     """
-    from vllm_mmcache.features.lasting import name_of
-    from vllm_mmcache.features.package import unpack
+    from vllm_mmcache.components.features.lasting import name_of
+    from vllm_mmcache.components.features.package import unpack
 
     num_good = 0
     findings = []
@@ -233,7 +233,7 @@ def cleared(kept: Kept) -> int:
 
 def row(entry: "Entry", kept: Kept) -> dict[str, Any]:
     """What `ls` says of one file; its record is only read, not checked."""
-    from vllm_mmcache.features.package import read_head
+    from vllm_mmcache.components.features.package import read_head
 
     facts: dict[str, Any] = {
         "key": entry.key,

@@ -11,15 +11,15 @@ from time import monotonic
 
 import redis
 
-from vllm_mmcache.errors import StoreCorrupt, StoreSealed, StoreUnusable
-from vllm_mmcache.features.lasting import name_of
-from vllm_mmcache.features.nodes import Nodes, open_value
-from vllm_mmcache.features.package import unpack
-from vllm_mmcache.features.remote import INCOMING, PREFIX
-from vllm_mmcache.places import error_without_secrets, without_secrets
-from vllm_mmcache.records.framing import unframe
-from vllm_mmcache.records.remote import PREFIX as RECORDS
-from vllm_mmcache.sealing import CLEAR, Clear
+from vllm_mmcache.base.errors import StoreCorrupt, StoreSealed, StoreUnusable
+from vllm_mmcache.base.store_url import error_without_secrets, without_secrets
+from vllm_mmcache.components.features.lasting import name_of
+from vllm_mmcache.components.features.package import unpack
+from vllm_mmcache.components.features.remote import INCOMING, PREFIX
+from vllm_mmcache.storage.encryption import CLEAR, Clear
+from vllm_mmcache.storage.frame import unframe
+from vllm_mmcache.storage.records.remote import PREFIX as RECORDS
+from vllm_mmcache.storage.redis_nodes import Nodes, open_value
 
 TIMEOUT_S = 5.0
 AT_ONCE = 500

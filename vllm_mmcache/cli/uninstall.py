@@ -9,7 +9,7 @@ Python environment. Redis or Valkey is others', too, and stays.
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_mmcache.errors import StoreUnusable
+from vllm_mmcache.base.errors import StoreUnusable
 
 
 def uninstall() -> None:
@@ -18,10 +18,10 @@ def uninstall() -> None:
     Stop the servers first: one that runs makes its directory anew.
     """
     from vllm_mmcache import environment
+    from vllm_mmcache.base.settings import load_settings
+    from vllm_mmcache.base.store_url import default_directory, state_directory, store_places, without_secrets
     from vllm_mmcache.cli import store
-    from vllm_mmcache.places import default_directory, state_directory, store_places, without_secrets
-    from vllm_mmcache.settings import load_settings
-    from vllm_mmcache.upstream import proofs
+    from vllm_mmcache.lifecycle import user_proofs
 
     settings = load_settings()
     directory, url = store_places(settings.store)
@@ -35,7 +35,7 @@ def uninstall() -> None:
     with suppress(FileNotFoundError, RuntimeError):
         (state_directory() / "admin-key").unlink()
         print("removed the admin key that `mmcache serve --observe` made")
-    if num_proofs := proofs.remove():
+    if num_proofs := user_proofs.remove():
         print(f"removed {num_proofs} proofs")
     for thing in environment.take_back():
         print(f"removed {thing}")

@@ -14,8 +14,8 @@ import importlib.metadata
 import sys
 from types import SimpleNamespace
 
-from vllm_mmcache.errors import MMCacheError
-from vllm_mmcache.upstream import vllm_version
+from vllm_mmcache.base.errors import MMCacheError
+from vllm_mmcache.base.versions import vllm_version
 
 
 def main() -> None:

@@ -17,12 +17,12 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_mmcache import tenant
-from vllm_mmcache.cli import needs
-from vllm_mmcache.errors import EnvironmentProblem, StoreUnusable
-from vllm_mmcache.identity.source import source
-from vllm_mmcache.places import STORE, places_in_use
-from vllm_mmcache.secret_files import read_secret
+from vllm_mmcache.base.errors import EnvironmentProblem, StoreUnusable
+from vllm_mmcache.base.secret_files import read_secret
+from vllm_mmcache.base.store_url import STORE, places_in_use
+from vllm_mmcache.cli import preflight
+from vllm_mmcache.content import tenant
+from vllm_mmcache.content.tenant_source import source
 
 ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 
@@ -55,7 +55,7 @@ def warm(
     paths = listed(pictures)
     prepare(place)  # before anything reads the settings, which name the store then
     tenant.SALT.set(salt_of(tenant_name, tenant_file))
-    needs.check_vllm()
+    preflight.check_vllm()
     report = fill(paths, model, arguments or [], batch)
     if as_json:
         print(json.dumps(report, indent=2))
@@ -108,7 +108,7 @@ def listed(pictures: Path) -> list[Path]:
 
 def prepare(place: Path | None) -> None:
     """Settle the environment that the engine reads. Raises: StoreUnusable where features would not outlive it."""
-    from vllm_mmcache.settings import load_settings
+    from vllm_mmcache.base.settings import load_settings
 
     if place is not None:
         os.environ[STORE] = str(place.expanduser().absolute())
@@ -131,7 +131,7 @@ def fill(paths: Sequence[Path], model: str, arguments: Sequence[str], batch: int
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_mmcache.features.scheduler import connector_of
+    from vllm_mmcache.components.features.engine.hooks import connector_of
     from vllm_mmcache.metrics import counters
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="mmcache store warm PICTURES --"))

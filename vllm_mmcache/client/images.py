@@ -2,7 +2,7 @@
 """The images of one chat request: their content names, and the request's body with or without their bytes. Pure.
 
 The body is cut at its base64 texts and only the rest is parsed; the texts are decoded, since names are those of files
-(identity/content_name.py).
+(content/content_name.py).
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 
 import pybase64
 
-from vllm_mmcache.identity.content_name import name_of
-from vllm_mmcache.lifted_bodies.scan import find_texts, is_string, replace_spans
+from vllm_mmcache.content.base64_scan import find_texts, is_string, replace_spans
+from vllm_mmcache.content.content_name import name_of
 
 _MIN_TEXT_BYTES = 1024  # a shorter image is sent each time
 

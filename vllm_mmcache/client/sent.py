@@ -6,7 +6,7 @@ A hint only: the server may have forgotten, and says so. Ids and digests are kep
 
 from collections.abc import Iterable
 
-from vllm_mmcache.bounded import Bounded, Budget
+from vllm_mmcache.base.lru import Bounded, Budget
 
 ENTRY_BYTES = 512  # an id, a digest of 32 bytes, their tuple and the table's slot
 

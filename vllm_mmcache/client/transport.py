@@ -12,10 +12,10 @@ from typing import Any, Self
 
 from blake3 import blake3
 
-from vllm_mmcache import extras
+from vllm_mmcache.base import extras
+from vllm_mmcache.base.errors import EnvironmentProblem
 from vllm_mmcache.client.images import Images, find_images
 from vllm_mmcache.client.sent import Sent
-from vllm_mmcache.errors import EnvironmentProblem
 
 PATH_END = "/chat/completions"  # vLLM takes ids in image parts of other endpoints too, but no openai client sends them
 REFUSALS = frozenset({400, 500})  # 400: an unknown id; 500: a server that did not expect an image without bytes

@@ -7,8 +7,8 @@ this can't cure.
 
 import sys
 
+from vllm_mmcache.base.errors import MMCacheError
 from vllm_mmcache.environment import repair
-from vllm_mmcache.errors import MMCacheError
 
 
 def main() -> int:

@@ -12,8 +12,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
+from vllm_mmcache.base.versions import installed
 from vllm_mmcache.environment.hook import installed_version
-from vllm_mmcache.upstream import installed
 
 CHECKED = ("torchvision", "torchaudio", "torchcodec")
 CHECK_TIMEOUT_S = 120

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from vllm_mmcache.base.errors import EnvironmentProblem
+from vllm_mmcache.base.versions import installed
 from vllm_mmcache.environment import hook
 from vllm_mmcache.environment.checks import CHECKED, Problem, diagnose, has_cpu_torch, missing_library
-from vllm_mmcache.errors import EnvironmentProblem
-from vllm_mmcache.upstream import installed
 
 HOOK_NAME = "_mmcache_torchvision_hook"
 # Python prints a traceback for each line of a .pth file that raises, so a missing hook must stay silent.

@@ -2,5 +2,5 @@
 """What the components count, and how it reaches vLLM's /metrics.
 
 `counters` are shown by the API server, `transport` holds what engine and worker have counted until
-`observe/carrier.py` takes it along; `sizes` are those of the tables. Imports no vLLM.
+`metrics/hooks.py` takes it along; `sizes` are those of the tables. Imports no vLLM.
 """

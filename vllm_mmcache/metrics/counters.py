@@ -241,7 +241,7 @@ RECORD_COUNTERS = {
 RECORD_DISK_BYTES = Gauge("record_disk_bytes", "Bytes in use of the records' file.", "mostrecent")
 RECORD_DISK_BUDGET_BYTES = Gauge("record_disk_budget_bytes", "Bytes that the records' file may use.", "mostrecent")
 
-# With the setting observe. The values are those of observe/schema.py, so there are few.
+# With the setting observe. The values are those of components/observe/record/schema.py, so there are few.
 PROMPT_TOKENS = LabelledCounter(
     "prompt_tokens",
     "Prompt tokens by outcome (reused, computed) and by the reason for computing.",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker or an engine has counted, until `observe/carrier.py` takes it on its way to the API server.
+"""What a worker or an engine has counted, until `metrics/hooks.py` takes it on its way to the API server.
 
 Imports no vLLM. Any thread.
 """
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_mmcache import rooms
+from vllm_mmcache.base import status
 
 _counted: dict[str, float] = {}  # counted here or received from a worker, and not yet taken further
 _feature_sources: dict[str, str] = {}  # identifier -> where its features came from, until the scheduler asks
@@ -39,7 +39,7 @@ def take_feature_source(identifier: str) -> str:
 
 def take_worker_news() -> tuple[dict[str, float], dict[str, str]] | None:
     """All that a worker has counted and noted since the last call; None where nothing happened, or metrics is off."""
-    if not (_counted or _feature_sources) or not rooms.is_on("metrics"):
+    if not (_counted or _feature_sources) or not status.is_on("metrics"):
         return None
     with _lock:
         news = dict(_counted), dict(_feature_sources)
@@ -59,7 +59,7 @@ def receive_worker_news(news: Sequence[dict[str, Any]]) -> None:
 
 def take_engine_counts() -> dict[str, float]:
     """By name, what was counted since the last call."""
-    if not rooms.is_on("metrics"):
+    if not status.is_on("metrics"):
         return {}
     with _lock:
         counts = {name: float(amount) for name, amount in _counted.items()}

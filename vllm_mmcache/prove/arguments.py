@@ -5,7 +5,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_mmcache.errors import EnvironmentProblem
+from vllm_mmcache.base.errors import EnvironmentProblem
 
 # What is said of a model's weights and of the room that it has; a zoo model has its own.
 _THE_ZOOS = (

@@ -16,13 +16,13 @@ from prometheus_client import REGISTRY
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from vllm_mmcache.lifecycle import activation, report, user_proofs
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS, why_unproven
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove import load, scenarios, workers, workloads
 from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import Inexact, assert_detects, assert_exact
 from vllm_mmcache.prove.scenarios import filler, one, picture, user
-from vllm_mmcache.upstream import proofs, report, start
-from vllm_mmcache.upstream.proven import ENGINE_ROOMS, why_unproven
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 
@@ -89,8 +89,8 @@ def engine_of(rig: Rig) -> dict[str, Any]:
 
 def place_of(rig: Rig) -> dict[str, Any]:
     """What a proof of this item is tied to, which rooms are on there without one, and what its model has a use for."""
-    place = proofs.Place.of(rig.vllm_config)
-    engine = start.engine_here(rig.vllm_config)
+    place = user_proofs.Place.of(rig.vllm_config)
+    engine = activation.engine_here(rig.vllm_config)
     uses = {
         "image_spans": rig.images_attend_both_ways,
         "resumed_images": place.runner == 1 and not rig.vllm_config.model_config.is_hybrid,

@@ -24,7 +24,7 @@ from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
-from vllm_mmcache import tools
+from vllm_mmcache.base import distributions
 from vllm_mmcache.prove.oracle import Oracle
 
 NUM_LOGPROBS = 10  # of each step that are compared; the vocabulary has about 1000
@@ -34,7 +34,7 @@ Message = dict[str, Any]  # content: str, or parts {"type": "text"|"image", "tex
 
 def zoo() -> Any:
     """The zoo; a model of the user's own does without. Raises: EnvironmentProblem where it is not installed."""
-    return tools.load(tools.ZOO, "an engine on a model of the zoo")
+    return distributions.load(distributions.ZOO, "an engine on a model of the zoo")
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class Rig:
     @property
     def features(self) -> Any:
         """The feature store beside the engine's scheduler; None on stock, and where features are not kept."""
-        from vllm_mmcache.features.scheduler import connector_of
+        from vllm_mmcache.components.features.engine.hooks import connector_of
 
         return connector_of(self.scheduler)
 

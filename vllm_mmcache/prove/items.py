@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_mmcache.upstream.proven import ENGINE_ROOMS
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
 
 FIRST_FAMILIES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "gemma3")  # the zoo's, which need not be installed
 # The families on which a room does something; together with the others it is on for every family.

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_mmcache import tools
-from vllm_mmcache.errors import EnvironmentProblem
+from vllm_mmcache.base import distributions
+from vllm_mmcache.base.errors import EnvironmentProblem
 
 ERROR = "mmcache prove: "  # what a line begins with that is for the user
 
@@ -54,7 +54,7 @@ def look(model: str, own: bool, arguments: Sequence[str]) -> Seen:
 
 def families_of(architecture: str) -> list[str]:
     """The zoo's families of an architecture. Raises: EnvironmentProblem where the zoo is not installed."""
-    zoo = tools.load(tools.ZOO, "a check on the zoo's models")
+    zoo = distributions.load(distributions.ZOO, "a check on the zoo's models")
     return [family for family in zoo.FAMILIES if zoo.architecture_of(family) == architecture]
 
 
@@ -62,11 +62,11 @@ def see(model: str, own: bool, arguments: Sequence[str]) -> Seen:
     """In the process of its own. Raises: EnvironmentProblem."""
     from vllm.platforms import current_platform
 
+    from vllm_mmcache.base.versions import vllm_version
+    from vllm_mmcache.hooking.hooks import TESTED_VLLM, version_supported
+    from vllm_mmcache.lifecycle.activation import platform_name
     from vllm_mmcache.prove.arguments import given, taken
     from vllm_mmcache.prove.items import UNTESTED
-    from vllm_mmcache.upstream import vllm_version
-    from vllm_mmcache.upstream.hooks import TESTED_VLLM, version_supported
-    from vllm_mmcache.upstream.start import platform_name
 
     version = vllm_version()
     if not version_supported(version, TESTED_VLLM) and os.environ.get(UNTESTED) != "1":
@@ -101,7 +101,7 @@ def architecture_in(model: str, found: dict[str, Any]) -> str:
             config, _ = PretrainedConfig.get_config_dict(model, revision=found.get("revision"))
         return str(config["architectures"][0])
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        families = tools.load(tools.ZOO, "").BY_NAME if tools.are_here() else ()
+        families = distributions.load(distributions.ZOO, "").BY_NAME if distributions.are_here() else ()
         also = f"; {model} is a family of the zoo: mmcache prove --families {model}" if model in families else ""
         why = " ".join(str(error).split())[:200]
         raise EnvironmentProblem(

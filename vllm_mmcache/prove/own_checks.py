@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
 from vllm_mmcache.prove import own
 from vllm_mmcache.prove.checks import (
     USES,
@@ -27,7 +28,6 @@ from vllm_mmcache.prove.checks import (
 from vllm_mmcache.prove.engines import Answer, EnginePool, Message, Rig
 from vllm_mmcache.prove.expect import Inexact, assert_equals_answer, tolerance_of
 from vllm_mmcache.prove.scenarios import one, picture, user
-from vllm_mmcache.upstream.proven import ENGINE_ROOMS
 
 
 def check(

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_mmcache.lifecycle import user_proofs
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
+from vllm_mmcache.lifecycle.user_proofs import Place
 from vllm_mmcache.prove.items import RESULT, Item
 from vllm_mmcache.prove.runs import Runs
-from vllm_mmcache.upstream import proofs
-from vllm_mmcache.upstream.proofs import Place
-from vllm_mmcache.upstream.proven import ENGINE_ROOMS
 
 PROVEN, FAILED, NOT_CHECKED = "proven", "failed", "not checked"
 
@@ -103,7 +103,7 @@ def keep(runs: Runs, verdict: Verdict) -> None:
     """Write what is proven, and take back what failed."""
     passed, failed = verdict.of(PROVEN), verdict.of(FAILED)
     if verdict.place is not None and (passed or failed):
-        proofs.add(verdict.place, passed, verdict.how, runs.how.arguments, failed)
+        user_proofs.add(verdict.place, passed, verdict.how, runs.how.arguments, failed)
 
 
 def ordered(rooms: Iterable[str]) -> tuple[str, ...]:

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mmcache_tools.harness.server import CPU_ARGS, serve
+from mmcache_tools.zoo import build_cached
 
 from tests.identity.attacks.attacks import ATTACKS, tenants
 from tests.identity.attacks.target import MODEL, MODES, Target, fresh, png
 from tests.sizes import larger
-from vllm_mmcache.demo.server import CPU_ARGS, serve
-from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine
 

@@ -22,13 +22,13 @@ from urllib.parse import quote
 
 import httpx
 import pytest
+from mmcache_tools.harness.server import CPU_ARGS, Server, free_port, living, serve
+from mmcache_tools.zoo import build_cached
 
 from tests.cli.test_commands import mmcache
 from tests.features.conftest import server_binary
 from tests.identity.attacks.target import MODEL, Target, fresh, png, url_of
 from tests.sizes import larger
-from vllm_mmcache.demo.server import CPU_ARGS, Server, free_port, living, serve
-from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine
 
@@ -319,8 +319,8 @@ def other_programs(rig: Rig) -> dict[str, bytes]:
     code = (
         "import logging; logging.basicConfig(level=0)\n"
         "from vllm_mmcache import settings\n"
-        "from vllm_mmcache.features.store import open_tiers\n"
-        "from vllm_mmcache.records.records import Records\n"
+        "from vllm_mmcache.components.features.engine.store import open_tiers\n"
+        "from vllm_mmcache.storage.records.records import Records\n"
         "from tests.features.packages import load\n"
         "chosen = settings.current(); print(chosen, settings.carried(chosen).keys())\n"
         "Records.of(chosen).get(bytes(32)); [load(tier, 0) for tier in open_tiers(chosen)]; 1 / 0"

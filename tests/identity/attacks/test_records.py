@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from vllm_mmcache.observe import wire
-from vllm_mmcache.observe.asked import UNKNOWN, Asked
-from vllm_mmcache.observe.causes import Lookup, Prompt, explain
-from vllm_mmcache.observe.digests import salt_class
-from vllm_mmcache.observe.engine import Seen, _nearest
-from vllm_mmcache.observe.history import Entry, History
-from vllm_mmcache.observe.recorder import Recorder
-from vllm_mmcache.observe.schema import Reason, to_json
+from vllm_mmcache.components.observe.hooks_engine import Seen, _nearest
+from vllm_mmcache.components.observe.record import wire
+from vllm_mmcache.components.observe.record.asked import UNKNOWN, Asked
+from vllm_mmcache.components.observe.record.causes import Lookup, Prompt, explain
+from vllm_mmcache.components.observe.record.digests import salt_class
+from vllm_mmcache.components.observe.record.history import Entry, History
+from vllm_mmcache.components.observe.record.recorder import Recorder
+from vllm_mmcache.components.observe.record.schema import Reason, to_json
 
 BLOCK = 16
 VICTIM, ATTACKER = "the victim's salt", "the attacker's salt"
@@ -165,7 +165,7 @@ def test_an_answer_is_known_again_under_its_salt_alone() -> None:
     recorder = Recorder()
     recorder.note_answer(salt_class(VICTIM), "The code is 4711.")
     recorder.read_notes()
-    from vllm_mmcache.observe.recorder import message_digest
+    from vllm_mmcache.components.observe.record.recorder import message_digest
 
     digest = message_digest("assistant", "The code is 4711.")
     known = {
@@ -187,8 +187,8 @@ def test_a_salt_is_compared_whole() -> None:
 
 def test_what_is_shown_is_keyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the admin key, so that all API servers show one thing alike; without one, by this process."""
-    from vllm_mmcache import settings
-    from vllm_mmcache.observe.digests import shown
+    from vllm_mmcache.base import settings
+    from vllm_mmcache.components.observe.record.digests import shown
 
     def told(key: str | None) -> str:
         monkeypatch.setattr(settings, "_current", settings.Settings(admin_key=key))

@@ -10,16 +10,16 @@ import time
 from typing import Any
 
 import pytest
+from mmcache_tools.zoo import FAMILIES
 from transformers import Gemma3Config, Gemma4Config, PaliGemmaConfig
 
 from tests.image_spans.admission.arrivals import Engine, limited
 from tests.sizes import larger
-from vllm_mmcache.errors import UnschedulableImage
-from vllm_mmcache.image_spans.admission import requests, waiting
+from vllm_mmcache.base.errors import UnschedulableImage
+from vllm_mmcache.components.image_spans import hooks_api, waiting
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import TOLERANCE, assert_exact
 from vllm_mmcache.prove.scenarios import filler, picture, user
-from vllm_mmcache.zoo import FAMILIES
 
 pytestmark = pytest.mark.engine
 
@@ -79,7 +79,7 @@ def test_without_the_check_all_wait(
     """Negative control: what is refused above would wait, and the text behind it, too, as all seats are taken."""
     rig = pool.get(config)
     span = longest_span(rig)
-    monkeypatch.setattr(requests, "why_never", lambda *_: "")
+    monkeypatch.setattr(hooks_api, "why_never", lambda *_: "")
     with limited(rig, **{setting: span - 1}) as engine:
         ones = [engine.put(question) for question in (IMAGE, OTHER, IMAGE, OTHER, TEXT)]
         engine.until_done(ones, HANG_S)
@@ -95,7 +95,7 @@ def test_what_came_past_the_check_is_ended(
     """As from a front end without the plugin: the engine ends the request with an error, and lives."""
     rig = pool.get(config)
     span = longest_span(rig)
-    monkeypatch.setattr(requests, "_refuse", lambda *_: None)
+    monkeypatch.setattr(hooks_api, "_refuse", lambda *_: None)
     with limited(rig, max_num_scheduled_tokens=span - 1) as engine:
         ones = [engine.put(IMAGE), engine.put(OTHER), engine.put(TEXT)]
         engine.until_done(ones, LIMIT_S)
@@ -156,9 +156,9 @@ def test_without_turns_it_waits_for_all_to_end(
 
 def test_models_whose_images_all_have_one_length() -> None:
     vision = {"image_size": 224, "patch_size": 14}
-    assert requests.fixed_span(PaliGemmaConfig(vision_config=vision)) == 256
-    assert requests.fixed_span(Gemma3Config(mm_tokens_per_image=49)) == 49
-    assert requests.fixed_span(Gemma4Config()) == 0
+    assert hooks_api.fixed_span(PaliGemmaConfig(vision_config=vision)) == 256
+    assert hooks_api.fixed_span(Gemma3Config(mm_tokens_per_image=49)) == 49
+    assert hooks_api.fixed_span(Gemma4Config()) == 0
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

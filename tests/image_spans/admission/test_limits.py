@@ -3,8 +3,8 @@
 
 import pytest
 
-from vllm_mmcache.image_spans.admission.limits import Item, Limit, Limits, why_never
-from vllm_mmcache.image_spans.admission.waiting import FIRST_PATIENCE, LAST_PATIENCE, Waiting
+from vllm_mmcache.components.image_spans.limits import Item, Limit, Limits, why_never
+from vllm_mmcache.components.image_spans.waiting import FIRST_PATIENCE, LAST_PATIENCE, Waiting
 
 IMAGES = [Item(8, 68, 64, "a"), Item(75, 68, 64, "b")]  # the second range begins on the last token of the first
 SPANS = [(10, 73), (77, 140)]

@@ -13,14 +13,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from mmcache_tools.harness.server import CPU_ARGS, serve
+from mmcache_tools.zoo import BY_NAME, build_cached
 from openai import OpenAI
 
 from tests.lazy_media import files
 from tests.lifted_bodies.test_server import encoded, image_url
-from vllm_mmcache.demo.server import CPU_ARGS, serve
-from vllm_mmcache.errors import EnvironmentProblem
+from vllm_mmcache.base.errors import EnvironmentProblem
 from vllm_mmcache.prove.pictures import ellipses
-from vllm_mmcache.zoo import BY_NAME, build_cached
 
 pytestmark = pytest.mark.engine
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
-from vllm_mmcache.image_spans.attention import backend
+from vllm_mmcache.components.image_spans import vllm_backend
 
 
 def gather_pages(
@@ -87,11 +87,11 @@ class Rows:
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, steps that are cut at their images are computed in this form, and no wider window again."""
-    build, forward = backend.ImageSpanMetadataBuilder.build, backend.ImageSpanImpl.forward
+    build, forward = vllm_backend.ImageSpanMetadataBuilder.build, vllm_backend.ImageSpanImpl.forward
 
     def build_rows(self: Any, common_prefix_len: int, step: Any, fast_build: bool = False) -> Any:
         metadata = build(self, common_prefix_len, step, fast_build)
-        if isinstance(metadata, backend.ImageSpanMetadata):
+        if isinstance(metadata, vllm_backend.ImageSpanMetadata):
             ends, rows = step.seq_lens.tolist(), step.query_start_loc.tolist()
             starts = [end - (rows[i + 1] - rows[i]) for i, end in enumerate(ends)]
             vars(metadata)["rows"] = Rows(rows, starts, ends, step.mm_req_doc_ranges, step.block_table_tensor)
@@ -114,8 +114,8 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         compute_rows(self, layer, query, kv_cache, rows, output)
         return output
 
-    monkeypatch.setattr(backend.ImageSpanMetadataBuilder, "build", build_rows)
-    monkeypatch.setattr(backend.ImageSpanImpl, "forward", compute)
+    monkeypatch.setattr(vllm_backend.ImageSpanMetadataBuilder, "build", build_rows)
+    monkeypatch.setattr(vllm_backend.ImageSpanImpl, "forward", compute)
 
 
 def compute_rows(

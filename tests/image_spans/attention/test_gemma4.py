@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.zoo import BY_NAME, ZooOptions, build_cached
 from packaging.version import Version
 
 from tests.engine_configuration import CHOSEN
 from tests.exactness.measure import judge
 from tests.image_spans.attention import reference
-from vllm_mmcache import settings
+from vllm_mmcache.base import settings
+from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import TOLERANCE, Inexact, assert_exact
 from vllm_mmcache.prove.scenarios import filler, picture, user
-from vllm_mmcache.upstream import vllm_version
-from vllm_mmcache.zoo import BY_NAME, ZooOptions, build_cached
 
 pytestmark = pytest.mark.engine
 

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from mmcache_tools.zoo import ZooOptions, build_cached
 
 from tests.sizes import larger
-from vllm_mmcache.zoo import ZooOptions, build_cached
 
 pytestmark = pytest.mark.engine
 
@@ -43,7 +43,7 @@ def start(model: Path, before: str = "", more: str = "", **environment: str) -> 
 def test_stock_backend_is_refused(tmp_path: Path) -> None:
     model = build_cached("gemma3", tmp_path)
     stock = (
-        "from vllm_mmcache.image_spans.attention.backend import ImageSpanBackend\n"
+        "from vllm_mmcache.components.image_spans.vllm_backend import ImageSpanBackend\n"
         "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend\n"
         "ImageSpanBackend.supports_mm_prefix = CPUAttentionBackend.supports_mm_prefix"
     )

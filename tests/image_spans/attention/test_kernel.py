@@ -14,8 +14,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from tests.image_spans.attention import reference
-from vllm_mmcache.image_spans.attention.backend import rewrite
-from vllm_mmcache.image_spans.attention.spans import cut_step, wider
+from vllm_mmcache.components.image_spans.attention_spans import cut_step, wider
+from vllm_mmcache.components.image_spans.vllm_backend import rewrite
 
 HEADS, KV_HEADS = 4, 2
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}

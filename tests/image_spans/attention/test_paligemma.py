@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmcache_tools.zoo import build_cached
 from vllm import SamplingParams
 
 from tests.engine_configuration import CHOSEN
-from vllm_mmcache import settings
+from vllm_mmcache.base import settings
 from vllm_mmcache.prove.engines import NUM_LOGPROBS, EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import TOLERANCE
 from vllm_mmcache.prove.scenarios import filler, picture
-from vllm_mmcache.zoo import build_cached
 
 pytestmark = pytest.mark.engine
 

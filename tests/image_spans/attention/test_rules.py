@@ -13,10 +13,10 @@ from transformers import AutoConfig
 
 from tests.image_spans.attention.reference import allowed
 from tests.image_spans.attention.test_spans import Span, layouts
-from vllm_mmcache import settings
-from vllm_mmcache.errors import CausalImages
-from vllm_mmcache.image_spans import rules
-from vllm_mmcache.image_spans.attention.guard import check_model
+from vllm_mmcache.base import settings
+from vllm_mmcache.base.errors import CausalImages
+from vllm_mmcache.components.image_spans import rules
+from vllm_mmcache.components.image_spans.hooks_worker import check_model
 
 KINDS = ("full_attention", "sliding_attention")
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.image_spans.attention.reference import allowed
-from vllm_mmcache.image_spans.attention.spans import Piece, cut, cut_step, wider
+from vllm_mmcache.components.image_spans.attention_spans import Piece, cut, cut_step, wider
 
 Span = tuple[int, int]
 

@@ -16,12 +16,12 @@ from packaging.version import Version
 
 from tests.exactness.measure import judge
 from tests.image_spans.attention.triton_backend import ARGUMENTS, granted
-from vllm_mmcache.image_spans import scheduler
+from vllm_mmcache.base.versions import vllm_version
+from vllm_mmcache.components.image_spans import hooks_engine
 from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import Inexact, assert_exact
 from vllm_mmcache.prove.load import counted
 from vllm_mmcache.prove.scenarios import filler, picture, user
-from vllm_mmcache.upstream import vllm_version
 
 pytestmark = [pytest.mark.engine, pytest.mark.interpreter]
 
@@ -71,7 +71,7 @@ def test_vllm_alone_splits_images_and_is_wrong(
 ) -> None:
     """Negative control: what is left is vLLM's own --disable-chunked-mm-input."""
     rig = engine(config)
-    monkeypatch.setattr(scheduler, "whole_spans", lambda start, num_new_tokens, spans: num_new_tokens)
+    monkeypatch.setattr(hooks_engine, "whole_spans", lambda start, num_new_tokens, spans: num_new_tokens)
     with counted(rig) as counts:
         answers = three_at_once(rig)
     assert counts["split"] > 0

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mmcache_tools.harness import videos
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
@@ -22,17 +23,19 @@ from vllm.multimodal.parse import MultiModalDataParser
 from vllm.renderers.hf import HfRenderer
 
 from tests.lazy_media.test_loader import room
-from vllm_mmcache import records, rooms, settings, tenant
-from vllm_mmcache.lazy_media.origin import load
-from vllm_mmcache.lazy_media.records import RECORDS
-from vllm_mmcache.lazy_media.video import loader
-from vllm_mmcache.lazy_media.video.record import MAX_METADATA_BYTES, VIDEOS, record_of
-from vllm_mmcache.lazy_media.video.recorded import RecordedVideo
+from vllm_mmcache.base import settings, status
+from vllm_mmcache.base.versions import vllm_version
+from vllm_mmcache.components.lazy_media.media_info import RECORDS
+from vllm_mmcache.components.lazy_media.video import hooks as loader
+from vllm_mmcache.components.lazy_media.video.video_info import MAX_METADATA_BYTES, VIDEOS, record_of
+from vllm_mmcache.components.lazy_media.video.vllm_video import RecordedVideo
+from vllm_mmcache.components.lazy_media.vllm_source import load
+from vllm_mmcache.content import tenant
+from vllm_mmcache.hooking import hooks
+from vllm_mmcache.hooking.subclasses import RendererMixin, derived
+from vllm_mmcache.lifecycle.ledger import groups
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.prove import videos
-from vllm_mmcache.upstream import hooks, vllm_version
-from vllm_mmcache.upstream.ledger import groups
-from vllm_mmcache.upstream.subclasses import RendererMixin, derived
+from vllm_mmcache.storage import records
 
 FRAMES = videos.frames("a video", 12)
 FILE = videos.mp4(FRAMES)
@@ -307,7 +310,7 @@ def test_videos_are_known_to_their_tenant_alone() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_switched_off_by_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rooms._is_on, "lazy_media", False)
+    monkeypatch.setitem(status._is_on, "lazy_media", False)
     for way in (*by_bytes(FILE), lambda loader: loader.load_base64("video/jpeg", TEXT)):
         assert not isinstance(way(video_io({})), RecordedVideo)
     assert not len(VIDEOS)

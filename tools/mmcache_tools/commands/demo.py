@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mmcache demo`: one conversation about pictures, on stock vLLM and with the plugin, compared with cold runs.
+
+Runs the client; the servers are processes of their own, one after the other. What it does is in
+vllm_mmcache/demo.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command()(demo)
+
+
+def demo(
+    directory: Annotated[Path, typer.Option("--dir", help="where the tiny model and the server logs are kept")] = Path(
+        ".artifacts"
+    ),
+    family: Annotated[str, typer.Option(help="one of `mmcache zoo ls`; all but seeing get photographs")] = "seeing",
+    turns: Annotated[int, typer.Option(min=1, max=12, help="how many turns of the conversation")] = 12,
+) -> None:
+    """Hold one conversation with stock vLLM and with the plugin, and check every answer against a cold run."""
+    from mmcache_tools.demo.run import run
+
+    raise typer.Exit(run(directory.expanduser(), family, turns))

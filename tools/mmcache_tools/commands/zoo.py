@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mmcache zoo ls` and `mmcache zoo build FAMILY DIR`: the tiny models to try mmcache with.
+
+Listing is free; building loads torch and Transformers (a few seconds) and writes one directory.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+zoo_app = typer.Typer(help="Tiny seeded models of the real architectures.", no_args_is_help=True)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.add_typer(zoo_app, name="zoo")
+
+
+@zoo_app.command("ls")
+def ls() -> None:
+    """List the families that can be built."""
+    from mmcache_tools.zoo import FAMILIES, TRAINED
+
+    for name in sorted(FAMILIES + TRAINED):
+        print(name)
+
+
+@zoo_app.command("build")
+def build(
+    family: Annotated[str, typer.Argument(help="one of `mmcache zoo ls`")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="made if missing; its files are overwritten")],
+    seed: Annotated[int, typer.Option(help="seed of the random weights; seeing has none")] = 0,
+) -> None:
+    """Build one tiny model into DIR."""
+    from mmcache_tools import zoo
+
+    print(zoo.build(family, directory.expanduser(), seed))

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rooms are on in this process, and why the others are not: the one answer, which every wrapper asks for.
+
+A room is a group of the ledger that has a setting of its name. A process plays one role or several: it makes the
+configuration and talks to clients (api, or the offline program), it schedules (engine), it runs the model (worker).
+lifecycle/activation.py decides for a role when the process takes it on; what a room finds out later, when the model is
+loaded, and what the ranks agree on, is put over that. Imports no vLLM.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm_mmcache.base import settings
+
+Role = Literal["api", "engine", "worker"]
+ROLES: tuple[Role, ...] = ("api", "engine", "worker")
+"""In the order in which one process takes them on."""
+
+
+@dataclass(frozen=True)
+class State:
+    """on: in force. unneeded: nothing to do here, or vLLM does it itself. off: neither. mixed: not the same everywhere.
+
+    `mixed` is said only of several processes together.
+    """
+
+    state: Literal["on", "off", "unneeded", "mixed"]
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.reason}" if self.reason else self.state
+
+
+ON = State("on")
+
+_states: dict[Role, dict[str, State]] = {}
+_is_on: dict[str, bool] = {}  # of _states, for the wrappers; replaced whole, since other threads read it meanwhile
+
+
+def is_on(room: str) -> bool:
+    """Whether a room is in force in all roles of this process; before a decision, whether it is wanted."""
+    found = _is_on.get(room)
+    if found is not None:
+        return found
+    wanted = getattr(settings.current(), room)
+    return wanted is not False
+
+
+def begin(role: Role) -> None:
+    """The process takes a role on, perhaps anew, for another engine: what was said of it, and of those after, ends."""
+    for ended in ROLES[ROLES.index(role) :]:
+        _states.pop(ended, None)
+    _states[role] = {}
+    _refresh()
+
+
+def put(role: Role, room: str, state: State) -> None:
+    """Say what a room is in a role. Where the process does not have it, nobody asks."""
+    if role in _states:
+        _states[role][room] = state
+        _refresh()
+
+
+def of(role: Role) -> Mapping[str, State]:
+    """What the rooms are that have a part in a role; empty where the process does not have it."""
+    return _states.get(role, {})
+
+
+def roles() -> tuple[Role, ...]:
+    """The roles of this process."""
+    return tuple(role for role in ROLES if role in _states)
+
+
+def process_name() -> Role:
+    """The first of this process's roles: what made it, not what it is called. api before it has any."""
+    return next(iter(roles()), "api")
+
+
+Places = Iterable[tuple[str, State]]
+"""The name of a place, such as "worker 1 of engine 0", and what a room is there."""
+
+
+def why_off(found: Places) -> str:
+    """The reasons of the places where a room is off, with the places where it is not so in all; empty if in none."""
+    places = list(found)
+    off = [(place, one.reason) for place, one in places if one.state == "off"]
+    reasons = dict.fromkeys(reason for _, reason in off)
+    if len(reasons) == 1 and len(off) == len(places):
+        return next(iter(reasons))
+    return "; ".join(f"{reason} ({', '.join(p for p, r in off if r == reason)})" for reason in reasons)
+
+
+def combine(found: Places) -> State:
+    """What a room is in several places together: off or unneeded where it is on in none, mixed where off in some."""
+    places = list(found)
+    on = [place for place, one in places if one.state == "on"]
+    if reason := why_off(places):
+        return State("mixed", f"on in {', '.join(on)}; off: {reason}") if on else State("off", reason)
+    if on:
+        return ON
+    if not places:
+        return State("off", "no process has said what it is")
+    return State("unneeded", "; ".join(dict.fromkeys(one.reason for _, one in places)))
+
+
+def _refresh() -> None:
+    global _is_on
+    found: dict[str, bool] = {}
+    for states in _states.values():
+        for room, state in states.items():
+            found[room] = found.get(room, True) and state.state == "on"
+    _is_on = found
+
+
+def _forget() -> None:
+    _states.clear()
+    _refresh()
+
+
+os.register_at_fork(after_in_child=_forget)  # a forked engine is not the API server that it was

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few daemon threads that read for others, and a queue that is bounded: a tier that hangs takes these and no more.
+
+concurrent.futures won't do: its threads are joined when the interpreter ends, which one that hangs never lets happen.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from vllm_mmcache.base import background
+
+logger = logging.getLogger("vllm.mmcache")
+
+STUCK_S = 10.0
+"""A job that runs for longer may never end. Where all threads have one, no more are taken."""
+
+
+class Threads:
+    """`count` threads, started when they are first needed; up to `most_waiting` jobs wait for them. Any thread.
+
+    stuck_s: seconds after which a job counts as one that may never end.
+    """
+
+    def __init__(self, name: str, count: int, most_waiting: int = 1024, stuck_s: float = STUCK_S) -> None:
+        self._name = name
+        self._count = count
+        self._most_waiting = most_waiting
+        self._stuck_s = stuck_s
+        self._changed = threading.Condition()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._since: dict[int, float] = {}  # thread number -> when its job began
+        self._num_started = 0
+        self._closed = False
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Have a job done soon. Returns False, and forgets it, where too many wait, or no thread can take it."""
+        with self._changed:
+            if self._closed or len(self._jobs) >= self._most_waiting or self._are_stuck():
+                return False
+            if len(self._jobs) + len(self._since) >= self._num_started:
+                self._start()
+            if not self._num_started:
+                return False
+            self._jobs.append(job)
+            self._changed.notify()
+        return True
+
+    def close(self) -> None:
+        """Take no more jobs, forget those that wait, and let the threads end after what they do now."""
+        with self._changed:
+            self._closed = True
+            self._jobs.clear()
+            self._changed.notify_all()
+
+    def _start(self) -> None:
+        number = self._num_started
+        if number == self._count:
+            return
+        name = f"mmcache-{self._name}-{number}"
+        try:
+            threading.Thread(target=self._run, args=(number,), name=name, daemon=True).start()
+        except RuntimeError as error:  # a limit of the machine
+            logger.debug("mmcache: %s was not started: %s", name, error)
+            return
+        self._num_started += 1
+
+    def _are_stuck(self) -> bool:
+        now = time.monotonic()
+        return len(self._since) == self._count and all(now - since > self._stuck_s for since in self._since.values())
+
+    def _run(self, number: int) -> None:
+        background.step_back()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if self._closed:
+                    return
+                job = self._jobs.popleft()
+                self._since[number] = time.monotonic()
+            try:
+                job()
+            except Exception:  # a bug of ours must not end the thread
+                logger.exception("mmcache: a job of %s failed; serving goes on without it", self._name)
+            del job  # what it holds must not wait for the next one
+            with self._changed:
+                del self._since[number]

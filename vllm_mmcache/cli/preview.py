@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a start with MODEL and vLLM's arguments would give, for `mmcache doctor`.
+
+In a process of its own, which imports vLLM and lets it make the VllmConfig that `vllm serve` would make: no engine, no
+weights, and nothing replaced.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from vllm_mmcache.base.errors import EnvironmentProblem
+from vllm_mmcache.base.status import ON, State, combine
+from vllm_mmcache.cli import plugins
+from vllm_mmcache.lifecycle.config_rules import NO_PYTHON, has_rust_frontend
+
+
+def configuration(model: str, arguments: Sequence[str]) -> Any:
+    """The VllmConfig that vLLM itself makes for `vllm serve MODEL ARGUMENTS`.
+
+    Raises: EnvironmentProblem for arguments that vLLM does not take; whatever vLLM raises for a model or a value.
+    """
+    # vLLM loads general plugins to make one. We are to look, not to take part; the others may bring the model.
+    os.environ[plugins.VARIABLE] = ",".join(name for name in plugins.loaded() if name != plugins.NAME)
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import make_arg_parser  # where it comes from is another place in 0.33
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    parser.error = _refuse
+    given = parser.parse_args([model, *arguments])
+    given.model = given.model_tag or given.model
+    return AsyncEngineArgs.from_cli_args(given).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise EnvironmentProblem(f"vLLM says of these arguments: {message}")
+
+
+def sentence(error: Exception) -> str:
+    """What an error of vLLM says, without what stands around it."""
+    text = str(error)
+    if callable(listed := getattr(error, "errors", None)):  # of pydantic
+        first = listed()[0]
+        text = ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+
+
+def rooms(vllm_config: Any) -> dict[str, State]:
+    """What each room will be; of a whole deployment that is started from here. None: without a configuration."""
+    from vllm_mmcache.lifecycle import activation
+    from vllm_mmcache.lifecycle.ledger import parts
+
+    found = activation.foresee(vllm_config)
+    if not has_rust_frontend():
+        return found
+    behind = {**parts("engine"), **parts("worker")}
+    for room in parts("api"):
+        if found[room] == ON:
+            places = [("API server", State("off", NO_PYTHON)), *([("engine", ON)] if room in behind else [])]
+            found[room] = combine(places)
+    return found

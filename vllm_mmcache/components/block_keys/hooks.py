@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only file of this room that touches vLLM: hands the engine our block hasher in place of its own.
+
+Runs in the engine process when EngineCore is built. The choice is fixed then: switching midway would mix two key
+spaces. KV events are untouched: they carry the extra keys that vLLM's own generator returns.
+"""
+
+import inspect
+import logging
+from typing import Any
+
+from vllm.utils import hashing
+from vllm.v1.core import kv_cache_utils
+
+from vllm_mmcache.base import status
+from vllm_mmcache.base.status import State
+from vllm_mmcache.components.block_keys import CUMULATIVE, layout, layout_report
+from vllm_mmcache.components.block_keys.hasher import BlockHasher
+
+logger = logging.getLogger("vllm.mmcache")
+
+_DIGESTS = {"sha256": layout.sha256_digest, "xxhash": layout.xxhash_digest}
+_SIGNATURE = inspect.signature(kv_cache_utils.get_request_block_hasher)
+
+
+def make_block_hasher(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of get_request_block_hasher: our hasher where our layout applies, else the original's."""
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    function = bound.arguments["caching_hash_fn"]
+    name = function.__name__
+    if getattr(hashing, name, None) is not function:
+        name = "unknown"
+    layout_name, why = layout_report(
+        name,
+        enabled=status.is_on("block_keys"),
+        num_lookahead_tokens=bound.arguments.get("num_hash_lookahead_tokens", 0),
+    )
+    logger.info("mmcache block keys: %s layout (%s)", layout_name, why)
+    if layout_name != CUMULATIVE:
+        if status.is_on("block_keys"):
+            status.put("engine", "block_keys", State("off", why))
+        return wrapped(*args, **kwargs)
+    return BlockHasher(
+        bound.arguments["hash_block_size"],
+        _DIGESTS[name],
+        lambda: kv_cache_utils.NONE_HASH,
+        _prompt_embeds_digest,
+    )
+
+
+def _prompt_embeds_digest(request: Any, start: int, end: int) -> bytes:
+    ((_, embeds_digest),) = kv_cache_utils._gen_prompt_embeds_extra_hash_keys(request, start, end)
+    return bytes(embeds_digest)

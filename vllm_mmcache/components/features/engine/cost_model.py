@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a tier is worth asking: what loading from it has taken so far beside what the vision tower takes.
+
+On a GPU the tower makes an image's features in milliseconds, faster than many a disk or network gives them. So each
+tier is measured, and one that would be slower than the tower is left alone but for a load now and then, which shows
+when it has become faster. Engine process; no torch.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from enum import Enum
+
+import numpy as np
+
+from vllm_mmcache.components.features.counters import Counters
+
+NUM_BUCKETS = 32
+WEIGHT = 0.2  # of the newest measurement
+PROBE_EVERY_S = 30.0
+UNKNOWN_TOWER_S = 0.05
+"""How long a request is held back while nobody has timed the tower: about what a large one takes on a GPU."""
+
+
+class Ask(Enum):
+    """How to ask a tier for one package."""
+
+    WAIT = "wait"
+    """Ask it, and hold the request back until it has answered, within `Costs.patience`."""
+    PROBE = "probe"
+    """Ask it in the background, to measure it; the request goes on and the tower runs."""
+    SKIP = "skip"
+    """The tower is faster."""
+
+
+class Estimate:
+    """Seconds by size (tokens or bytes), learned from what was measured.
+
+    Shapes: values (32,) float64: seconds per unit for sizes from 2^n to 2^(n+1), 0 where unknown. Give an array that
+    lies in shared memory, and another process reads the estimate while this one adds to it: one value is written
+    whole. One writer; where there are several, a measurement can get lost, no more.
+    """
+
+    def __init__(self, values: np.ndarray | None = None) -> None:
+        self.values = np.zeros(NUM_BUCKETS) if values is None else values
+
+    def add(self, size: int, seconds: float) -> None:
+        """Learn that `size` units took `seconds`. What is not positive and finite tells nothing."""
+        if size <= 0 or not 0 < seconds < math.inf:
+            return
+        bucket, new = _bucket(size), seconds / size
+        old = float(self.values[bucket])
+        self.values[bucket] = old + WEIGHT * (new - old) if old > 0 else new
+
+    def seconds(self, size: int) -> float | None:
+        """What `size` units will take, by the known sizes nearest to it in proportion; None while none is known."""
+        if size <= 0:
+            return 0.0
+        bucket = _bucket(size)
+        known = [(abs(n - bucket), value) for n, value in enumerate(self.values.tolist()) if 0 < value < math.inf]
+        return min(known)[1] * size if known else None
+
+
+class Costs:
+    """Decides for each package how to ask a tier for it. Engine process: one thread asks, any thread tells `loaded`.
+
+    tower: seconds of the vision tower by tokens, None while unknown. patience_s: how long the operator lets a request
+    wait for its packages, None to go by the tower's time; where it is set, every tier is waited for. counters: those of
+    the tiers, which get the decisions, too.
+
+    The estimates are for one image. Several images of a request load at once and share the bandwidth, so each takes
+    longer, and the tower takes longer for all of them, too: the comparison holds about as well for one as for many.
+    """
+
+    def __init__(
+        self,
+        tower: Callable[[int], float | None],
+        patience_s: float | None,
+        counters: Iterable[Counters] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tower = tower
+        self._patience_s = patience_s
+        self._counters = {one.tier: one for one in counters}
+        self._clock = clock
+        self._loads: dict[str, Estimate] = {}
+        self._measured_at: dict[str, float] = {}  # by tier, when it was last measured, or is being measured
+
+    def loaded(self, tier: str, num_bytes: int, seconds: float) -> None:
+        """A package of `num_bytes` took `seconds` to load from a tier. Any thread."""
+        self._loads.setdefault(tier, Estimate()).add(num_bytes, seconds)
+        self._measured_at[tier] = self._clock()
+
+    def load_s(self, tier: str, num_bytes: int) -> float | None:
+        """Seconds to load `num_bytes` from a tier, as far as is known."""
+        return self._loads[tier].seconds(num_bytes) if tier in self._loads else None
+
+    def ask(self, tier: str, num_tokens: int, num_bytes: int, pixels_s: float = 0.0) -> Ask:
+        """How to ask a tier for the package of an image: `num_bytes`, or `num_tokens` in the tower. Counted.
+
+        pixels_s: what comes before the tower, where the image has no pixels yet; infinite where that is not known.
+        """
+        load_s, tower_s = self.load_s(tier, num_bytes), self._tower_s(num_tokens, pixels_s)
+        ask = Ask.WAIT
+        if load_s is not None and tower_s is not None:
+            if self._patience_s is None and load_s > tower_s:
+                ask = self._probe_or_skip(tier)
+            self._count(tier, not_asked=ask is Ask.SKIP, expected_load_s=load_s, expected_tower_s=tower_s)
+        return ask
+
+    def patience(self, num_tokens: int, pixels_s: float = 0.0) -> float:
+        """Seconds that a request may be held back for packages that the tower would make of `num_tokens` in all."""
+        if self._patience_s is not None:
+            return self._patience_s
+        tower_s = self._tower_s(num_tokens, pixels_s)
+        return UNKNOWN_TOWER_S if tower_s is None else tower_s
+
+    def _tower_s(self, num_tokens: int, pixels_s: float) -> float | None:
+        tower_s = self._tower(num_tokens)
+        return None if tower_s is None or pixels_s == math.inf else tower_s + pixels_s
+
+    def _probe_or_skip(self, tier: str) -> Ask:
+        now = self._clock()
+        if now - self._measured_at[tier] < PROBE_EVERY_S:
+            return Ask.SKIP
+        self._measured_at[tier] = now
+        return Ask.PROBE
+
+    def _count(self, tier: str, **amounts: float) -> None:
+        self._counters.setdefault(tier, Counters(tier)).add(**amounts)
+
+
+def _bucket(size: int) -> int:
+    return min(size.bit_length() - 1, NUM_BUCKETS - 1)

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store of an engine: features by identity in RAM, then on disk, then in Redis or Valkey. Engine process.
+
+RAM is the arena that the engine shares with its ranks, so what is found there is where they can copy it from. What
+lies further away is fetched into it by threads, begun before its request is scheduled; what the ranks put there is
+written further by threads. Nothing here waits for a tier, and nothing here raises because of one.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter
+
+from vllm_mmcache.base import background
+from vllm_mmcache.base.settings import Settings, store_in_use
+from vllm_mmcache.base.worker_threads import Threads
+from vllm_mmcache.components.features.arena import Arena
+from vllm_mmcache.components.features.engine.arena_cache import RamTier, Slot
+from vllm_mmcache.components.features.engine.cost_model import Ask, Costs
+from vllm_mmcache.components.features.identity import Identity
+from vllm_mmcache.components.features.lasting import LastingTier
+from vllm_mmcache.components.features.message import SEAL_BYTES
+from vllm_mmcache.components.features.package import Shape
+from vllm_mmcache.components.features.writer import EXIT_S, Writer
+from vllm_mmcache.metrics import table_sizes
+from vllm_mmcache.storage import encryption
+
+logger = logging.getLogger("vllm.mmcache")
+
+MOST_READERS = 4  # threads that read from one tier; of two on one core, each would keep the other from its locks
+RENEW_S = 3600.0  # what is used in RAM for so long is marked as used in the tiers below, too
+LONGEST_LOAD_S = 10.0  # a package that takes longer is given up, whoever waits for it
+# A header holds the identity as a whole; our own content ids have 64 characters.
+MAX_CONTENT_ID_CHARS = 16 * 1024
+
+
+@dataclass(eq=False)
+class Fetch:
+    """One image's features on their way into RAM. Written by one thread at a time; read by any."""
+
+    identity: Identity
+    shape: Shape
+    pixels_s: float = 0.0
+    """What the tower would have to wait for its pixels before it could run."""
+    is_done: bool = False
+    source: str = ""
+    """The tier that had them, once done; empty where none had."""
+    is_probe: bool = False
+    """Whether a tier is only asked to measure it."""
+    is_filled_by_rank: bool = False
+    """Whether its end is that of a rank's copy, whatever tiers find meanwhile."""
+    passed_over: list[str] = field(default_factory=list)
+    """Tiers that were not asked, since the tower is faster."""
+    begun: float = field(default_factory=monotonic)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it takes longer than anything that may still come."""
+        return not self.is_done and monotonic() - self.begun > LONGEST_LOAD_S
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether it may be worth holding a request back for it."""
+        return not (self.is_probe or self.hangs)
+
+
+class Store:
+    """Features by identity over the arena's RAM tier and the tiers below it, nearest first. Any thread."""
+
+    def __init__(self, arena: Arena, ram: RamTier, below: Sequence[LastingTier], costs: Costs) -> None:
+        self.ram = ram
+        self.below = tuple(below)
+        self.costs = costs
+        self._arena = arena
+        num_readers = background.half(MOST_READERS)
+        self._readers = {tier.name: Threads(f"read-{tier.name}", num_readers) for tier in below}
+        self._writers = {tier.name: Writer(tier, ram, arena.buffer) for tier in below}
+        # In time for the one that would let go of it first.
+        self._renew_s = min([RENEW_S, *(tier.ttl_s / 2 for tier in below if tier.ttl_s)])
+        table_sizes.of_engine("features_ram", ram.size)
+        for tier in below:
+            table_sizes.of_engine(f"features_{tier.name}", tier.size)
+            table_sizes.of_engine(f"waiting_for_{tier.name}", self._writers[tier.name].size)
+        self._fetches: dict[str, Fetch] = {}
+        self._changed = threading.Condition()
+
+    def fetch(self, identity: Identity, shape: Shape, pixels_s: float = 0.0) -> Fetch:
+        """Have features brought into RAM, if some tier has them; a fetch that is under way is joined. Never waits.
+
+        pixels_s: seconds that it would take to make the pixels that the tower lacks; infinite where that is not known.
+        """
+        with self._changed:
+            if (under_way := self._fetches.get(identity.key)) is not None:
+                return under_way
+            fetch = Fetch(identity, shape, pixels_s)
+            if self.ram.has(identity.key):
+                fetch.is_done, fetch.source = True, self.ram.name
+                return fetch
+            self._fetches[identity.key] = fetch
+        self._ask_from(fetch, 0)
+        return fetch
+
+    def wait(self, fetches: Iterable[Fetch], timeout_s: float) -> bool:
+        """Wait until all are done. Returns False after `timeout_s`."""
+        waited_for = list(fetches)
+        with self._changed:
+            return self._changed.wait_for(lambda: all(one.is_done for one in waited_for), timeout_s)
+
+    def find(self, identity: Identity, shape: Shape) -> Slot | None:
+        """The features in RAM, held for the caller until it calls `release`; handed to tiers that are owed them.
+
+        None where they are not there, or have another size.
+        """
+        slot = self.ram.find(identity.key)
+        if slot is not None and slot.num_bytes != shape.num_bytes + SEAL_BYTES:
+            self.ram.release(slot)
+            return None
+        if slot is not None:
+            if monotonic() - slot.said_s > self._renew_s:
+                slot.said_s = monotonic()
+                slot.owed.update(tier.name for tier in self.below)
+            for name in tuple(slot.owed):
+                self._writers[name].hand(identity, shape)
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        """The caller of `find` needs it no longer."""
+        self.ram.release(slot)
+
+    def reserve(self, identity: Identity, shape: Shape) -> Slot | None:
+        """Room that a rank will fill; then `keep` or `abandon` it. None where there is none, or it is being filled."""
+        with self._changed:
+            under_way = self._fetches.get(identity.key)
+            if under_way is not None and under_way.is_probe and not under_way.hangs:
+                return None  # the tower, which does not wait for it, would keep it from measuring
+            slot = self._reserve(identity, shape)
+            if slot is not None:  # whoever wants it meanwhile waits for the rank
+                self._fetches.setdefault(identity.key, Fetch(identity, shape)).is_filled_by_rank = True
+        return slot
+
+    def keep(self, slot: Slot, identity: Identity, shape: Shape) -> None:
+        """The slot is filled: it can be found, and is written to the tiers below."""
+        self._publish(slot, identity, shape, self.below)
+        self._finish(self._fetches.get(identity.key), self.ram.name)
+
+    def abandon(self, slot: Slot, identity: Identity) -> None:
+        """The slot was not filled."""
+        self.ram.abandon(slot)
+        self._finish(self._fetches.get(identity.key), "")
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that is in RAM is written or given up, in all tiers. Returns False after `timeout_s`."""
+        deadline = monotonic() + timeout_s
+        flushed = [writer.flush(max(0.0, deadline - monotonic())) for writer in self._writers.values()]
+        return all(flushed)
+
+    def close(self, timeout_s: float = EXIT_S) -> bool:
+        """Flush, and end the threads, within about `timeout_s`. Returns what `flush` did."""
+        for readers in self._readers.values():
+            readers.close()
+        deadline = monotonic() + timeout_s
+        closed = [writer.close(max(0.1, deadline - monotonic())) for writer in self._writers.values()]
+        return all(closed)
+
+    def counts(self) -> dict[str, dict[str, float]]:
+        """The counts of each tier, by the tier's name; see `counters.Counts`."""
+        tiers: list[RamTier | LastingTier] = [self.ram, *self.below]
+        return {tier.name: tier.counters.snapshot() for tier in tiers}
+
+    def _ask_from(self, fetch: Fetch, index: int) -> None:
+        """Have the next tier asked that is worth it; without one the fetch is done."""
+        for number, tier in enumerate(self.below[index:], index):
+            if fetch.is_done or fetch.is_filled_by_rank or len(fetch.identity.content_id) > MAX_CONTENT_ID_CHARS:
+                break
+            if tier.resting():
+                tier.counters.add(misses=1)
+                continue
+            ask = self.costs.ask(tier.name, fetch.shape.num_tokens, fetch.shape.num_bytes, fetch.pixels_s)
+            if ask is Ask.SKIP:
+                fetch.passed_over.append(tier.name)
+                continue
+            fetch.is_probe = ask is Ask.PROBE
+            if fetch.is_probe:
+                fetch.passed_over.append(tier.name)
+            if self._readers[tier.name].submit(self._loading(fetch, number)):
+                return
+            tier.counters.add(misses=1)
+        with self._changed:
+            if not fetch.is_filled_by_rank:
+                self._finish(fetch, "")
+
+    def _loading(self, fetch: Fetch, index: int) -> Callable[[], None]:
+        def load() -> None:
+            if fetch.is_done:  # a rank was faster
+                return
+            found = False
+            try:
+                found = self._load(fetch, index)
+            finally:
+                if found:
+                    self._finish(fetch, self.below[index].name)
+                else:
+                    self._ask_from(fetch, index + 1)
+
+        return load
+
+    def _load(self, fetch: Fetch, index: int) -> bool:
+        tier, identity, shape = self.below[index], fetch.identity, fetch.shape
+        slots: list[Slot] = []
+
+        def reserve() -> memoryview | None:
+            slot = self._reserve(identity, shape)
+            if slot is None:
+                return None
+            slots.append(slot)
+            return self._arena.buffer(slot.offset, shape.num_bytes)
+
+        start = perf_counter()
+        found = False
+        try:
+            found = tier.load(identity, shape, reserve, monotonic() + LONGEST_LOAD_S)
+        finally:
+            for slot in () if found else slots:
+                self.ram.abandon(slot)
+        if found:
+            self.costs.loaded(tier.name, shape.num_bytes, perf_counter() - start)
+            self._publish(slots[0], identity, shape, self.below[:index])
+        return found
+
+    def _publish(self, slot: Slot, identity: Identity, shape: Shape, owed: Sequence[LastingTier]) -> None:
+        slot.owed.update(tier.name for tier in owed)
+        slot.said_s = monotonic()
+        self.ram.publish(slot)
+        for tier in owed:
+            self._writers[tier.name].hand(identity, shape)
+        self.ram.release(slot)
+
+    def _reserve(self, identity: Identity, shape: Shape) -> Slot | None:
+        if len(identity.content_id) > MAX_CONTENT_ID_CHARS:
+            self.ram.counters.add(dropped=1)
+            return None
+        return self.ram.reserve(identity.key, shape.num_bytes + SEAL_BYTES)
+
+    def _finish(self, fetch: Fetch | None, source: str) -> None:
+        with self._changed:
+            if fetch is not None and self._fetches.get(fetch.identity.key) is fetch:
+                del self._fetches[fetch.identity.key]
+                fetch.is_done, fetch.source = True, source
+            self._changed.notify_all()
+
+
+def open_tiers(settings: Settings) -> list[LastingTier]:
+    """The tiers below RAM that the settings name. A tier that can't be used now is used when it can be.
+
+    Raises: SettingsError for a URL that is none of Redis or Valkey, and for a key that can't be used.
+    """
+    directory, url = store_in_use(settings)
+    key = encryption.of(settings.store_key_file)
+    below: list[LastingTier] = []
+    if directory is not None:
+        from vllm_mmcache.components.features.disk import DiskTier
+
+        below.append(DiskTier(directory, settings.store_disk_bytes, ttl_s=settings.store_ttl, key=key))
+    if url is not None:
+        from vllm_mmcache.components.features.remote import RemoteTier  # imports redis
+
+        below.append(
+            RemoteTier(
+                url,
+                ttl_s=settings.store_ttl,
+                max_bytes=settings.store_remote_max_bytes,
+                timeout_s=settings.store_remote_timeout_s,
+                key=key,
+            )
+        )
+    return below

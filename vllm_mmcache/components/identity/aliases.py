@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the uuids of clients stand for: tenant, modality and uuid -> content id. API server process, any thread.
+
+An alias is bound by a request that carries the item, and used by later ones of the same tenant that carry the uuid
+alone. It only leads to a content id; what is kept under that is another matter. Neither uuids nor salts are kept. What
+is done and counted for a uuid depends on its own tenant's aliases alone: whether another tenant has it must not show.
+"""
+
+from vllm_mmcache.base import settings
+from vllm_mmcache.base.lru import Bounded, Budget, Size
+from vllm_mmcache.components.identity import audit, identifiers
+from vllm_mmcache.metrics import counters, table_sizes
+
+ALIAS_COST_BYTES = 512  # a key of 32 bytes, a content id of 64 characters and the table's slot
+
+
+def _budget() -> Budget:
+    entries = settings.current().image_aliases
+    return Budget(entries, entries * ALIAS_COST_BYTES)
+
+
+class Aliases:
+    """A bounded table; the alias used longest ago goes first, whosever it is."""
+
+    def __init__(self) -> None:
+        self._content_ids: Bounded[bytes, str] = Bounded(_budget, ALIAS_COST_BYTES)
+
+    def bind(self, modality: str, name: str, salt: str | None, content_id: str) -> None:
+        """From now on `name` stands for this content to this tenant; another one before is counted."""
+        key = identifiers.alias_key(modality, name, salt)
+        former = self._content_ids.replace(key, content_id)
+        if former is not None and former != content_id:
+            audit.note(counters.ALIASES_REBOUND, "a client gave the uuid of one image to another")
+
+    def find(self, modality: str, name: str, salt: str | None) -> str | None:
+        """The content id that `name` stands for to this tenant; None where it stands for nothing."""
+        found = self._content_ids.get(identifiers.alias_key(modality, name, salt))
+        if found is None:
+            counters.ALIASES_UNKNOWN.add()
+        return found
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._content_ids.clear()
+
+    def __len__(self) -> int:
+        return len(self._content_ids)
+
+    def size(self) -> Size:
+        """Entries and bytes of the table."""
+        return self._content_ids.size()
+
+
+ALIASES = Aliases()
+table_sizes.of_server("uuids", ALIASES.size)

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts identifiers in the place of vLLM's mm_hashes, and the tenant where images are opened and processed.
+
+API server process: the event loop, vLLM's media threads, and its one thread for processing. Fixed at start: switching
+it midway would mix two key spaces. A uuid must never become a key by itself.
+"""
+
+import contextvars
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+
+from vllm_mmcache.base import settings, status
+from vllm_mmcache.base.arguments import argument
+from vllm_mmcache.components.identity import audit
+from vllm_mmcache.components.identity import identifiers as layout
+from vllm_mmcache.components.identity.aliases import ALIASES
+from vllm_mmcache.content import client_hashes, content_name, tenant
+from vllm_mmcache.content.tenant_source import source
+from vllm_mmcache.metrics import counters
+
+# Whether several vLLM instances find each other's items by the client's names (an encoder-cache connector).
+_NAMES_ARE_SHARED: ContextVar[bool] = ContextVar("mmcache_names_are_shared", default=False)
+
+
+class OneRequest(str):
+    """An id that vLLM made for one item of one request."""
+
+    __slots__ = ()
+
+
+async def serve_batch_line(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of run_request(serving_engine_func, request, tracker): a line of a batch file, in a task of its own.
+
+    A line has no headers, so its body's cache_salt holds what a header or key would hold.
+    """
+    salt = getattr(argument(wrapped, args, kwargs, "request").body, "cache_salt", None)
+    tenant.SALT.set(source().salt_of(salt) if salt and status.is_on("identity") else None)
+    return await wrapped(*args, **kwargs)
+
+
+def salt_blocks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of OutputProcessor.add_request(request): the last that sees each request before its engine does.
+
+    From here the tenant's salt is that of the request's KV blocks, whatever the endpoint could carry; and the request
+    says whether a client has named its images.
+    """
+    request = argument(wrapped, args, kwargs, "request")
+    if status.is_on("identity"):
+        request.cache_salt = tenant.current(request.cache_salt)
+        client_hashes.mark(request)
+    return wrapped(*args, **kwargs)
+
+
+def carry_context(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of make_async(func, executor): the thread sees the context of the request that it works for."""
+    (func, *rest), rest_by_name = ((*args,), kwargs) if args else ((kwargs["func"],), _without(kwargs, "func"))
+
+    def run(context: contextvars.Context, args: Any, kwargs: Any) -> Any:
+        return context.run(func, *args, **kwargs)
+
+    in_thread = wrapped(run, *rest, **rest_by_name)
+    return lambda *args, **kwargs: in_thread(contextvars.copy_context(), args, kwargs)
+
+
+def check_messages(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Override of BaseRenderer.render_messages(messages): a wrong uuid is refused before anything is fetched.
+
+    Raises: VLLMValidationError (HTTP 400) for one that is too long, or no Unicode text.
+    """
+    _check_names(argument(wrapped, args, kwargs, "messages"))
+    return wrapped(*args, **kwargs)
+
+
+async def check_messages_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Override of BaseRenderer.render_messages_async(messages); as check_messages."""
+    _check_names(argument(wrapped, args, kwargs, "messages"))
+    return await wrapped(*args, **kwargs)
+
+
+def _check_names(messages: Sequence[Any]) -> None:
+    for message in messages if status.is_on("identity") else ():
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping) and part.get("uuid") is not None:
+                _check_name(str(part["uuid"]))  # as vLLM reads it
+
+
+def process_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of BaseRenderer._process_tokens(prompt): tenant and names of its items are in force within.
+
+    Raises: VLLMValidationError (HTTP 400) for a wrong uuid or salt, and for no salt where one is required.
+    """
+    with _request(instance, argument(wrapped, args, kwargs, "prompt")):
+        return wrapped(*args, **kwargs)
+
+
+async def process_tokens_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of BaseRenderer._process_tokens_async(prompt); as process_tokens."""
+    with _request(instance, argument(wrapped, args, kwargs, "prompt")):
+        return await wrapped(*args, **kwargs)
+
+
+def mark_own_names(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of BaseRenderer._process_mm_uuids(..., mm_uuid_items, ...): tells vLLM's names from those of clients.
+
+    vLLM names the items itself where nothing is cached at all, so that nothing need be hashed.
+    """
+    given = argument(wrapped, args, kwargs, "mm_uuid_items")
+    made: Mapping[str, Any] = wrapped(*args, **kwargs)
+    if made is given:
+        return made
+
+    def marked(modality: str) -> list[Any]:
+        before = given.get(modality) or [None] * len(made[modality])
+        return [OneRequest(b) if a is None and b else b for a, b in zip(before, made[modality], strict=True)]
+
+    return {modality: marked(modality) for modality in made}
+
+
+def trust_no_exif(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of _get_image_id_bytes(image): an ImageID in the image's EXIF is not its identity, its pixels are."""
+    return None if status.is_on("identity") else wrapped(*args, **kwargs)
+
+
+def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of ProcessorInputs.get_mm_hashes(model_id, hash_algorithm): modality -> identifiers.
+
+    Twice vLLM's own: first for the content ids, without names and arguments; then, with identifiers in the place of
+    names, for what it does with arguments. Runs in the one thread that processes, so nothing is evicted in between.
+    """
+    salt = tenant.SALT.get()
+    names: Mapping[str, Any] = instance.mm_uuid_items or {}
+    arguments = _arguments(instance)
+    named = any(name is not None for given in names.values() for name in given)
+    if not status.is_on("identity") or not (salt or arguments or named):
+        return wrapped(*args, **kwargs)
+    items = {modality: found.get_all_items_for_hash() for modality, found in instance.mm_data_items.items()}
+    names = {modality: names.get(modality) or [None] * len(found) for modality, found in items.items()}
+    shared = _NAMES_ARE_SHARED.get()
+
+    def settled(item: Any, name: str | None) -> str | None:
+        """The name where no content id is wanted; vLLM leaves it as it is."""
+        by_name = item is None or isinstance(name, OneRequest) or (shared and name is not None)
+        return (name or "") if by_name else None
+
+    def final(modality: str, item: Any, name: str | None, content_id: str) -> str:
+        if isinstance(name, OneRequest):
+            return name
+        is_unreadable = _check_claim(modality, name, item)
+        if shared and name is not None:
+            return layout.name_identifier(modality, name, arguments, salt)
+        if item is None:
+            assert name is not None  # vLLM has checked that
+            found = ALIASES.find(modality, name, salt)
+            if found is None:
+                return layout.unknown_identifier(modality, name, salt)
+            content_id = found
+        elif name is not None and not is_unreadable:
+            ALIASES.bind(modality, name, salt, content_id)
+        return layout.identifier(modality, content_id, arguments, salt)
+
+    by_name = {modality: [*map(settled, found, names[modality])] for modality, found in items.items()}
+    # A vLLM with the patch content-bound-uuids would put content in the place of the identifiers, tenants included.
+    as_given = {"bind_mm_uuids": False} if hasattr(instance, "bind_mm_uuids") else {}
+    bare = dataclasses.replace(
+        instance, mm_uuid_items=by_name, hf_processor_mm_kwargs={}, media_io_kwargs={}, **as_given
+    )
+    content_ids = wrapped.__func__(bare, *args, **kwargs)
+    identifiers = {
+        modality: [final(modality, *one) for one in zip(found, names[modality], content_ids[modality], strict=True)]
+        for modality, found in items.items()
+    }
+    final_inputs = dataclasses.replace(instance, mm_uuid_items=identifiers, **as_given)
+    return wrapped.__func__(final_inputs, *args, **kwargs)
+
+
+@contextmanager
+def _request(renderer: Any, prompt: Mapping[str, Any]) -> Iterator[None]:
+    """What identifies the items of `prompt` is in force within the block. Raises: VLLMValidationError (HTTP 400)."""
+    if not status.is_on("identity"):
+        yield
+        return
+    salt = tenant.current(prompt.get("cache_salt") or None)
+    _check_salt(salt)
+    names = prompt.get("multi_modal_uuids") or {}
+    for given in names.values():
+        for name in [given] if isinstance(given, str) else given or ():
+            if name is not None:
+                _check_name(name)
+    if settings.current().requires_tenant and not salt and (names or prompt.get("multi_modal_data")):
+        named_by = tenant.SOURCE.get()
+        raise VLLMValidationError(
+            f"{named_by.in_words()} is required for requests with images, videos or audio.",
+            parameter=named_by.parameter(),
+        )
+    salt_before = tenant.SALT.set(salt)
+    shared_before = _NAMES_ARE_SHARED.set(renderer.config.ec_transfer_config is not None)
+    try:
+        yield
+    finally:
+        _NAMES_ARE_SHARED.reset(shared_before)
+        tenant.SALT.reset(salt_before)
+
+
+def _check_claim(modality: str, name: str | None, item: Any) -> bool:
+    """Whether a uuid claims a digest that can't be compared here, so that it must stand for nothing.
+
+    item: None where the request has no content for it; then only a name that was bound before stands for something.
+    Raises: VLLMValidationError (HTTP 400) for a uuid that claims the digest of another file than it comes with.
+    """
+    if name is None or not content_name.is_claim(name):
+        return False
+    if not content_name.is_readable(name):
+        return True
+    content = getattr(item, "original_bytes", None)
+    if item is not None and (modality != "image" or content is None or content_name.name_of(content) != name):
+        raise VLLMValidationError(
+            "The 'uuid' of an image claims a digest that its file does not have: send the digest of this file, or a "
+            f"uuid that does not begin with '{content_name.PREFIX}'.",
+            parameter="uuid",
+        )
+    return False
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise VLLMValidationError("A 'uuid' must be a string.", parameter="uuid")
+    if len(name) > layout.MAX_NAME_CHARS:
+        audit.note(counters.ALIASES_TOO_LONG, f"a client sent a uuid of more than {layout.MAX_NAME_CHARS} characters")
+        raise VLLMValidationError(
+            f"A 'uuid' must be at most {layout.MAX_NAME_CHARS} characters, got {len(name)}.", parameter="uuid"
+        )
+    check_text("uuid", name)
+
+
+def _check_salt(salt: object) -> None:
+    if isinstance(salt, str):
+        check_text("cache_salt", salt)
+
+
+def check_text(parameter: str, text: str) -> None:
+    """Raises: VLLMValidationError (HTTP 400) for half of a surrogate pair, which JSON can say and nothing can keep."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise VLLMValidationError(f"'{parameter}' is not valid Unicode text.", parameter=parameter) from None
+
+
+def _arguments(inputs: Any) -> str:
+    """The request's own arguments as text; "" where it has none."""
+    given = (inputs.hf_processor_mm_kwargs, inputs.media_io_kwargs)
+    return layout.canonical(given) if any(given) else ""
+
+
+def _without(kwargs: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if key != name}

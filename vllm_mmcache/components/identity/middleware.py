@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ASGI layer that finds a request's tenant before anything else of the application sees the request.
+
+API server process, event loop. Of requests that a client pipelines on one connection, a later one is begun by the end
+of the one before it, and inherits its context, so every request begins as the common tenant's. Pure ASGI, imports no
+vLLM; vLLM's check of API keys lies around it.
+"""
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from vllm_mmcache.base.errors import TenantError
+from vllm_mmcache.content import tenant
+
+Call = Callable[..., Awaitable[None]]
+
+
+class FindTenant:
+    """Sets the salt of each request by its headers; see tenant.Source. Refuses what can't name a tenant with a 400."""
+
+    def __init__(self, app: Call, source: tenant.Source) -> None:
+        self.app = app
+        self.source = source
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Call, send: Call) -> None:
+        """Serve one ASGI call, whatever the task inherited. Raises: what the application raises."""
+        tenant.SALT.set(None)
+        tenant.SOURCE.set(self.source)
+        if self.source.is_gateway and (scope["type"] == "websocket" or scope.get("method") == "POST"):
+            try:
+                tenant.SALT.set(self.source.salt_in(scope["headers"]))
+            except TenantError as error:
+                return await _refuse(error, scope, send)
+        await self.app(scope, receive, send)
+
+
+def refusal(path: str, error: TenantError) -> dict[str, Any]:
+    """The body of a 400, in the shape of the protocol that is spoken at `path`: as vLLM's own errors there.
+
+    Cohere's shape is made of OpenAI's by a layer of vLLM around ours.
+    """
+    message = str(error)
+    if path.startswith("/v1/messages"):
+        return {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
+    return {"error": {"message": message, "type": "BadRequestError", "param": error.parameter, "code": 400}}
+
+
+async def _refuse(error: TenantError, scope: MutableMapping[str, Any], send: Call) -> None:
+    if scope["type"] == "websocket":
+        return await send({"type": "websocket.close", "code": 1008, "reason": str(error)})
+    body = json.dumps(refusal(scope["path"].removeprefix(scope.get("root_path", "")), error)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

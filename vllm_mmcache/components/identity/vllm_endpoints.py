@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has every request of vLLM's HTTP application know its tenant before it is worked on. API server process, event loop.
+
+The layer finds the tenants that headers and API keys name (middleware.py), this module those that bodies name. Imported
+where an application is built, since it brings FastAPI.
+"""
+
+from typing import Any
+
+from fastapi import Request
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse
+from vllm.entrypoints.generate.base.protocol import validate_cache_salt
+from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+
+from vllm_mmcache.base import status
+from vllm_mmcache.base.errors import TenantError
+from vllm_mmcache.components.identity.hooks import check_text
+from vllm_mmcache.components.identity.middleware import FindTenant, refusal
+from vllm_mmcache.content import client_hashes, tenant
+from vllm_mmcache.content.tenant_source import source
+
+
+def use_on(app: Any) -> None:
+    """Find the tenants of all requests of vLLM's FastAPI application. Once, while the application is built."""
+    app.user_middleware.append(Middleware(FindTenant, source=source()))  # the first is the outermost
+    app.dependency_overrides[validate_json_request] = find_tenant_in_body
+    app.add_exception_handler(TenantError, _refuse)
+
+
+async def find_tenant_in_body(raw_request: Request) -> None:
+    """Override of the dependency validate_json_request(raw_request), which each endpoint with a JSON body has.
+
+    By then FastAPI has parsed the body, and nobody has looked into it: from here on the tenant that its cache_salt
+    names is known, also for requests whose model has no such field. Raises: VLLMValidationError (HTTP 400) for a
+    cache_salt that is none; TenantError for one that contradicts the request's header or key; what vLLM's own raises.
+    """
+    await validate_json_request(raw_request)
+    # Both are at hand; FastAPI answers for a body that is empty, and has not parsed it.
+    body = await raw_request.json() if await raw_request.body() else None
+    salt, features = (body.get("cache_salt"), body.get("features")) if isinstance(body, dict) else (None, None)
+    client_hashes.GIVEN.set(features is not None)
+    if salt is None or not status.is_on("identity"):
+        return
+    tenants = tenant.SOURCE.get()
+    tenants.check_body(salt)
+    if not tenants.is_gateway:
+        validate_cache_salt(salt)
+        check_text("cache_salt", salt)
+        tenant.SALT.set(salt)
+
+
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, TenantError)
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    return JSONResponse(refusal(path, error), status_code=400)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learns whether checkpoints pay, from those that were used and those that were evicted unused. Pure, no vLLM.
+
+Where every picture is unique, a checkpoint at its end is never used and only displaces other blocks. Starts and ends
+are judged apart: behind a shared system prompt the start of a unique picture pays, its end does not.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from vllm_mmcache.base.lru import Size
+from vllm_mmcache.components.image_checkpoints.positions import KINDS, Checkpoint
+
+PATIENCE = 32  # checkpoints of a kind evicted unused in a row, until the kind is given up
+PROBE_EVERY = 16  # then one request in so many makes some all the same, to find out whether they pay again
+LOOK_AT = 8  # live checkpoints that are looked at per request; more than a request makes, so the sweep keeps up
+
+
+@dataclass
+class Learner:
+    """Which kinds of checkpoint are wanted. Not thread-safe: the scheduler's thread alone."""
+
+    credit: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, PATIENCE))
+    requests: int = 0
+
+    def ask(self) -> frozenset[str]:
+        """The kinds that the next request may make; once per request."""
+        self.requests += 1
+        if self.requests % PROBE_EVERY == 0:
+            return KINDS
+        return self.wanted()
+
+    def wanted(self) -> frozenset[str]:
+        """The kinds that pay, as far as is known."""
+        return frozenset(kind for kind, credit in self.credit.items() if credit)
+
+    def pays(self, kinds: Iterable[str]) -> None:
+        """One of these kinds was used, or would have been."""
+        self.credit.update(dict.fromkeys(kinds, PATIENCE))
+
+    def wastes(self, kinds: Iterable[str]) -> None:
+        """One of these kinds was evicted unused."""
+        for kind in kinds:
+            self.credit[kind] = max(0, self.credit[kind] - 1)
+
+
+@dataclass
+class _Live:
+    checkpoint: Checkpoint
+    was_used: bool = False
+
+
+class Live:
+    """The checkpoints that the KV cache holds, by block key; tells the learner how each of them ended."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+        self._live: OrderedDict[bytes, _Live] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def size(self) -> Size:
+        """How many there are. The KV cache is theirs and vLLM's, and has the bound."""
+        return Size(len(self))
+
+    def add(self, key: bytes, checkpoint: Checkpoint) -> bool:
+        """A checkpoint was made; False if it is known already."""
+        if key in self._live:
+            return False
+        self._live[key] = _Live(checkpoint)
+        return True
+
+    def use(self, key: bytes) -> bool:
+        """A prefix hit ended at this key; False if that is no checkpoint."""
+        live = self._live.get(key)
+        if live is None:
+            return False
+        live.was_used = True
+        self.learner.pays(live.checkpoint.kinds)
+        return True
+
+    def sweep(self, is_cached: Callable[[bytes], bool]) -> int:
+        """Look at the next few; returns how many of them were evicted unused."""
+        unused = 0
+        for _ in range(min(LOOK_AT, len(self._live))):
+            key, live = self._live.popitem(last=False)
+            if is_cached(key):
+                self._live[key] = live
+            elif not live.was_used:
+                self.learner.wastes(live.checkpoint.kinds)
+                unused += 1
+        return unused
+
+    def clear(self) -> None:
+        """The KV cache was reset, which says nothing about what pays."""
+        self._live.clear()

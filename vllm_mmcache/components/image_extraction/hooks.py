@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says which requests the layer may touch (lifecycle/middleware.py adds it as the innermost of vLLM's application).
+
+API server process. The layer must never let a reference reach a consumer that does not
+ask vLLM's image loader: another media connector, another renderer than the Hugging Face one, a store of messages.
+"""
+
+from typing import Any
+
+import vllm.envs as envs
+
+from vllm_mmcache.base import status
+from vllm_mmcache.components.image_extraction.middleware import Scope, work_begun
+from vllm_mmcache.hooking.subclasses import base_of
+
+
+async def tell_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of AsyncLLM.add_request(...): what is refused from here on has cost the engine work."""
+    outcome = await wrapped(*args, **kwargs)
+    work_begun()
+    return outcome
+
+
+def tell_layer_of_media(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of MediaConnector.load_from_url(url, media_io) and its async one: images are fetched and opened now."""
+    work_begun()
+    return wrapped(*args, **kwargs)
+
+
+def may_lift(scope: Scope, path: str) -> bool:
+    """Whether every image of this request goes to vLLM's image loader, and nowhere else."""
+    if not (status.is_on("lifted_bodies") and status.is_on("lazy_media")):
+        return False
+    if envs.VLLM_MEDIA_CONNECTOR != "http":
+        return False
+    if path.startswith("/v1/responses") and envs.VLLM_ENABLE_RESPONSES_API_STORE:
+        return False  # a later request may name this one's messages
+    from vllm.renderers.hf import HfRenderer
+
+    state = scope["app"].state
+    online_renderer = getattr(state, "online_renderer", None)
+    vllm_config = getattr(state, "vllm_config", None)
+    return (
+        vllm_config is not None
+        and vllm_config.model_config.is_multimodal_model
+        and base_of(getattr(online_renderer, "renderer", None)) is HfRenderer
+    )

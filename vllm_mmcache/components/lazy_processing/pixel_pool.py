@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pixels of images of requests that wait, made by threads of the engine beside its steps. Engine process."""
+
+import time
+import weakref
+from concurrent.futures import Future
+from typing import Any
+
+from vllm_mmcache.base import background
+from vllm_mmcache.base.worker_threads import Threads
+from vllm_mmcache.components.features.engine.cost_model import Estimate
+from vllm_mmcache.components.lazy_processing.vllm_pixels import Maker
+from vllm_mmcache.components.lazy_processing.vllm_processor import use_one_core
+
+MOST_THREADS = 4
+MOST_AHEAD = 32
+"""Items whose pixels are made when their request arrives; of more, when it is their turn, since pixels are large."""
+
+Making = Future[Any]
+"""One item, with its pixels when it is done; None where nobody has time for them: the worker makes them in its step."""
+
+
+class Pixels:
+    """The pixels that an engine makes. Any thread."""
+
+    def __init__(self, model_config: Any) -> None:
+        self._maker = Maker(model_config)
+        self._threads = Threads("pixels", background.half(MOST_THREADS))
+        self._estimate = Estimate()
+        self._kept = weakref.WeakSet[Making]()
+
+    @property
+    def may_begin_ahead(self) -> bool:
+        """Whether requests that wait hold so few pixels that those of one more can be made before its turn."""
+        return len(self._kept) < MOST_AHEAD
+
+    def begin(self, item: Any, num_tokens: int) -> Making:
+        """Have the pixels of a deferred item made; never waits.
+
+        The future holds None where too many wait, and what vLLM raised where nobody can make them.
+        """
+        making = Making()
+        self._kept.add(making)
+
+        def make() -> None:
+            start = time.perf_counter()
+            try:
+                use_one_core()
+                made = self._maker.make(item)
+            except Exception as error:  # of vLLM's loader or of a model's processor: nobody can make them
+                making.set_exception(error)
+            else:
+                self._estimate.add(num_tokens, time.perf_counter() - start)
+                making.set_result(made)
+
+        if not self._threads.submit(make):
+            making.set_result(None)
+        return making
+
+    def seconds(self, num_tokens: int) -> float | None:
+        """Seconds that the pixels of so many tokens take to make; None while nobody has made any."""
+        return self._estimate.seconds(num_tokens)
+
+    def close(self) -> None:
+        """Make no more."""
+        self._threads.close()

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's processor cache with what is ready beside it. API server process; any thread lends, vLLM's one thread takes.
+
+vLLM asks which items are cached, and processes the others in its one thread. Here an item that is ready counts as
+cached, and goes into vLLM's own cache when its turn comes, so that the order there, which the engine mirrors, stays
+vLLM's. An item that is ready no longer is processed as it always was.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.multimodal.cache import BaseMultiModalProcessorCache
+from vllm.multimodal.cache.shm import ShmObjectStoreSenderCache
+from vllm.utils.cache import CacheInfo
+
+from vllm_mmcache.base.lru import Size
+from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
+from vllm_mmcache.components.lazy_processing.vllm_processor import Processed
+from vllm_mmcache.metrics import counters, table_sizes
+
+MAX_REFUTED = 4096  # names that are remembered
+
+Ready = tuple[str, Processed]
+"""An item's mm_hash, and the item."""
+
+
+class ReadyCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
+    """vLLM's cache, or nothing where vLLM has none, and what is ready; to vLLM it is one cache."""
+
+    def __init__(self, cache: BaseMultiModalProcessorCache | None) -> None:
+        self._cache = cache
+        # The engine would be sent an address, and not see that there are no pixels.
+        self._hides_items = isinstance(cache, ShmObjectStoreSenderCache)
+        self._lock = threading.Lock()
+        self._lent: dict[str, tuple[int, Processed]] = {}  # mm_hash -> by how many requests, and the item
+        self._refuted: OrderedDict[str, None] = OrderedDict()
+        table_sizes.of_server("pixels_ready", self.size)
+
+    def lend(self, items: Iterable[Ready]) -> None:
+        """Have items ready, until each is taken back."""
+        with self._lock:
+            for mm_hash, processed in items:
+                count, former = self._lent.get(mm_hash, (0, processed))
+                self._lent[mm_hash] = count + 1, former
+
+    def take_back(self, items: Iterable[Ready]) -> None:
+        """The request that lent them is through."""
+        with self._lock:
+            for mm_hash, _ in items:
+                count, processed = self._lent.pop(mm_hash)
+                if count > 1:
+                    self._lent[mm_hash] = count - 1, processed
+
+    def lent(self, mm_hash: str) -> Processed | None:
+        """What some request has ready under this name."""
+        return self._lent.get(mm_hash, (0, None))[1]
+
+    def size(self) -> Size:
+        """How many items are ready; requests in flight bound them."""
+        return Size(len(self._lent))
+
+    def is_kept(self, mm_hash: str) -> bool:
+        """Whether vLLM's own cache has an item. Any thread."""
+        return self._cache is not None and self._cache.is_cached_item(mm_hash)
+
+    def is_refuted(self, mm_hash: str) -> bool:
+        """Whether an engine could do nothing with this item, so that its record is not to be trusted."""
+        return mm_hash in self._refuted
+
+    def trust(self, mm_hash: str) -> None:
+        """The item was processed anew, and its record is another one now."""
+        with self._lock:
+            self._refuted.pop(mm_hash, None)
+
+    # vLLM's interface
+
+    def is_cached_item(self, mm_hash: str) -> bool:
+        """Whether vLLM's cache has it, or it is ready."""
+        return self.is_kept(mm_hash) or mm_hash in self._lent
+
+    def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
+        """As vLLM's; where the caller has nothing (None), with what is ready, which goes into vLLM's cache now."""
+        if mm_item is not None:
+            if mm_item[1]:  # what comes ready-made from clients changes no prompt
+                counters.ITEMS_PROCESSED.add()
+        elif not self.is_kept(mm_hash):
+            mm_item = self.lent(mm_hash)
+        if self._cache is None or (mm_item is not None and is_deferred(mm_item[0]) and self._hides_items):
+            assert mm_item is not None, f"Expected a cached item for {mm_hash=}"
+            return mm_item
+        return self._cache.get_and_update_item(mm_item, mm_hash)
+
+    def touch_sender_cache_item(self, mm_hash: str) -> None:
+        """Passed on to vLLM's cache, if there is one; what is lent is not in it."""
+        if self._cache is not None:
+            self._cache.touch_sender_cache_item(mm_hash)
+
+    def release_sender_touches(self) -> None:
+        """Passed on to vLLM's cache, if there is one."""
+        if self._cache is not None:
+            self._cache.release_sender_touches()
+
+    def validate_input_item(self, mm_item: Any, mm_hash: str) -> None:
+        """As vLLM's, for items that clients send ready-made. Raises: ValueError for one without pixels, too."""
+        if is_deferred(mm_item):
+            raise ValueError("An item must have its pixels; one without is this server's own.")
+        if self._cache is not None:
+            self._cache.validate_input_item(mm_item, mm_hash)
+
+    def invalidate(self, mm_hash: str) -> None:
+        """Passed on to vLLM's cache, if there is one; what is lent stays. Its record is not used again as it is."""
+        with self._lock:
+            self._refuted[mm_hash] = None
+            if len(self._refuted) > MAX_REFUTED:
+                self._refuted.popitem(last=False)
+        if self._cache is not None:
+            self._cache.invalidate(mm_hash)
+
+    def clear_cache(self) -> None:
+        """Passed on to vLLM's cache, if there is one; what is lent stays."""
+        if self._cache is not None:
+            self._cache.clear_cache()
+
+    def make_stats(self, *, delta: bool = False) -> CacheInfo:
+        """Those of vLLM's cache; zeros without one."""
+        return CacheInfo(hits=0, total=0) if self._cache is None else self._cache.make_stats(delta=delta)
+
+    def close(self) -> None:
+        """Passed on to vLLM's cache, if there is one."""
+        if self._cache is not None:
+            self._cache.close()

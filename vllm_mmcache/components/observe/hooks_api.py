@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API server's side of a record: what it sees of messages and images goes down with the request.
+
+API server, or the offline program; event loop and the renderer's threads. Notes are laid beside what vLLM's renderer
+returns and are taken away again when the engine's request is made, so that nothing is left of a request that fails.
+Of text only digests are kept. It must never fail a request.
+"""
+
+import itertools
+import marshal
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import xxhash
+from blake3 import blake3
+
+from vllm_mmcache.base import status
+from vllm_mmcache.base.arguments import argument, named
+from vllm_mmcache.base.failsafe import guarded
+from vllm_mmcache.base.lru import Bounded, Budget
+from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
+from vllm_mmcache.components.observe.record import wire
+from vllm_mmcache.components.observe.record.asked import UNKNOWN, Asked, Layers
+from vllm_mmcache.components.observe.record.digests import salt_class
+from vllm_mmcache.components.observe.record.recorder import RECORDER, message_digest
+from vllm_mmcache.components.observe.record.schema import REQUEST_ID_CHARS
+from vllm_mmcache.components.observe.record.turns import Marks, find_marks
+from vllm_mmcache.content import tenant
+
+MOST_TEMPLATES = 64
+"""Chat templates whose marks are known at a time."""
+TEMPLATE_COST_BYTES = 4096  # its digests, and a few roles
+
+_CHAT = "mmcache_chat"
+_IMAGES = "mmcache_images"
+_MARKS = "_mmcache_marks"
+_SALT = "_mmcache_salt"
+_processing = threading.local()
+
+
+def note_chat(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of BaseRenderer.render_chat(conversations, chat_params): lays digests beside each rendered prompt."""
+    outcome = wrapped(*args, **kwargs)
+    _lay_chat(instance, named(wrapped, args, kwargs), outcome)
+    return outcome
+
+
+async def note_chat_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of BaseRenderer.render_chat_async; as note_chat."""
+    outcome = await wrapped(*args, **kwargs)
+    _lay_chat(instance, named(wrapped, args, kwargs), outcome)
+    return outcome
+
+
+def note_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of BaseRenderer._process_multimodal: lays notes on the images beside what the processor made of them."""
+    if not status.is_on("observe"):
+        return wrapped(*args, **kwargs)
+    _processing.is_cached = None
+    outcome = wrapped(*args, **kwargs)
+    with guarded("observe"):
+        mm_data = argument(wrapped, args, kwargs, "mm_data")
+        given = argument(wrapped, args, kwargs, "mm_processor_kwargs")
+        cached = (_processing.is_cached or {}).get("image")
+        outcome[_IMAGES] = _notes(mm_data.get("image"), given, cached)
+    return outcome
+
+
+def note_processor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of BaseMultiModalProcessor._get_cache_missing_items: which images the processor cache had."""
+    outcome = wrapped(*args, **kwargs)
+    _processing.is_cached = outcome[0]
+    return outcome
+
+
+def send_notes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of InputProcessor.process_inputs(request_id, prompt): the notes travel with the request."""
+    request = wrapped(*args, **kwargs)
+    if status.is_on("observe"):
+        with guarded("observe"):
+            prompt = argument(wrapped, args, kwargs, "prompt")
+            RECORDER.model = _model_name(instance.vllm_config)
+            text = _keep(instance.renderer, request, prompt if isinstance(prompt, dict) else {})
+            request.trace_headers = wire.add(request.trace_headers, text)
+    return request
+
+
+def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of OutputProcessor.process_outputs(outputs): takes what the engine found, and digests of answers."""
+    if not status.is_on("observe"):
+        return wrapped(*args, **kwargs)
+    outputs = argument(wrapped, args, kwargs, "engine_core_outputs")
+    ended = []
+    with guarded("observe"):
+        for output in outputs:
+            if output.trace_headers:
+                text, output.trace_headers = wire.take(output.trace_headers)
+                if text is not None:
+                    _keep_salt(instance.request_states.get(output.request_id), text)
+                    RECORDER.note(text)
+            if output.finish_reason is not None:
+                ended.append(instance.request_states.get(output.request_id))
+    outcome = wrapped(*args, **kwargs)
+    with guarded("observe"):
+        for state in ended:
+            salt = getattr(state, _SALT, None)
+            if salt is not None and state.detokenizer is not None:
+                RECORDER.note_answer(salt, state.detokenizer.output_text)
+    return outcome
+
+
+def _keep_salt(state: Any, outcome: str) -> None:
+    """A request's state in vLLM lives until its answer ends; an answer is known again under its own salt alone."""
+    salt = RECORDER.waiting.salt_of(wire.ticket_of(outcome))
+    if state is not None and salt is not None:
+        setattr(state, _SALT, salt)
+
+
+def _lay_chat(renderer: Any, given: Mapping[str, Any], outcome: Any) -> None:
+    if not status.is_on("observe"):
+        return
+    with guarded("observe"):
+        conversations, chat_params = given["conversations"], given["chat_params"]
+        template = chat_params.chat_template
+        marks, template_digest = _marks_of(renderer, template)
+        arguments = xxhash.xxh3_64_intdigest(_dumped(chat_params.chat_template_kwargs), template_digest)
+        for conversation, prompt in zip(conversations, outcome[1], strict=True):
+            digests, answers = _message_digests(conversation)
+            prompt[_CHAT] = marks, [arguments, *digests], answers
+
+
+def _keep(renderer: Any, request: Any, prompt: dict[str, Any]) -> str:
+    """Keep what is known of a request until its outcome comes; returns what the engine is to know."""
+    chat = prompt.pop(_CHAT, None)
+    seen: Sequence[tuple[_Content, Layers]] = prompt.pop(_IMAGES, ())
+    tokens, features = request.prompt_token_ids, request.mm_features or ()
+    spans = [((at := f.mm_position).offset, at.length, f.identifier) for f in features]
+    if len(seen) != len(spans):  # other modalities, too
+        images = iter(seen)
+        seen = [next(images, _NOTHING) if f.modality == "image" else _NOTHING for f in features]
+    marks, messages, answers = chat or (_marks_of(renderer, None)[0], [], [])
+    turns = marks.find(tokens, spans) if marks is not None and tokens is not None else []
+    roles = marks.roles_of(tokens, turns) if marks is not None and turns else []
+    lora, sampling = request.lora_request, request.sampling_params
+    record_id = RECORDER.waiting.add(
+        Asked(
+            request_id=request.request_id[:REQUEST_ID_CHARS],
+            time_s=request.arrival_time,
+            prompt_tokens=len(tokens) if tokens is not None else len(request.prompt_embeds),
+            lora=lora.lora_name if lora else "",
+            salt=salt_class(tenant.current(request.cache_salt)),
+            num_answers=sampling.n if sampling is not None else 1,
+            turns=turns,
+            roles=roles,
+            answers=answers,
+            spans=spans,
+            layers=[layers for _, layers in seen],
+        )
+    )
+    notes = wire.Notes(turns, roles, messages, spans, [content for content, _ in seen])
+    return wire.pack(record_id, request.request_id, notes)
+
+
+_Content = tuple[str, str, int, int]  # as in wire.Notes
+_NOTHING: tuple[_Content, Layers] = ("", "", 0, 0), UNKNOWN
+
+
+def _notes(items: Any, given: Any, cached: Sequence[bool] | None) -> list[tuple[_Content, Layers]]:
+    items = items if isinstance(items, list | tuple) else [items]
+    processor_settings = xxhash.xxh3_64_hexdigest(repr(sorted(given.items()))) if given else ""
+    processor = ["hit" if is_hit else "run" for is_hit in cached or ()]
+    found = []
+    item: Any
+    for item, ran in itertools.zip_longest(items, processor[: len(items)], fillvalue="unknown"):
+        content_id = getattr(item, "content_id", None)
+        if content_id is not None:  # it came through the room media
+            media, content, body = item.media, content_id[:8].hex(), "lifted" if item.is_lifted else "left"
+        else:
+            media, content, body = getattr(item, "media", item), "", "left"
+        if isinstance(media, LazyPicture):
+            decode = "late" if media.is_decoded else "skipped"
+        else:
+            decode = "unknown" if media is None else "decoded"
+        ran = getattr(item, "processor", None) or ran  # of the room pixels, before vLLM's cache was asked
+        width, height = media.size if hasattr(media, "mode") else (0, 0)
+        found.append(((content, processor_settings, width, height), (width, height, body, decode, ran)))
+    return found
+
+
+def _marks_of(renderer: Any, template: str | None) -> tuple[Marks | None, int]:
+    """The marks of a chat template, and a digest of it. Those of the last templates are kept, not the templates."""
+    known: Bounded[bytes, tuple[Marks | None, int]] = renderer.__dict__.setdefault(_MARKS, _table())
+    name = b"" if template is None else blake3(template.encode(errors="surrogatepass")).digest()
+    found = known.get(name)
+    if found is None:
+        from vllm_mmcache.metrics.hooks import probe
+
+        template_digest = xxhash.xxh3_64_intdigest(repr(template))
+        known.replace(name, (None, template_digest))  # also where the probe fails: it is not tried with every request
+        tokenizer = renderer.get_tokenizer()
+        specials = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
+        found = find_marks(probe(renderer, template), specials), template_digest
+        known.replace(name, found)
+    return found
+
+
+def _table() -> Bounded[bytes, tuple[Marks | None, int]]:
+    """By digest of the template: clients may bring templates of their own, as many as they like."""
+    return Bounded(lambda: Budget(MOST_TEMPLATES, MOST_TEMPLATES * TEMPLATE_COST_BYTES), TEMPLATE_COST_BYTES)
+
+
+def _message_digests(conversation: Sequence[Any]) -> tuple[list[int], list[int | None]]:
+    """Of each message; and of those of the assistant, None for one that calls tools and says nothing."""
+    digests: list[int] = []
+    answers: list[int | None] = []
+    for message in conversation:
+        role, content = message["role"], message.get("content")
+        says = calls = None
+        if content.__class__ is not str or "tool_calls" in message:
+            says, calls = _text(content), message.get("tool_calls")
+            content = f"{says}\0{calls!r}" if calls else says
+        found = message_digest(role, content)
+        digests.append(found)
+        if role == "assistant":
+            answers.append(None if calls and not (says or "").strip() else found)
+    return digests, answers
+
+
+def _text(content: Any) -> str:
+    """The text of a message; one that is a list with a single text is the same to a template's user."""
+    if isinstance(content, str):
+        return content
+    texts = (part if isinstance(part, str) else part.get("text") for part in content or ())
+    return "\0".join(text or "" for text in texts)
+
+
+def _dumped(value: Any) -> bytes:
+    try:
+        return marshal.dumps(value, 2)
+    except ValueError:  # not only plain values
+        return repr(value).encode(errors="replace")
+
+
+def _model_name(vllm_config: Any) -> str:
+    name = vllm_config.model_config.served_model_name
+    return str(name[0] if isinstance(name, list) else name)

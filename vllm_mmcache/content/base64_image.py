@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One image as base64 text, and the name of what it decodes to, without decoding it where the text is known.
+
+API server process; any thread. A text's own BLAKE3 leads to the content id, the BLAKE3 of the bytes that the text
+stands for. Both are cryptographic, so a client can't make its text stand for another's image; and both are keyed with
+the tenant's key, so that a tenant's texts and images are known to that tenant alone.
+"""
+
+import threading
+
+import pybase64
+
+from vllm_mmcache.base import settings
+from vllm_mmcache.base.lru import Bounded, Budget
+from vllm_mmcache.content import tenant
+from vllm_mmcache.metrics import table_sizes
+
+TEXT_COST_BYTES = 512  # two digests of 32 bytes, their objects and the table's slot; measured in tests/media
+
+
+def _budget() -> Budget:
+    return Budget(settings.current().media_records, settings.current().media_records_bytes)
+
+
+TEXTS: Bounded[bytes, bytes] = Bounded(_budget, TEXT_COST_BYTES)  # digest of the text -> content id
+table_sizes.of_server("texts", TEXTS.size)
+
+
+def content_id_of(content: bytes | memoryview, tenant_key: bytes | None = None) -> bytes:
+    """The content id of an image file within its tenant: the BLAKE3 of its bytes, all of them."""
+    return tenant.digest(content, tenant_key)
+
+
+class Payload:
+    """Base64 text that is known to be valid.
+
+    Raises: ValueError on construction (binascii.Error is one) where the text is not valid base64.
+    """
+
+    def __init__(self, text: bytes | memoryview, tenant_key: bytes | None = None) -> None:
+        self.text = text
+        self._content: bytes | None = None
+        self._lock = threading.Lock()
+        name = tenant.digest(text, tenant_key)
+        known = TEXTS.get(name)
+        if known is None:
+            self._content = pybase64.b64decode(text, validate=True)
+            known = TEXTS.admit(name, content_id_of(self._content, tenant_key))
+        self.content_id = known
+
+    def decode(self) -> bytes:
+        """The bytes that the text stands for; base64 is decoded at most once."""
+        with self._lock:
+            if self._content is None:
+                self._content = pybase64.b64decode(self.text, validate=True)
+            return self._content

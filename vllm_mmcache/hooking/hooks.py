@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replacing vLLM symbols, or overriding them in subclasses, group by group: resolve, check, install, confirm; and undo.
+
+Nothing is set until every member of a group has resolved and passed its check; a failure midway takes back what
+was set, newest first. The mark of a replacement is the object in the slot itself (`Replacement`), so that a second
+installation finds it and changes nothing. Runs in every process, in the thread that calls `plugin.register`.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import wrapt
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from vllm_mmcache.base.errors import HookDisturbed, HookError, SymbolChanged, SymbolMissing, VersionUnsupported
+from vllm_mmcache.base.status import Role
+from vllm_mmcache.hooking.subclasses import mixin_for
+
+TESTED_VLLM = ">=0.32.0,<0.34"  # of every entry of the ledger
+
+_INHERITED = object()  # the slot's owner did not define the attribute itself
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One vLLM symbol that is replaced, or overridden (subclasses.py); the ledger is a tuple of these.
+
+    target and also are "module:Owner.attr"; also lists from-import aliases that must change with the target. make is
+    "module:function", a wrapt wrapper (wrapped, instance, args, kwargs). vllm is a PEP 440 range with both ends.
+    """
+
+    name: str
+    group: str
+    target: str
+    make: str
+    vllm: str
+    process: Role
+    args_used: tuple[str, ...]
+    why: str
+    upstream: str
+    remove_when: str
+    also: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()  # private symbols that the wrapper calls; they must be there
+    only: Literal["", "runner V1", "pipeline stages"] = ""  # a configuration without it does not need this
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one group in this process."""
+
+    group: str
+    state: Literal["on", "off"]
+    reason: str = ""
+
+
+class Replacement(wrapt.FunctionWrapper[Any, Any]):
+    """What we put into a slot; recognised by its type and by the name of its hook."""
+
+    def __init__(self, wrapped: Any, wrapper: Callable[..., Any], name: str) -> None:
+        super().__init__(wrapped, wrapper)
+        self._self_hook_name = name
+
+
+@dataclass
+class _Slot:
+    owner: Any
+    attribute: str
+    raw: Any  # what vars(owner) held, or _INHERITED
+    replacement: Any
+
+
+_installed: dict[str, list[_Slot]] = {}  # group -> slots, oldest first
+
+
+def version_supported(installed: str, spec: str) -> bool:
+    """Whether `installed` lies in the range; a development, pre-release or unparsable version does not."""
+    try:
+        version = Version(installed)
+    except InvalidVersion:
+        return False
+    if version.is_devrelease:
+        return False
+    return version in SpecifierSet(spec, prereleases=False)
+
+
+def install(group: str, hooks: Sequence[Hook], vllm_version: str, *, allow_untested: bool = False) -> Outcome:
+    """Install all hooks of one group, or none of them. A second call changes nothing."""
+    if group in _installed:
+        return Outcome(group, "on")
+    done: list[_Slot] = []
+    try:
+        planned = [slot for hook in hooks for slot in _resolve(hook, vllm_version, allow_untested)]
+        for slot in planned:
+            setattr(slot.owner, slot.attribute, slot.replacement)
+            done.append(slot)
+        _confirm(done)
+    except HookError as error:
+        _put_back(done)
+        return Outcome(group, "off", str(error))
+    except BaseException:
+        _put_back(done)
+        raise
+    _installed[group] = done
+    return Outcome(group, "on")
+
+
+def undo(group: str) -> None:
+    """Put the originals of a group back, newest first.
+
+    Raises: HookDisturbed, with nothing changed, if a slot no longer holds our object.
+    """
+    slots = _installed.get(group, [])
+    _confirm(slots)
+    _put_back(slots)
+    _installed.pop(group, None)
+
+
+def undo_all() -> None:
+    """Put back the originals of every group."""
+    for group in reversed(list(_installed)):
+        undo(group)
+
+
+def check(hook: Hook, vllm_version: str, *, allow_untested: bool = False) -> None:
+    """Resolve and check one hook without installing it. Raises: HookError that says why it does not fit."""
+    _resolve(hook, vllm_version, allow_untested)
+
+
+def misfit(hooks: Sequence[Hook], vllm_version: str, *, allow_untested: bool = False) -> str:
+    """Why these can't all be installed here; empty if they can, or are. Installs nothing."""
+    try:
+        for hook in hooks:
+            if not is_replaced(hook.target):
+                check(hook, vllm_version, allow_untested=allow_untested)
+    except HookError as error:
+        return str(error)
+    return ""
+
+
+def is_replaced(target: str) -> bool:
+    """Whether the slot of "module:Owner.attr" holds one of our replacements, or our mixin overrides it."""
+    owner, attribute = resolve_owner(target)
+    mixin = mixin_for(target)
+    return attribute in vars(mixin) if mixin else isinstance(inspect.getattr_static(owner, attribute), Replacement)
+
+
+def is_there(target: str) -> bool:
+    """Whether "module:Owner.attr" exists in this vLLM."""
+    try:
+        resolve_owner(target)
+    except SymbolMissing:
+        return False
+    return True
+
+
+def reads_name(target: str, part: str) -> bool:
+    """Whether the body of the function "module:Owner.attr" reads an attribute or a global with `part` in its name."""
+    try:
+        owner, attribute = resolve_owner(target)
+    except SymbolMissing:
+        return False
+    return any(part in name for name in getattr(owner, attribute).__code__.co_names)
+
+
+def resolve_owner(target: str) -> tuple[Any, str]:
+    """Import the module of "module:Owner.attr" and find the owner. Raises: SymbolMissing."""
+    module_name, _, path = target.partition(":")
+    try:
+        owner: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise SymbolMissing(f"{target}: module {module_name} can't be imported ({error})") from error
+    *parents, attribute = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent, None)
+    if owner is None or not hasattr(owner, attribute):
+        raise SymbolMissing(f"{target} is not in this vLLM; it was renamed or removed")
+    return owner, attribute
+
+
+def resolve_wrapper(make: str) -> Callable[..., Any]:
+    """Import "module:function" of this package."""
+    module_name, _, name = make.partition(":")
+    wrapper: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
+    return wrapper
+
+
+def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot]:
+    if not allow_untested and not version_supported(vllm_version, hook.vllm):
+        raise VersionUnsupported(
+            f"vLLM {vllm_version} is not in the tested range {hook.vllm}; "
+            "install a tested version, or set MMCACHE_ALLOW_UNTESTED_VLLM=1 to try"
+        )
+    for target in hook.reads:
+        resolve_owner(target)
+    wrapper = resolve_wrapper(hook.make)
+    slots = []
+    original: Any = None
+    for target in (hook.target, *hook.also):
+        owner, attribute = resolve_owner(target)
+        raw = inspect.getattr_static(owner, attribute)
+        if isinstance(raw, Replacement):
+            raise SymbolChanged(f"{target} already holds a replacement of mmcache ({raw._self_hook_name})")
+        if original is None:
+            original = raw
+            _check_signature(hook, raw)
+            if mixin := mixin_for(target):
+                if attribute in vars(mixin):
+                    raise SymbolChanged(f"{target} is overridden already")
+                slots.append(_Slot(mixin, attribute, _INHERITED, _override(mixin, attribute, raw, wrapper)))
+                continue
+        elif raw is not original:
+            raise SymbolChanged(
+                f"{target} is not the object that {hook.target} is; another plugin may have replaced one"
+            )
+        slots.append(
+            _Slot(owner, attribute, vars(owner).get(attribute, _INHERITED), Replacement(raw, wrapper, hook.name))
+        )
+    return slots
+
+
+def _override(mixin: type, attribute: str, raw: Any, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a mixin: the wrapper around what comes after the mixin in the object's own order of classes."""
+
+    @functools.wraps(raw)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(getattr(super(mixin, self), attribute), self, args, kwargs)
+
+    return method
+
+
+def _check_signature(hook: Hook, raw: Any) -> None:
+    function = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
+    if not callable(function):
+        raise SymbolChanged(f"{hook.target} is a {type(function).__name__}, expected a function")
+    try:
+        names = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise SymbolChanged(f"{hook.target} has no signature to check ({error})") from error
+    missing = [name for name in hook.args_used if name not in names]
+    if missing:
+        raise SymbolChanged(f"{hook.target} has no argument {', '.join(missing)} any more; it has {', '.join(names)}")
+
+
+def _confirm(slots: Iterable[_Slot]) -> None:
+    for slot in slots:
+        seen = vars(slot.owner).get(slot.attribute)
+        if seen is not slot.replacement:
+            owner = getattr(slot.owner, "__qualname__", getattr(slot.owner, "__name__", slot.owner))
+            raise HookDisturbed(f"{owner}.{slot.attribute} now holds {seen!r}; take that away first")
+
+
+def _put_back(slots: list[_Slot]) -> None:
+    for slot in reversed(slots):
+        if slot.raw is _INHERITED:
+            delattr(slot.owner, slot.attribute)
+        else:
+            setattr(slot.owner, slot.attribute, slot.raw)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the one report is shown beside its line and its gauge: where things are kept, and as JSON. API process."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from vllm_mmcache.base import settings
+from vllm_mmcache.base.status import State
+
+
+def whereabouts(found: Mapping[str, State]) -> list[str]:
+    """A line for each thing that a server keeps, only where its room is on somewhere; without secrets."""
+    chosen = settings.current()
+    lines = []
+    if _is_somewhere(found, "features"):
+        ram = f"RAM ({chosen.feature_ram_bytes.human_readable()})" if chosen.feature_ram_bytes else ""
+        directory, url = settings.store_places(chosen.store)
+        disk = f"{directory} ({chosen.store_disk_bytes.human_readable()} at most)" if directory else ""
+        places = [place for place in (ram, disk, settings.without_secrets(url)) if place]
+        until = f"; beyond RAM {chosen.store_ttl.until()} (MMCACHE_STORE_TTL)" if directory or url else ""
+        lines.append(f"features are kept: {', '.join(places) or 'nowhere'}{until}")
+    if _is_somewhere(found, "pixels") and found["features"].state != "on":
+        lines.append(f"images go to the engine with their pixels: features are {found['features']}")
+    if _is_somewhere(found, "observe"):
+        lines.append(f"requests are recorded{f': {chosen.observe_file}' if chosen.observe_file else ''}")
+    return lines
+
+
+def as_json(found: Mapping[str, State], places: Mapping[str, Mapping[str, State]]) -> dict[str, Any]:
+    """rooms: room -> state and reason, over all processes; places: the same for each process."""
+    return {"rooms": _plain(found), "places": {place: _plain(states) for place, states in places.items()}}
+
+
+def _is_somewhere(found: Mapping[str, State], room: str) -> bool:
+    return room in found and found[room].state in ("on", "mixed")
+
+
+def _plain(states: Mapping[str, State]) -> dict[str, dict[str, str]]:
+    return {room: asdict(state) for room, state in states.items()}

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adds our ASGI middleware to vLLM's application, once while it is built. API server process."""
+
+from typing import Any
+
+from vllm_mmcache.base import status
+from vllm_mmcache.base.arguments import argument
+from vllm_mmcache.metrics import counters, table_sizes
+
+
+def add(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of init_entrypoints_middleware(args, app, ...): ours comes after vLLM's, so it is the innermost."""
+    outcome = wrapped(*args, **kwargs)
+    from starlette.middleware import Middleware
+
+    app = argument(wrapped, args, kwargs, "app")
+    if status.is_on("identity"):
+        from vllm_mmcache.components.identity.vllm_endpoints import use_on
+
+        use_on(app)
+    if status.is_on("lifted_bodies"):
+        from vllm_mmcache.components.image_extraction.hooks import may_lift
+        from vllm_mmcache.components.image_extraction.middleware import LiftImages
+
+        app.user_middleware.append(Middleware(LiftImages, may_lift=may_lift))
+    counters.expose()
+    table_sizes.keep_shown()
+    return outcome

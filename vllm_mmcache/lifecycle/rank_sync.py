@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks of an engine have the same rooms: asked once, when the model is loaded. Engine and worker processes.
+
+The engine asks each worker what its rooms are, through the executor that it has anyway, and a room that is off in one
+rank is switched off in all. Only then do workers begin what is the same in all of them, such as trying the vision
+tower, whose ranks wait for each other; and they are asked again. The question is sent by value, since a worker may be
+without us. What was found goes to the API servers with the engine's ready message (report.py).
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from vllm_mmcache import __version__
+from vllm_mmcache.base import status
+from vllm_mmcache.base.errors import MMCacheError
+from vllm_mmcache.base.status import ON, State
+from vllm_mmcache.lifecycle.ledger import parts
+
+logger = logging.getLogger("vllm.mmcache")
+
+KEY = "mmcache"
+"""Of our part in the ready message; vLLM's decoders pass over what they don't know."""
+NO_MMCACHE = "it has no mmcache"
+_WORKERS = "_mmcache_workers"  # on an executor: rank -> rooms, or None
+
+PlainStates = dict[str, Any]
+"""What a process says as plain data: version, and rooms: room -> [state, reason]."""
+
+
+def agree(executor: Any, vllm_config: Any) -> None:
+    """Switch a room off in all ranks where it is off in one, or in the engine. Engine process, before any request."""
+    if vllm_config.parallel_config.node_rank_within_dp > 0:
+        return  # the leader asks the workers of this node, too
+    _settle(executor, "")
+    arena = _prepare(vllm_config)
+    found, features = _settle(executor, arena)
+    if arena and not _open(vllm_config, features):
+        found, _ = _settle(executor, "")
+    setattr(executor, _WORKERS, found)
+
+
+def _prepare(vllm_config: Any) -> str:
+    """The address of what the ranks shall share with the engine; empty where features are not kept."""
+    if not status.is_on("features"):
+        return ""
+    from vllm_mmcache.components.features.engine import hooks
+
+    try:
+        return hooks.prepare(vllm_config)
+    except MMCacheError as error:
+        status.put("engine", "features", State("off", str(error)))
+        return ""
+
+
+def _open(vllm_config: Any, told: Iterable[Mapping[str, Any]]) -> bool:
+    """Open the engine's store; whether it is open, or need not be said to be off."""
+    from vllm_mmcache.components.features.engine import hooks
+
+    if not status.is_on("features"):
+        hooks.forget(vllm_config)
+        return True
+    try:
+        hooks.open_store(vllm_config, told)
+    except MMCacheError as error:
+        status.put("engine", "features", State("off", str(error)))
+        return False
+    return True
+
+
+def _settle(executor: Any, arena: str) -> tuple[dict[int, dict[str, State]], list[Mapping[str, Any]]]:
+    """Ask all workers, and switch off in all what is off in one. Returns the states by rank, and what told features."""
+    found, features = _ask(executor, {}, arena)
+    off = {}
+    for room in dict.fromkeys([*parts("engine"), *parts("worker")]):
+        places = [(f"worker {rank}", states[room]) for rank, states in found.items() if room in states]
+        if room in status.of("engine"):
+            places.append(("engine", status.of("engine")[room]))
+        if reason := status.why_off(places):
+            off[room] = reason
+            if status.of("engine").get(room) == ON:
+                status.put("engine", room, State("off", reason))
+    some = [room for room in off if any(states.get(room) == ON for states in found.values())]
+    if some:
+        logger.warning("mmcache: off in all ranks: %s", "; ".join(f"{room}: {off[room]}" for room in some))
+        found, _ = _ask(executor, off, "")
+    return found, features
+
+
+def send_report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of EngineCoreProc._make_ready_response: what vLLM encodes next and sends to every API server."""
+    return {**msgspec.to_builtins(wrapped(*args, **kwargs)), KEY: of_engine(instance)}
+
+
+def of_engine(engine_core: Any) -> dict[str, PlainStates]:
+    """What is told of each process of an engine, by name. Engine process, when it has its scheduler."""
+    if status.is_on("image_checkpoints"):
+        from vllm_mmcache.components.image_checkpoints.hooks import say_what_is_in_force
+
+        say_what_is_in_force(engine_core.scheduler)
+    workers: dict[int, Mapping[str, State]] = getattr(engine_core.model_executor, _WORKERS, {})
+    processes = {"engine": status.of("engine"), **{f"worker {rank}": states for rank, states in workers.items()}}
+    return {process: as_plain_data(states) for process, states in processes.items()}
+
+
+def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> PlainStates:
+    """What is told of this worker, after the rooms named were switched off. Worker process, asked by the engine.
+
+    arena: address of what it shares with the engine. With one, all ranks have the same rooms, so what they do together
+    can begin; until then each looks by itself.
+    """
+    for room, reason in off.items():
+        if room in status.of("worker") and status.of("worker")[room].state != "unneeded":
+            status.put("worker", room, State("off", reason))  # the same reason everywhere, with the ranks it is of
+    features: Mapping[str, Any] = {}
+    if status.is_on("features"):
+        from vllm_mmcache.components.features.worker import hooks
+
+        if arena:
+            features = hooks.open_in(worker, arena)
+        else:
+            hooks.look_at(worker)
+    return {**as_plain_data(status.of("worker")), "features": features}
+
+
+def as_plain_data(states: Mapping[str, State]) -> PlainStates:
+    """States as plain data."""
+    return {"version": __version__, "rooms": {room: [one.state, one.reason] for room, one in states.items()}}
+
+
+def read(said: PlainStates | None, parts: Mapping[str, Any]) -> dict[str, State]:
+    """The states out of plain data. Of a process that said nothing, or is of another version, all `parts` are off."""
+    if said is None or said["version"] != __version__:
+        reason = NO_MMCACHE if said is None else f"it has mmcache {said['version']}, not {__version__}"
+        return {room: State("off", reason) for room in parts}
+    return {room: State(state, reason) for room, (state, reason) in said["rooms"].items()}
+
+
+def _ask(
+    executor: Any, off: Mapping[str, str], arena: str
+) -> tuple[dict[int, dict[str, State]], list[Mapping[str, Any]]]:
+    answers = executor.collective_rpc(_question(dict(off), arena))
+    states = {rank: read(said, parts("worker")) for rank, said in answers}
+    return states, [said["features"] for _, said in answers if said is not None and said.get("features")]
+
+
+def _question(off: dict[str, str], arena: str) -> Callable[[Any], tuple[int, PlainStates | None]]:
+    def question(wrapper: Any) -> tuple[int, PlainStates | None]:  # of a function: so it is pickled by value
+        ours: Any = sys.modules.get("vllm_mmcache.lifecycle.rank_sync")
+        is_ours = ours is not None and ours.status.of("worker")
+        worker = getattr(wrapper, "worker", wrapper)
+        return worker.rank, ours.of_worker(worker, off, arena) if is_ours else None
+
+    return question

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one report of what is in force, over all processes of a deployment. API process, or the offline program.
+
+Each engine's ready message brings its rooms and those of its workers (rank_sync.py), from other machines, too. When all
+engines are ready, that and this process's own rooms are put together: logged in one line, shown on /metrics as
+mmcache:room_info and on /mmcache. Where tenants must be kept apart, a process without us ends the start.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from vllm_mmcache import __version__
+from vllm_mmcache.base import status
+from vllm_mmcache.base.arguments import argument
+from vllm_mmcache.base.status import State
+from vllm_mmcache.hooking import hooks, subclasses
+from vllm_mmcache.lifecycle import activation, config_rules, display, rank_sync
+from vllm_mmcache.lifecycle.ledger import ROOMS, parts
+from vllm_mmcache.metrics import counters
+
+logger = logging.getLogger("vllm.mmcache")
+
+_ENGINES = "_mmcache_engines"  # on a client: index of an engine -> what its ready message said, or None
+
+_places: dict[str, dict[str, State]] = {}
+_everywhere: frozenset[str] = frozenset()  # rooms of in_force that are on
+_is_shown = False
+
+
+def in_force() -> dict[str, State]:
+    """What each room is over all processes; empty until the engines are ready."""
+    return {
+        room: status.combine((place, states[room]) for place, states in _places.items() if room in states)
+        for room in (ROOMS if _places else ())
+    }
+
+
+def is_on_everywhere(room: str) -> bool:
+    """Whether a room is on in all processes that have a part in it; not before the engines are ready."""
+    return room in _everywhere
+
+
+def places() -> dict[str, dict[str, State]]:
+    """The same by process: "api", "engine 0", "worker 1 of engine 0"."""
+    return {place: dict(states) for place, states in _places.items()}
+
+
+def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of MPClient._apply_ready_response(payload): once for each engine, also for those that come later."""
+    payload = argument(wrapped, args, kwargs, "payload")
+    outcome = wrapped(payload)
+    said = msgspec.msgpack.decode(payload) if payload else {}
+    engines = instance.__dict__.setdefault(_ENGINES, {})
+    engines[said.get("data_parallel_rank", len(engines))] = said.get(rank_sync.KEY)
+    if _is_shown:
+        _show(_places["api"], engines)
+    return outcome
+
+
+def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of AsyncLLM.__init__ and LLMEngine.__init__(vllm_config): the engines are ready after it.
+
+    Raises: HookError, see `_show`; UnschedulableImage or CausalImages before, where no image could be right.
+    """
+    global _is_shown, _everywhere
+    _is_shown, _everywhere = False, frozenset()
+    if status.is_on("image_spans"):
+        from vllm_mmcache.components.image_spans.hooks_api import refuse_endless
+
+        refuse_endless(argument(wrapped, args, kwargs, "vllm_config"))
+    outcome = wrapped(*args, **kwargs)
+    client = instance.engine_core
+    inside = getattr(client, "engine_core", None)  # of an engine in this process
+    engines = {0: rank_sync.of_engine(inside)} if hasattr(inside, "scheduler") else client.__dict__.get(_ENGINES, {})
+    try:
+        _show({**status.of("api"), **_found_here(instance)}, engines)
+    except BaseException:
+        client.shutdown()
+        raise
+    return outcome
+
+
+def no_python(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of RustFrontendProcessManager.__init__: nothing of ours is between clients and engines.
+
+    Raises: HookError, where tenants must be kept apart.
+    """
+    activation.refuse_if_required(f"{config_rules.NO_PYTHON}, so {activation.WITHOUT_IDENTITY}")
+    off = ", ".join(parts("api"))
+    logger.error("mmcache: %s: off are %s; %s", config_rules.NO_PYTHON, off, activation.WITHOUT_IDENTITY)
+    return wrapped(*args, **kwargs)
+
+
+def _found_here(llm: Any) -> dict[str, State]:
+    """What is known of this process's rooms only when its renderer is there."""
+    from vllm.renderers.base import BaseRenderer
+    from vllm.renderers.hf import HfRenderer
+
+    found, renderer = {}, subclasses.base_of(llm.renderer)
+    name = renderer.__qualname__
+    if not llm.log_stats:
+        found["metrics"] = State("unneeded", "vLLM's own statistics are off here")
+    if not hasattr(llm, "generate"):
+        found["lifted_bodies"] = State("unneeded", "no server here")
+    elif renderer is not HfRenderer:
+        found["lifted_bodies"] = State("off", f"not shown to be right with the renderer {name}")
+    hooked = [hooks.resolve_owner(member.target) for member in parts("api")["identity"]]
+    methods = [attribute for owner, attribute in hooked if owner is BaseRenderer and attribute.startswith("_")]
+    above = [one for one in renderer.__mro__ if not one.__module__.startswith("vllm.")]
+    is_ours = isinstance(llm.renderer, subclasses.RendererMixin)
+    if not is_ours or any(method in vars(one) for one in above for method in methods):
+        found["identity"] = State("off", f"the renderer {name} is not vLLM's and may go past it")
+    on = status.of("api")
+    return {room: state for room, state in found.items() if on.get(room) == status.ON}
+
+
+def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
+    """Put together, log, export. Raises: HookError, where tenants must be kept apart and a process is without us."""
+    global _is_shown, _everywhere
+    _places.clear()
+    _places["api"] = here
+    for index, told in engines.items():
+        for process, said in (told or {"engine": None}).items():
+            place = f"engine {index}" if process == "engine" else f"{process} of engine {index}"
+            _places[place] = rank_sync.read(said, {**parts("engine"), **(parts("worker") if told is None else {})})
+    found = in_force()
+    _everywhere = frozenset(room for room, state in found.items() if state == status.ON)
+    counters.ROOM_INFO.show({(room, state.state, state.reason) for room, state in found.items()})
+    logger.info("mmcache %s in force: %s", __version__, activation.words(found.items()))
+    for line in display.whereabouts(found):
+        logger.info("mmcache: %s", line)
+    without = [
+        place for place, states in _places.items() if rank_sync.NO_MMCACHE in {s.reason for s in states.values()}
+    ]
+    if without:
+        activation.refuse_if_required(f"mmcache is not in {', '.join(without)}")
+    if "identity" in here and here["identity"].state == "off":
+        activation.refuse_if_required(f"identity is off ({here['identity'].reason}), so {activation.WITHOUT_IDENTITY}")
+    _is_shown = True

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger as it fits here, for `mmcache doctor --symbols`. Runs on the command line; replaces nothing."""
+
+from typing import Any
+
+from vllm_mmcache.base import settings
+from vllm_mmcache.base.versions import vllm_version
+from vllm_mmcache.hooking import hooks, source_digests
+from vllm_mmcache.lifecycle.ledger import LEDGER
+
+
+def symbols() -> list[dict[str, Any]]:
+    """A row per ledger entry: group, name, target, process, misfit (empty where it fits), body (tested or changed)."""
+    version = vllm_version()
+    untested = settings.current().allow_untested_vllm
+    return [
+        {
+            "group": member.group,
+            "name": member.name,
+            "target": member.target,
+            "process": member.process,
+            "misfit": hooks.misfit([member], version, allow_untested=untested),
+            "body": source_digests.compare_installed(member.target, version),
+        }
+        for member in LEDGER
+    ]

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engine each room was exercised on; elsewhere it is off unless its setting says on.
+
+tested_engines.json has a row for each kind of engine: vLLM's minor version, model runner, scheduling and platform, the
+rooms that passed there, and the evidence, a command or a file of this repository. What was not checked proves nothing.
+Groups that are no engine room work everywhere.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+ENGINE_ROOMS = ("block_keys", "image_spans", "resumed_images", "image_checkpoints", "metrics", "features")
+TOUCHES_TENSORS = frozenset({"features"})
+"""Rooms that read or write tensors on the device: proven for each platform on its own. The others are the same Python
+in the scheduler and around the runner, wherever the tensors live."""
+
+FILE = Path(__file__).with_name("tested_engines.json")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A kind of engine; None is what is not known before there is a VllmConfig."""
+
+    vllm: str
+    """The minor version, such as 0.33."""
+    platform: str | None
+    """vLLM's name: cpu, cuda, rocm, xpu. (ROCm's device_type is cuda; it is another platform.)"""
+    runner: int | None = None
+    """vLLM's model runner, 1 or 2."""
+    scheduling: Literal["sync", "async"] | None = None
+
+    def __str__(self) -> str:
+        runner = f"model runner V{self.runner} with {self.scheduling} scheduling" if self.runner else "any model runner"
+        return f"vLLM {self.vllm}, {runner}, {self.platform}"
+
+    def includes(self, other: "Engine") -> bool:
+        """Whether `other` is this kind of engine; what is None here can be anything."""
+        return all(mine in (None, its) for mine, its in zip(astuple(self), astuple(other), strict=True))
+
+
+@dataclass(frozen=True)
+class Row:
+    """The rooms that passed on an engine."""
+
+    engine: Engine
+    rooms: tuple[str, ...]
+    evidence: str
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as tested_engines.json has it: the engine's fields beside rooms and evidence."""
+        return {**asdict(self.engine), "rooms": list(self.rooms), "evidence": self.evidence}
+
+
+def rows() -> list[Row]:
+    """The table. Raises: TypeError where a row lacks a value or has another."""
+    return [
+        Row(rooms=tuple(row.pop("rooms")), evidence=row.pop("evidence"), engine=Engine(**row))
+        for row in json.loads(FILE.read_text(encoding="utf-8"))
+    ]
+
+
+def written(table: Iterable[Row]) -> str:
+    """The table as the text of tested_engines.json: a value a line, lists in one."""
+    texts = []
+    for row in table:
+        lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in row.as_json().items())
+        texts.append(f"  {{\n{lines}\n  }}")
+    return "[\n" + ",\n".join(texts) + "\n]\n"
+
+
+TABLE = rows()
+
+
+def minor_of(version: str) -> str:
+    """The minor version, 0.33, of a version, 0.33.0."""
+    return ".".join(version.split(".")[:2])
+
+
+def why_unproven(room: str, engine: Engine) -> str:
+    """Why a room is off on this engine unless it is switched on; empty where it was exercised, and for other groups."""
+    if room not in ENGINE_ROOMS:
+        return ""
+    kind = engine if room in TOUCHES_TENSORS else replace(engine, platform=None)
+    if any(room in row.rooms and kind.includes(row.engine) for row in TABLE):
+        return ""
+    return f"not yet proven on {engine}: `mmcache prove` tries it here, MMCACHE_{room.upper()}=1 switches it on"

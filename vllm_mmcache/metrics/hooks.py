@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries the counters of worker and engine to /metrics with what these send each other anyway.
+
+A worker adds what it has counted since its last step to the step's output, the scheduler what it has counted since its
+last statistics to the statistics; whoever receives takes it out again before vLLM's own code sees it. So counters of
+engines on other machines arrive, too, and no file or port is needed. Of several tensor-parallel ranks the one whose
+output vLLM uses is heard; the ranks run the same images. With pipeline stages the images are the first one's and the
+last one's output is used, so each stage hands on what it has counted with the tensors that it sends to the next.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import wrapt
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+
+from vllm_mmcache.base.arguments import argument
+from vllm_mmcache.components.features.engine.hooks import connector_of
+from vllm_mmcache.components.observe.hooks_engine import send_outcome
+from vllm_mmcache.metrics import counters, table_sizes, transport
+
+_KEY = "mmcache"
+_PREFIX = "mmcache:"
+_NEWS = "mmcache_news"  # attribute of a step's ModelRunnerOutput
+
+
+class _Telling(wrapt.ObjectProxy[Any]):
+    """An AsyncModelRunnerOutput, which is still being copied from the device; the news are added when it is there.
+
+    With async scheduling another thread waits for it, while this one is in its next step.
+    """
+
+    def get_output(self) -> Any:
+        return _with_news(self.__wrapped__.get_output())
+
+
+def tell(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Worker.execute_model and Worker.sample_tokens: the step's output gets what was counted since the last.
+
+    Worker process; the last pipeline stage alone, whose output is read.
+    """
+    output = wrapped(*args, **kwargs)
+    if not get_pp_group().is_last_rank:
+        return output  # nobody reads it
+    if isinstance(output, AsyncModelRunnerOutput):
+        return _Telling(output)
+    return _with_news(output)
+
+
+def _with_news(output: Any) -> Any:
+    if isinstance(output, ModelRunnerOutput) and output is not EMPTY_MODEL_RUNNER_OUTPUT:
+        news = transport.take_worker_news()
+        if news is not None:
+            setattr(output, _NEWS, news)
+    return output
+
+
+def hand_on(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of GroupCoordinator.isend_tensor_dict(tensor_dict); worker process.
+
+    The news are the name of an empty tensor: some groups send tensors alone, but all send their names.
+    """
+    tensors = argument(wrapped, args, kwargs, "tensor_dict")
+    news = transport.take_worker_news() if instance is get_pp_group() and not instance.is_last_rank else None
+    if news is None:
+        return wrapped(*args, **kwargs)
+    more = {name: value for name, value in kwargs.items() if name != "tensor_dict"}
+    return wrapped({**tensors, _PREFIX + json.dumps(news): torch.empty(0)}, *args[1:], **more)
+
+
+def take_over(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of GroupCoordinator.irecv_tensor_dict: takes the news out, so that vLLM sees only what it has sent.
+
+    Worker process.
+    """
+    outcome = wrapped(*args, **kwargs)
+    tensors = outcome[0]
+    for name in [name for name in tensors or () if name.startswith(_PREFIX)]:
+        del tensors[name]
+        transport.receive_worker_news(json.loads(name.removeprefix(_PREFIX)))
+    return outcome
+
+
+def hear(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler.update_from_output(_, model_runner_output): takes the worker's news out of a step's output.
+
+    Engine process. The room's one there, so the outcomes of requests are sent from here, too, and the names of images
+    whose records were not their own.
+    """
+    output = argument(wrapped, args, kwargs, "model_runner_output")
+    news = vars(output).pop(_NEWS, None)
+    if news is not None:
+        transport.receive_worker_news(news)
+    by_client = send_outcome(wrapped, instance, args, kwargs)
+    if (connector := connector_of(instance)) is not None:
+        connector.name_refuted(by_client)
+    return by_client
+
+
+def send(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler.make_stats: lays what the engine has counted into the statistics, where there are any.
+
+    It goes as an entry of our own of ec_connector_stats, the statistics that a connector for encoder outputs makes up.
+    Engine process, scheduler thread.
+    """
+    stats = wrapped(*args, **kwargs)
+    if stats is not None and (counts := transport.take_engine_counts() | table_sizes.take_changed()):
+        stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), _KEY: counts}
+    return stats
+
+
+def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of StatLoggerManager.record: takes what engines have counted out of the statistics, and shows it.
+
+    API server, or the offline program.
+    """
+    stats = argument(wrapped, args, kwargs, "scheduler_stats")
+    if stats is not None and _KEY in (of_connector := stats.ec_connector_stats or {}):
+        for name, amount in of_connector.pop(_KEY).items():
+            if name.startswith(table_sizes.PREFIX):
+                table_sizes.show_changed(name, amount, kwargs.get("engine_idx") or 0)
+            else:
+                counters.show_engine_count(name, amount)
+        stats.ec_connector_stats = of_connector or None
+    return wrapped(*args, **kwargs)
+
+
+def probe(renderer: Any, template: str | None) -> Callable[[Sequence[dict[str, str]], bool], list[int]]:
+    """A function that renders messages as vLLM does, to token ids; `template` is the server's own, if it has one."""
+    from vllm.renderers import ChatParams
+
+    def render(messages: Sequence[dict[str, str]], opens_answer: bool) -> list[int]:
+        params = ChatParams(template, chat_template_kwargs={"add_generation_prompt": opens_answer})
+        prompt = renderer.render_messages(list(messages), params)[1]
+        if "prompt_token_ids" in prompt:
+            return list(prompt["prompt_token_ids"])
+        return list(renderer.get_tokenizer().encode(prompt["prompt"], add_special_tokens=False))
+
+    return render

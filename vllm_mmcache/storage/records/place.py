@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the places of records beyond RAM have in common: whole frames or misses, counts, and rest after a failure.
+
+`get` runs in the threads that ask, `save` in the thread that writes. Neither ever raises: what a place can't do is
+counted, and it is left alone for a while.
+"""
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from vllm_mmcache.base.errors import StoreCorrupt
+from vllm_mmcache.metrics import counters
+from vllm_mmcache.storage.breaker import Breaker
+from vllm_mmcache.storage.encryption import CLEAR, Clear
+from vllm_mmcache.storage.frame import frame, unframe
+from vllm_mmcache.storage.records.ram import Entry
+
+logger = logging.getLogger("vllm.mmcache")
+
+T = TypeVar("T")
+
+
+class Counts:
+    """What happened in one place: here, and on /metrics."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._totals = dict.fromkeys(counters.RECORD_COUNTERS, 0)
+        self._lock = threading.Lock()
+
+    def add(self, **amounts: int) -> None:
+        """Count by name; the names are those of counters.RECORD_COUNTERS."""
+        for name, amount in amounts.items():
+            if amount:
+                with self._lock:
+                    self._totals[name] += amount
+                counters.RECORD_COUNTERS[name].add(amount, self._place)
+
+    def snapshot(self) -> dict[str, int]:
+        """All sums by name."""
+        with self._lock:
+            return dict(self._totals)
+
+
+class Place(ABC):
+    """Frames by key. A subclass reads and writes; this class checks, counts and gives up."""
+
+    name: str
+    failures: tuple[type[Exception], ...]
+    """What reading and writing may raise when the place can't serve."""
+    ttl_s: int = 0
+    """Seconds that a record is kept without use; 0 for ever."""
+
+    def __init__(self, where: str, rest_s: float, longest_rest_s: float, key: Clear = CLEAR) -> None:
+        self.counts = Counts(self.name)
+        self._key = key
+        self._reading = Breaker(f"records in {where} (reading)", rest_s, longest_rest_s)
+        # Apart: what a full disk or server holds can still be read.
+        self._writing = Breaker(f"records in {where} (writing)", rest_s, longest_rest_s)
+
+    def get(self, key: bytes) -> Entry | None:
+        """What was kept under `key`, whole; None for a miss, whatever the reason is. Never raises."""
+        hit = self.read(key, bytes)
+        return None if hit is None else hit[0]
+
+    def read(self, key: bytes, read: Callable[[bytes], T | None]) -> tuple[Entry, T] | None:
+        """The same, and what `read` makes of the value: None, which is a miss, for one that is no such record."""
+        entry, found = None, None
+        if not self._reading.resting():
+            try:
+                entry = self._read(key)
+                self._reading.worked()
+            except self.failures as error:
+                self._fail(self._reading, error)
+            except Exception:  # a bug of ours must not reach a request
+                self.counts.add(errors=1)
+                logger.exception("mmcache could not read a record; serving goes on without it")
+        if entry is not None:
+            found = read(entry.value)
+            self.counts.add(corrupt=found is None)  # the next one who puts this key writes over it
+        self.counts.add(hits=found is not None, misses=found is None)
+        return None if entry is None or found is None else (entry, found)
+
+    def save(self, values: Mapping[bytes, bytes]) -> None:
+        """Keep these values by key; what could not be kept is counted as dropped. Never raises."""
+        num_kept = 0
+        if not self._writing.resting():
+            try:
+                num_kept = self._save(dict(self._sealed(key, value) for key, value in values.items()))
+                self._writing.worked()
+            except self.failures as error:
+                self._fail(self._writing, error)
+            except Exception:  # a bug of ours must not end the writer
+                self.counts.add(errors=1)
+                logger.exception("mmcache could not save records; serving goes on without them")
+        self.counts.add(saved=num_kept, dropped=len(values) - num_kept)
+
+    def tidy(self) -> None:
+        """Remove what is over, where that does not happen by itself. Never raises."""
+        if self._writing.resting():
+            return
+        try:
+            self._tidy()
+        except self.failures as error:
+            self._fail(self._writing, error)
+        except Exception:  # a bug of ours must not end the writer
+            self.counts.add(errors=1)
+            logger.exception("mmcache could not tidy its records; serving goes on")
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything, where that is ours to do. Never raises."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of files and connections. Never raises."""
+
+    def _fail(self, breaker: Breaker, error: object) -> None:
+        self.counts.add(errors=1)
+        breaker.failed(error)
+
+    def _read(self, key: bytes) -> Entry | None:
+        name = self._key.name(key)
+        found = self._load(name)
+        if found is None:
+            return None
+        sealed, written_s = found
+        value = unsealed(name, sealed, self._key)
+        if value is None:  # the next one who puts this key writes over it
+            self.counts.add(corrupt=1)
+            return None
+        return Entry(value, written_s)
+
+    def _tidy(self) -> None:  # noqa: B027
+        """As `tidy`. Raises: one of `failures`."""
+
+    def _sealed(self, key: bytes, value: bytes) -> tuple[bytes, bytes]:
+        name = self._key.name(key)
+        return name, self._key.seal(name, frame(name, value))
+
+    @abstractmethod
+    def _load(self, key: bytes) -> tuple[bytes, float] | None:
+        """The frame under `key`, and when it was written, in seconds since the epoch. Raises: one of `failures`."""
+
+    @abstractmethod
+    def _save(self, frames: Mapping[bytes, bytes]) -> int:
+        """Keep these frames, in the place of older ones; how many are kept. Raises: one of `failures`."""
+
+
+def unsealed(name: bytes, sealed: bytes, key: Clear) -> bytes | None:
+    """The value of a record that lies under `name`; None for anything else."""
+    try:
+        return unframe(name, key.unseal(name, sealed))
+    except StoreCorrupt:
+        return None

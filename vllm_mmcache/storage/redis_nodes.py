@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nodes behind a URL of Redis or Valkey: one server, the primaries of a cluster, or the primary of Sentinel.
+
+A server that answers MOVED is one of a cluster. Then the node that has an entry is asked, each node rests by itself
+after a failure, so that the others serve, and a thread of its own reads anew who has which slots: after a failure, and
+after MOVED. Nobody waits for that thread. redis-py's client for clusters does the same in the thread that wanted an
+entry, where it asks one node after another, sleeps and tries again; it also needs the right to COMMAND.
+
+Entries come in pieces from the socket straight into the memory where they are wanted: redis-py's own reading copies
+them several times, and can't be stopped while bytes trickle in. Any process, any thread.
+"""
+
+import logging
+import math
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar, cast
+
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import SSLConnection, parse_url
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from redis.exceptions import AskError, MovedError, TryAgainError
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from vllm_mmcache.base.errors import SettingsError, StoreCorrupt
+from vllm_mmcache.base.remote_url import Host, parsed
+from vllm_mmcache.base.store_url import error_without_secrets, without_secrets
+from vllm_mmcache.components.features.lasting import Late
+from vllm_mmcache.storage.breaker import Breaker
+
+logger = logging.getLogger("vllm.mmcache")
+T = TypeVar("T")
+
+LONGEST_REST_S = 60.0
+NODE_REST_S = 1.0
+"""The first rest of a node of a cluster: a replica takes its place within seconds."""
+# A server from which bytes trickle keeps each wait below the timeout: after this many of them, it is too slow if it
+# gave less than this many bytes a second.
+MAX_TIMEOUTS = 10
+TRICKLE_BYTES_PER_S = 1_000_000
+# Nobody waits for who has which slots, so it may take a while; nor is it asked for more often.
+SLOTS_TIMEOUT_S = 1.0
+SLOTS_EVERY_S = 0.5
+FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
+_MAX_LINE_BYTES = 1024
+_SOCKET: Host = ("", 0)
+
+
+class NodeAway(Exception):
+    """The node that has an entry does not serve, or its slot is on its way to another; others do."""
+
+    def __init__(self, message: str, *, is_new: bool) -> None:
+        super().__init__(message)
+        self.is_new = is_new
+        """Whether it was asked; False while it rests."""
+
+
+class Value:
+    """The value of one key, read over a connection of its own."""
+
+    def __init__(self, connection: Any, name: str, slow_s: float) -> None:
+        self._connection = connection
+        self._name = name
+        self._slow_s = slow_s
+        self._first = b""
+        self.num_bytes = self._number()
+
+    def read_into(self, offset: int, buffer: memoryview, until: float) -> None:
+        """As Source says.
+
+        Raises: Late after `until`, TimeoutError where bytes only trickle in, others as redis-py does.
+        """
+        num_bytes = self._get(offset, buffer, until)
+        if num_bytes < len(buffer):
+            raise StoreCorrupt(f"it ends at byte {offset + num_bytes}")
+        if offset == 0:
+            self._first = bytes(buffer)
+
+    def is_current(self) -> bool:
+        """Whether the value begins as it did, with the checksum of what was read."""
+        if not self._first or self._number() != self.num_bytes:
+            return False
+        again = memoryview(bytearray(len(self._first)))
+        return again[: self._get(0, again, math.inf)] == self._first
+
+    def _number(self) -> int:
+        self._connection.send_command("STRLEN", self._name)
+        return self._answer(b":")
+
+    def _get(self, offset: int, buffer: memoryview, until: float) -> int:
+        start = time.monotonic()
+        self._connection.send_command("GETRANGE", self._name, offset, offset + len(buffer) - 1)
+        num_bytes = self._answer(b"$")
+        if num_bytes > len(buffer):
+            raise redis.InvalidResponse(f"{num_bytes} bytes, asked were {len(buffer)}")
+        got = 0
+        while got < num_bytes:
+            got += self._receive(buffer[got:num_bytes])
+            now = time.monotonic()
+            if now > until:
+                raise Late
+            if now - start > self._slow_s and got < (now - start) * TRICKLE_BYTES_PER_S:
+                raise TimeoutError(f"{got} bytes took {now - start:.2f} s")
+        if self._line():
+            raise redis.InvalidResponse("more bytes than it said")
+        return num_bytes
+
+    def _answer(self, kind: bytes) -> int:
+        line = self._line()
+        if line.startswith(b"-WRONGTYPE"):
+            raise StoreCorrupt(line[1:].decode(errors="replace"))
+        if moved := re.fullmatch(rb"-(MOVED|ASK) ([0-9]{1,5} \S*:[0-9]{1,5})", line):
+            kind_of_error = MovedError if moved[1] == b"MOVED" else AskError
+            raise kind_of_error(moved[2].decode(errors="replace"))
+        if line.startswith(b"-CLUSTERDOWN"):
+            raise redis.exceptions.ClusterDownError(line[1:].decode(errors="replace"))
+        if line.startswith(b"-"):
+            raise redis.ResponseError(line[1:].decode(errors="replace"))
+        if not re.fullmatch(re.escape(kind) + rb"[0-9]{1,19}", line):
+            raise redis.InvalidResponse(f"{line[:80]!r} for an answer")
+        return int(line[1:])
+
+    def _line(self) -> bytes:
+        start = time.monotonic()
+        line = bytearray()
+        one = memoryview(bytearray(1))
+        while not line.endswith(b"\r\n"):
+            if len(line) > _MAX_LINE_BYTES or time.monotonic() - start > self._slow_s:
+                raise redis.InvalidResponse(f"{bytes(line[:80])!r} for an answer")
+            self._receive(one)
+            line += one
+        return bytes(line[:-2])
+
+    def _receive(self, buffer: memoryview) -> int:
+        num_bytes = cast(int, self._connection._sock.recv_into(buffer))
+        if num_bytes == 0:
+            raise redis.ConnectionError("the server closed the connection")
+        return num_bytes
+
+
+class Nodes:
+    """The nodes at `url`. Units: each waits `timeout_s` for a connection, and for each time that nothing comes.
+
+    said: how log lines call it. Raises: SettingsError for a URL that can't be meant. Makes no connection until it is
+    used.
+    """
+
+    def __init__(self, url: str, timeout_s: float, said: str) -> None:
+        self._said = said
+        self._whole_url = url
+        self._clients: dict[Host, redis.Redis] = {}
+        self._breakers: dict[Host, Breaker] = {}
+        # By slot: the node that has it; empty where this is no cluster, as far as is known.
+        self._owners: list[Host | None] = []
+        self._members: tuple[Host, ...] = ()
+        self._lock = threading.Lock()
+        self._is_reading_slots = False
+        self._next_slots_s = 0.0
+        self._has_told = False
+        try:
+            self._url = parsed(url)
+            self._seeds = self._url.hosts if self._url.kind == "cluster" else (self._url.hosts or (_SOCKET,))[:1]
+            self._options = _options(self._url.of_first, timeout_s)
+            # An option that redis-py does not know raises here, not in a request.
+            self._client(self._seeds[0]).connection_pool.make_connection()
+        except (ValueError, TypeError, redis.RedisError) as error:
+            raise SettingsError(
+                f"{without_secrets(url)!r} is no URL of Redis or Valkey: {self._text_of(error)}"
+            ) from None
+
+    def run(self, name: str, ask: Callable[["redis.Redis"], T], *, again: bool = True) -> T:
+        """What `ask` makes of the client of the node that has `name`.
+
+        again: whether `ask` may be called a second time, where the slot has moved to another node. Raises: NodeAway;
+        others as redis-py does.
+        """
+        return self._run(name, ask, again)[1]
+
+    @contextmanager
+    def open(self, name: str, slow_s: float) -> Iterator[Value | None]:
+        """What lies under `name`, over a connection of its own; None where there is nothing. Raises: as `run`."""
+        host, (held, value) = self._run(name, lambda client: _take(client, name, slow_s), True)
+        with held, self._minded(host):
+            yield value if value.num_bytes else None
+
+    def by_node(self, names: list[str]) -> list[list[str]]:
+        """These names, those of one node together."""
+        groups: dict[Host, list[str]] = {}
+        for name in names:
+            groups.setdefault(self._host_of(name), []).append(name)
+        return list(groups.values())
+
+    def primaries(self) -> list["redis.Redis"]:
+        """A client of each node that has entries of its own. Waits for the nodes, and raises as redis-py does."""
+        for host in self._seeds:
+            try:
+                if not _is_in_cluster(self._client(host)):
+                    return [self._client(host)]
+                self._take_slots(host, self._client(host))
+            except (redis.RedisError, OSError):
+                if host == self._seeds[-1]:
+                    raise
+            else:
+                break
+        return [self._client(host) for host in dict.fromkeys(filter(None, self._owners))]
+
+    def drop(self) -> None:
+        """Close the connections that nobody uses now."""
+        for client in list(self._clients.values()):
+            client.connection_pool.disconnect(inuse_connections=False)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for client in list(self._clients.values()):
+            client.connection_pool.disconnect()
+
+    def _run(self, name: str, ask: Callable[["redis.Redis"], T], again: bool) -> tuple[Host, T]:
+        host = self._host_of(name)
+        for is_last in (not again, True):
+            if self._owners and self._breaker(host).resting():
+                self._read_slots_soon()
+                raise NodeAway(f"node {_words(host)} is left alone", is_new=False)
+            try:
+                with self._minded(host):
+                    return host, ask(self._client(host))
+            except MovedError as moved:
+                host = self._learn(moved, host)
+                if is_last:
+                    raise NodeAway(f"its slot has moved to {_words(host)}", is_new=True) from None
+        raise AssertionError  # the last one returns or raises
+
+    @contextmanager
+    def _minded(self, host: Host) -> Iterator[None]:
+        """What fails within is the fault of this node alone, where there are others."""
+        try:
+            yield
+        except MovedError:
+            raise
+        except (redis.RedisError, OSError) as error:
+            # What is left in a pooled connection could be taken for the answer to a later question.
+            self._client(host).connection_pool.disconnect(inuse_connections=False)
+            if self._owners or len(self._seeds) > 1:
+                self._read_slots_soon()
+            if not self._owners:
+                raise
+            if not isinstance(error, (AskError, TryAgainError)):
+                self._breaker(host).failed(self._text_of(error))
+            raise NodeAway(self._text_of(error), is_new=True) from None
+        else:
+            if self._owners:
+                self._breaker(host).worked()
+
+    def _text_of(self, error: Exception) -> str:
+        """What an error says, as it may be shown."""
+        return error_without_secrets(error, self._whole_url)
+
+    def _host_of(self, name: str) -> Host:
+        owners = self._owners
+        return (owners[key_slot(name.encode())] if owners else None) or self._seeds[0]
+
+    def _client(self, host: Host) -> "redis.Redis":
+        if (client := self._clients.get(host)) is None:
+            with self._lock:
+                client = self._clients.setdefault(host, self._connect(host))
+        return client
+
+    def _connect(self, host: Host, **options: Any) -> "redis.Redis":
+        options = self._options | options
+        if self._url.kind == "sentinel":
+            return _by_sentinel(self._url.hosts, self._url.service, options, self._url.sentinel_options)
+        where = {} if host == _SOCKET else {"host": host[0], "port": host[1]}
+        return redis.Redis(connection_pool=redis.ConnectionPool(**options | where))
+
+    def _breaker(self, host: Host) -> Breaker:
+        if (breaker := self._breakers.get(host)) is None:
+            made = Breaker(f"{self._said}, node {_words(host)}", NODE_REST_S, LONGEST_REST_S)
+            breaker = self._breakers.setdefault(host, made)
+        return breaker
+
+    def _learn(self, moved: MovedError, asked: Host) -> Host:
+        """The node that MOVED names."""
+        host = (moved.host or asked[0], moved.port)
+        with self._lock:
+            self._owners = self._owners or [None] * REDIS_CLUSTER_HASH_SLOTS
+            self._owners[moved.slot_id] = host
+        self._read_slots_soon()
+        return host
+
+    def _read_slots_soon(self) -> None:
+        """Have it read who has which slots, by a thread that nobody waits for; once in SLOTS_EVERY_S."""
+        with self._lock:
+            if self._is_reading_slots or time.monotonic() < self._next_slots_s:
+                return
+            self._is_reading_slots = True
+        threading.Thread(target=self._read_slots, name="mmcache-slots", daemon=True).start()
+
+    def _read_slots(self) -> None:
+        hosts = list(dict.fromkeys((*self._seeds, *self._members, *filter(None, self._owners))))
+        random.shuffle(hosts)
+        hosts.sort(key=lambda host: host in self._breakers and self._breakers[host].resting())
+        errors = []
+        try:
+            for host in hosts:
+                client = self._connect(host, socket_timeout=SLOTS_TIMEOUT_S, socket_connect_timeout=SLOTS_TIMEOUT_S)
+                try:
+                    self._take_slots(host, client)
+                except Exception as error:  # a node that is none makes redis-py raise anything
+                    errors.append(error)
+                else:
+                    return
+                finally:
+                    client.connection_pool.disconnect()
+            refused = [error for error in errors if isinstance(error, redis.ResponseError)]
+            if refused and not self._has_told:
+                self._has_told = True
+                logger.warning(
+                    "mmcache %s can't ask who has which slots: %s. After a failover, entries may not be found.",
+                    self._said,
+                    self._text_of(refused[0]),
+                )
+        finally:
+            with self._lock:
+                self._is_reading_slots = False
+                self._next_slots_s = time.monotonic() + SLOTS_EVERY_S
+
+    def _take_slots(self, asked: Host, client: "redis.Redis") -> None:
+        """Ask a node who has which slots. Raises: as redis-py does."""
+        owners: list[Host | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+        members: dict[Host, None] = {}
+        for first, last, *nodes in client.execute_command("CLUSTER SLOTS"):  # type: ignore[no-untyped-call]
+            # A node that does not know its own address says nothing; `?` is for one whose name nobody has set.
+            hosts = [(_text(node[0]) or asked[0], int(node[1])) for node in nodes]
+            members |= dict.fromkeys(host for host in hosts if host[0] != "?")
+            if hosts[0] in members:
+                owners[first : last + 1] = [hosts[0]] * (last + 1 - first)
+        with self._lock:
+            self._owners = owners
+            self._members = tuple(members)
+            for host in self._breakers.keys() - set(owners):
+                del self._breakers[host]
+            for host in self._clients.keys() - members.keys() - set(self._seeds):
+                self._clients.pop(host).connection_pool.disconnect(inuse_connections=False)
+
+
+@contextmanager
+def open_value(client: "redis.Redis", name: str, slow_s: float) -> Iterator[Value | None]:
+    """What this node has under `name`, over a connection of its own; None for nothing. Raises: as redis-py does."""
+    held, value = _take(client, name, slow_s)
+    with held:
+        yield value if value.num_bytes else None
+
+
+def _take(client: "redis.Redis", name: str, slow_s: float) -> tuple["ExitStack[bool | None]", Value]:
+    """What lies under `name`, and the block in which its connection is held."""
+    connection = client.connection_pool.get_connection()
+    with ExitStack() as stack:
+        stack.enter_context(_held(client, connection))
+        value = Value(connection, name, slow_s)
+        return stack.pop_all(), value
+    raise AssertionError  # the block above returns or raises
+
+
+@contextmanager
+def _held(client: "redis.Redis", connection: Any) -> Iterator[None]:
+    """The connection goes back to those of the client; closed where something is raised within."""
+    try:
+        yield
+    except BaseException:
+        # The rest of an answer may be on its way.
+        connection.disconnect()
+        raise
+    finally:
+        client.connection_pool.release(connection)
+
+
+def _options(url: str, timeout_s: float) -> dict[str, Any]:
+    """Of redis-py's connections. Raises: ValueError for what redis-py can't read, and for files that nobody can."""
+    options: dict[str, Any] = {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "protocol": 2,  # one round trip less to connect, and nothing that a server pushes
+        "retry": Retry(NoBackoff(), 0),  # redis-py's own retries wait for seconds
+    } | dict(parse_url(url))  # type: ignore[no-untyped-call]
+    if options.get("connection_class") is SSLConnection:
+        options.setdefault("ssl_check_hostname", True)
+    for name in FILES:
+        if (path := options.get(name)) is not None and not os.access(path, os.R_OK):
+            raise ValueError(f"{name} = {path!r} can't be read")
+    return options
+
+
+def _by_sentinel(
+    hosts: tuple[Host, ...], service: str, options: dict[str, Any], own_options: dict[str, str]
+) -> "redis.Redis":
+    """A client of the primary that the Sentinels name, asked for with each new connection."""
+    options = {name: value for name, value in options.items() if name not in ("host", "port")}
+    if options.pop("connection_class", None) is SSLConnection:
+        options["ssl"] = True
+    of_sentinels = {
+        name: value
+        for name, value in options.items()
+        if name in ("protocol", "retry") or name.startswith(("socket_", "ssl"))
+    } | {name.removeprefix("sentinel_"): value for name, value in own_options.items()}
+    sentinel = Sentinel(list(hosts), sentinel_kwargs=of_sentinels)  # type: ignore[no-untyped-call]
+    return cast("redis.Redis", sentinel.master_for(service, **options))  # type: ignore[no-untyped-call]
+
+
+def _is_in_cluster(client: "redis.Redis") -> bool:
+    """Whether a server is in cluster mode: HELLO says so, and no ACL forbids that."""
+    try:
+        said = client.execute_command("HELLO")  # type: ignore[no-untyped-call]
+    except redis.ResponseError:  # older than Redis 6
+        return False
+    pairs = said.items() if isinstance(said, dict) else zip(said[::2], said[1::2], strict=False)
+    return {_text(name): value for name, value in pairs}.get("mode") in (b"cluster", "cluster")
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
+
+
+def _words(host: Host) -> str:
+    return f"{host[0]}:{host[1]}"
