@@ -25,10 +25,10 @@ from benchmarks import scenarios
 from benchmarks.pictures import PNG, picture, variant
 from benchmarks.results import Result, in_turn, medians
 from benchmarks.server_scenarios import uuid_turns
+from vllm_mmcache.base import tenant
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.identity.middleware import FindTenant
 from vllm_mmcache.components.identity.vllm_endpoints import find_tenant_in_body
-from vllm_mmcache.content import tenant
 from vllm_mmcache.hooking import hooks
 from vllm_mmcache.lifecycle.ledger import groups
 

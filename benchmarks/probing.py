@@ -39,7 +39,7 @@ OPTIONS = (
     "--scheduler-cls", "benchmarks.probing.Scheduler",
     "--worker-extension-cls", "benchmarks.probing.Extension",
 )  # fmt: skip
-CONTENT_DIGESTS = (("vllm_mmcache.content.tenant", "digest"), ("vllm_mmcache.content.digests", "inputs_digest"))
+CONTENT_DIGESTS = (("vllm_mmcache.base.tenant", "digest"), ("vllm_mmcache.content.digests", "inputs_digest"))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_mmcache.base import key_file as encryption_key_file
 from vllm_mmcache.base.errors import SettingsError, StoreCorrupt, StoreSealed
 from vllm_mmcache.base.settings import load_settings
 from vllm_mmcache.storage import encryption
@@ -131,8 +132,8 @@ SECRET = bytes(range(32))
 )
 def test_forms_of_a_key(tmp_path: Path, written: bytes) -> None:
     expected = written if len(written) == 32 else SECRET
-    assert encryption.read_key(key_file(tmp_path, written)) == expected
-    assert encryption.read_key(key_file(tmp_path, written, 0o440)) == expected  # as a secret of a group
+    assert encryption_key_file.read_key(key_file(tmp_path, written)) == expected
+    assert encryption_key_file.read_key(key_file(tmp_path, written, 0o440)) == expected  # as a secret of a group
 
 
 @pytest.mark.parametrize(

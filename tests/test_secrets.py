@@ -161,12 +161,12 @@ def test_the_command_line_may_name_a_store() -> None:
 
 def test_settings_travel_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes get the store beside vLLM's configuration, of which vLLM's log shows what repr does."""
-    from vllm_mmcache.lifecycle import config_rules
+    from vllm_mmcache.base import config_payload
 
     monkeypatch.setenv("MMCACHE_STORE", "redis://:s3cretw0rd@b")
     config = SimpleNamespace(additional_config={"mmcache": {}})
-    config_rules.carry(config, settings.load_settings(), are_names_ours=True)
-    assert settings.received(config_rules.carried(config) or {}).store == "redis://:s3cretw0rd@b"
+    config_payload.carry(config, settings.load_settings(), are_names_ours=True)
+    assert settings.received(config_payload.carried(config) or {}).store == "redis://:s3cretw0rd@b"
     assert not tells(repr(config.additional_config) + str(config) + json.dumps(config.additional_config))
 
 
@@ -286,7 +286,7 @@ def test_an_error_about_a_url_hides_its_secrets() -> None:
                                        {"MMCACHE_STORE_KEY_FILE": "s3cretw0rd"}])  # fmt: skip
 def test_no_traceback_chains_the_secret(variables: dict[str, str]) -> None:
     """Where nobody catches the error, Python prints what it came from, too."""
-    code = "from vllm_mmcache import settings\nsettings.load_settings()"
+    code = "from vllm_mmcache.base import settings\nsettings.load_settings()"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **variables}
     )

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mmcache.base import settings
+from vllm_mmcache.base import settings, tenant
 from vllm_mmcache.base.errors import SettingsError, TenantError
-from vllm_mmcache.content import tenant
+from vllm_mmcache.base.tenant import MAX_NAME_BYTES, Headers, Source, parse_source
 from vllm_mmcache.content.content_name import name_of
-from vllm_mmcache.content.tenant import MAX_NAME_BYTES, Headers, Source, parse_source
 from vllm_mmcache.content.tenant_source import source
 
 HEADER = parse_source("header:X-Tenant")

@@ -113,7 +113,7 @@ def test_reports_are_told_apart_and_those_of_another_plugin_refused(tmp_path: Pa
             reports(tmp_path, 1, cpu_s, tmp_path)
 
 
-PLUGIN = "from vllm_mmcache.lifecycle import start\n\ndef register():\n    start.start()\n"
+PLUGIN = "from vllm_mmcache.lifecycle import activation\n\ndef register():\n    activation.start()\n"
 ROOM = "def wrap(wrapped, instance, args, kwargs):\n    return wrapped()\n\ndef other():\n    pass\n"
 START = (
     "def start():\n    import colorsys\n    from vllm_mmcache import room\n    room.wrap(room.other, None, (), {})\n"
@@ -130,12 +130,12 @@ while not os.path.exists(f"{os.environ['START_COST_FOLDER']}/{os.getpid()}.json"
 
 def test_the_probe_in_a_process_of_its_own(tmp_path: Path) -> None:
     package, folder = tmp_path / "vllm_mmcache", tmp_path / "folder"
-    (package / "upstream").mkdir(parents=True)
+    (package / "lifecycle").mkdir(parents=True)
     folder.mkdir()
-    for name, text in {"": "", "upstream/": ""}.items():
+    for name, text in {"": "", "lifecycle/": ""}.items():
         (package / f"{name}__init__.py").write_text(text)
     (package / "plugin.py").write_text(PLUGIN)
-    (package / "upstream" / "start.py").write_text(START)
+    (package / "lifecycle" / "activation.py").write_text(START)
     (package / "room.py").write_text(ROOM)
     environ = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(PROBE), str(tmp_path)]),

@@ -10,9 +10,9 @@ from mmcache_tools.zoo import build_cached
 
 from tests.cli.test_commands import assert_one_line, mmcache
 from vllm_mmcache.base.errors import StoreUnusable
+from vllm_mmcache.base.tenant import parse_source
 from vllm_mmcache.cli import warm
 from vllm_mmcache.components.identity.identifiers import identifier
-from vllm_mmcache.content.tenant import parse_source
 from vllm_mmcache.prove.pictures import ellipses
 
 

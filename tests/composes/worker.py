@@ -68,9 +68,9 @@ def run(feature: Feature, scratch: Path) -> dict[str, Any]:
 
 def rooms_of_engine() -> dict[str, str]:
     """What the report says; nothing without the plugin."""
-    from vllm_mmcache.lifecycle import report
+    from vllm_mmcache.base import status
 
-    return {room: str(state) for room, state in report.in_force().items()}
+    return {room: str(state) for room, state in status.in_force().items()}
 
 
 def question(number: int, behind: int, words: str = "What is in this picture?") -> list[Message]:

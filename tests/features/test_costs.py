@@ -8,16 +8,9 @@ from multiprocessing.synchronize import Event
 import numpy as np
 import pytest
 
+from vllm_mmcache.base.estimate import NUM_BUCKETS, WEIGHT, Estimate
 from vllm_mmcache.components.features.counters import Counters
-from vllm_mmcache.components.features.engine.cost_model import (
-    NUM_BUCKETS,
-    PROBE_EVERY_S,
-    UNKNOWN_TOWER_S,
-    WEIGHT,
-    Ask,
-    Costs,
-    Estimate,
-)
+from vllm_mmcache.components.features.engine.cost_model import PROBE_EVERY_S, UNKNOWN_TOWER_S, Ask, Costs
 
 MIB = 1024**2
 SIZE = 64 * MIB

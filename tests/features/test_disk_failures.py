@@ -17,7 +17,7 @@ COMMON = """
 import logging, subprocess, sys, time
 from types import SimpleNamespace
 from tests.features.packages import features, held_bytes, identity, load, save
-from vllm_mmcache.components.features import breaker
+from vllm_mmcache.storage import breaker
 from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.package import Shape
 

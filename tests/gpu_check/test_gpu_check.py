@@ -122,7 +122,7 @@ def test_the_checkout_is_a_plugin_and_nothing_is_installed(tmp_path: Path) -> No
 def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hits on other KV, a room that is off, one that should be, no use of a room, and controls that see nothing."""
     from tests.features.towers import features_by_image
-    from vllm_mmcache.lifecycle import report
+    from vllm_mmcache.base import status
     from vllm_mmcache.prove import checks, workers
     from vllm_mmcache.prove.scenarios import filler, one, picture, user
 
@@ -155,10 +155,10 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
     assert (row.state, "without async scheduling" in row.reason) == ("failed", True), row
     with monkeypatch.context() as patch:
         for place in ("engine 0", "worker 0 of engine 0"):
-            patch.setitem(report._places[place], "features", State("off", "a test"))
+            patch.setitem(status._places[place], "features", State("off", "a test"))
         row = checks.row_of("on", lambda: checks.assert_on(rig, "features"))
         assert (row.state, row.reason) == ("not checked", "off here: a test"), row
-        patch.setitem(report._places["worker 0 of engine 0"], "metrics", State("off", "a test"))
+        patch.setitem(status._places["worker 0 of engine 0"], "metrics", State("off", "a test"))
         row = checks.row_of("on", lambda: checks.assert_on(rig, "metrics"))
     assert (row.state, "on in api, engine 0; off: a test" in row.reason) == ("failed", True), row
     with monkeypatch.context() as patch:
@@ -168,7 +168,7 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
     row = checks.row_of("off", lambda: checks.assert_off({"features"}))
     assert (row.state, row.reason) == ("failed", "AssertionError: features should be off")
     with monkeypatch.context() as patch:
-        patch.setattr(report, "_places", {})
+        patch.setattr(status, "_places", {})
         row = checks.row_of("on", lambda: checks.assert_on(rig, "block_keys"))
     assert (row.state, "is the plugin loaded?" in row.reason) == ("failed", True)
     with monkeypatch.context() as patch:  # the tower runs again where nothing is kept

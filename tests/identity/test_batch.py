@@ -15,8 +15,8 @@ from mmcache_tools.zoo import build_cached
 from tests.cli.test_commands import mmcache
 from tests.identity.attacks.target import MODEL, MODES, png, url_of
 from tests.sizes import larger
+from vllm_mmcache.base.tenant import parse_source
 from vllm_mmcache.components.identity.identifiers import identifier
-from vllm_mmcache.content.tenant import parse_source
 
 
 def line(number: int, image: bytes, tenant: str | None) -> str:

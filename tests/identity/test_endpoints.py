@@ -184,7 +184,7 @@ def test_two_tenants_in_one_request_are_refused(server: Target, kind: str, side:
     plugin_alone(side)
     if server.mode == "body":
         pytest.skip("here the body alone names a tenant")
-    from vllm_mmcache.content.tenant import parse_source
+    from vllm_mmcache.base.tenant import parse_source
 
     victim = parse_source(MODES[server.mode]).salt_of("victim")
     for path, body in each_endpoint(server, kind):

@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from vllm_mmcache.base import tenant
 from vllm_mmcache.components.identity.middleware import FindTenant
-from vllm_mmcache.content import tenant
 
 
 async def salted(request: Request) -> JSONResponse:

@@ -12,8 +12,8 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_mmcache.base import tenant
 from vllm_mmcache.components.identity import identifiers
-from vllm_mmcache.content import tenant
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "identity.md").read_text()

@@ -11,10 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from vllm_mmcache.base import status
+from vllm_mmcache.base import status, tenant
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.identity.aliases import ALIASES
-from vllm_mmcache.content import tenant
 from vllm_mmcache.content.content_name import name_of
 from vllm_mmcache.hooking import hooks
 from vllm_mmcache.lifecycle.ledger import groups
@@ -200,7 +199,8 @@ def test_switched_off_by_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_that_vllm_makes() -> None:
     """Where nothing is cached, vLLM names items itself; only those names are kept, a client's is not."""
-    from vllm_mmcache.components.identity.hooks import OneRequest, mark_own_names
+    from vllm_mmcache.components.identity.hooks import mark_own_names
+    from vllm_mmcache.content.request_id import OneRequest
 
     def stock(mm_data: Any, mm_data_items: Any, mm_uuid_items: Any, mm_req_id: str) -> Any:
         return {"image": [name or f"{mm_req_id}-image-{n}" for n, name in enumerate(mm_uuid_items["image"])]}
@@ -212,7 +212,7 @@ def test_names_that_vllm_makes() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_names_of_one_request_are_not_hashed() -> None:
-    from vllm_mmcache.components.identity.hooks import OneRequest
+    from vllm_mmcache.content.request_id import OneRequest
 
     own = OneRequest("renderer0-mm-1-image-0")
     assert hashes("image", [image()], [own], "a") == [own]

@@ -12,9 +12,7 @@ import yaml
 from pydantic import ByteSize, TypeAdapter
 
 from tests.docker.test_files import STEPS
-from vllm_mmcache.base import settings
-from vllm_mmcache.content import tenant
-from vllm_mmcache.storage import encryption
+from vllm_mmcache.base import key_file, settings, tenant
 
 REPO = Path(__file__).parents[2]
 FOLDER = REPO / "docker" / "kubernetes"
@@ -154,7 +152,7 @@ def test_the_key_may_be_read_by_the_group_and_by_nobody_else(tmp_path: Path) -> 
     chosen = settings.load_settings()
     assert chosen.store_key_file is not None
     assert (tmp_path / "store-key").stat().st_mode & 0o777 == 0o440
-    assert encryption.read_key(chosen.store_key_file) == bytes.fromhex("5" * 64)
+    assert key_file.read_key(chosen.store_key_file) == bytes.fromhex("5" * 64)
 
 
 @pytest.mark.usefixtures("as_in_the_pod")

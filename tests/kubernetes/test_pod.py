@@ -56,12 +56,12 @@ def test_the_limits_are_real(tmp_path: Path) -> None:
 
 
 HOMELESS = """
-from vllm_mmcache import settings
+from vllm_mmcache.base import settings
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.store_url import default_directory
-from vllm_mmcache.lifecycle import proofs
+from vllm_mmcache.lifecycle import user_proofs
 assert default_directory() is None
-assert proofs.read() == ([], []), proofs.read()
+assert user_proofs.read() == ([], []), user_proofs.read()
 for name in ("store", "store_key_file", "observe_file", "admin_key_file"):
     try:
         settings.load_settings({name: "~/a"})
@@ -105,8 +105,7 @@ import logging, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from tests.features.packages import features, load, save
-from vllm_mmcache import records
-from vllm_mmcache.components.features import breaker
+from vllm_mmcache.storage import breaker, records
 from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.storage.records.disk import DiskPlace

@@ -13,10 +13,9 @@ import pytest
 from tests.features.packages import BUDGET_BYTES, features, load, save
 from tests.kubernetes.container import in_namespace
 from vllm_mmcache.base.errors import StoreUnusable
-from vllm_mmcache.components.features import directory
-from vllm_mmcache.components.features.directory import is_ours
 from vllm_mmcache.components.features.disk import DiskTier
-from vllm_mmcache.storage import records
+from vllm_mmcache.storage import directories, records
+from vllm_mmcache.storage.directories import is_ours
 from vllm_mmcache.storage.records import database
 from vllm_mmcache.storage.records.disk import DiskPlace
 
@@ -25,7 +24,7 @@ KEY = records.key("test")
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "_said", set())
+    monkeypatch.setattr(directories, "_said", set())
 
 
 def widen(volume: Path) -> None:

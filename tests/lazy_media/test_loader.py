@@ -16,11 +16,10 @@ import pytest
 from PIL import Image
 
 from tests.lazy_media import files
-from vllm_mmcache.base import settings, status
+from vllm_mmcache.base import settings, status, tenant
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
-from vllm_mmcache.content import tenant
 from vllm_mmcache.content.base64_image import TEXTS
 from vllm_mmcache.hooking import hooks
 from vllm_mmcache.lifecycle.ledger import groups

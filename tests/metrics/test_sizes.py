@@ -23,19 +23,19 @@ from vllm_mmcache.metrics import table_sizes
 SEVERAL = """
 import os
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
-from vllm_mmcache.metrics import sizes
 from vllm_mmcache.base.lru import Size
+from vllm_mmcache.metrics import table_sizes
 def measure(): return Size(1, 10, 100)
-sizes.of_server("t", measure)
+table_sizes.of_server("t", measure)
 reading, writing = os.pipe()
 if os.fork() == 0:
-    sizes.show()
-    sizes.show_changed("size/e/bytes", 5, 0)
+    table_sizes.show()
+    table_sizes.show_changed("size/e/bytes", 5, 0)
     os.write(writing, b"x")
     import time; time.sleep(60)
 os.read(reading, 1)
-sizes.show()
-sizes.show_changed("size/e/bytes", 7, 0)
+table_sizes.show()
+table_sizes.show_changed("size/e/bytes", 7, 0)
 registry = CollectorRegistry()
 multiprocess.MultiProcessCollector(registry)
 print(generate_latest(registry).decode(), flush=True)
@@ -44,9 +44,14 @@ os.killpg(0, 9)
 
 # Loads what an API server has; a table that nobody named would be missing.
 OF_A_SERVER = """
-import vllm_mmcache.content.placeholders, vllm_mmcache.components.lazy_media.video.video_info,
-vllm_mmcache.components.identity.aliases import vllm_mmcache.components.observe.record.recorder from vllm_mmcache import
-records from vllm_mmcache.metrics import sizes records.current() print(*sizes._server)
+import vllm_mmcache.components.identity.aliases
+import vllm_mmcache.components.lazy_media.video.video_info
+import vllm_mmcache.components.observe.record.recorder
+import vllm_mmcache.content.placeholders
+from vllm_mmcache.metrics import table_sizes
+from vllm_mmcache.storage import records
+records.current()
+print(*table_sizes._server)
 """
 
 

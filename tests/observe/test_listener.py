@@ -10,12 +10,12 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from vllm_mmcache.base import settings
+from vllm_mmcache.base import settings, status
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.store_url import host_and_port
 from vllm_mmcache.cli import serve
 from vllm_mmcache.components.observe.page.admin import admin_key
-from vllm_mmcache.components.observe.page.endpoint import Endpoint, in_force, recorded
+from vllm_mmcache.components.observe.page.endpoint import Endpoint, recorded
 from vllm_mmcache.components.observe.page.listener import listen
 from vllm_mmcache.components.observe.page.web import routes
 
@@ -48,7 +48,7 @@ def test_there_and_not_on_the_clients_port(address: str) -> None:
 
 
 def test_the_first_of_several_serves_it(address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ours = routes(recorded, admin_key(settings.current()), in_force)
+    ours = routes(recorded, admin_key(settings.current()), status.as_json)
     first = listen(address, ours)
     assert first is not None
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))

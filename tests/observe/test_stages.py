@@ -14,9 +14,9 @@ STAGE = """
 import json, os, sys, torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm_mmcache.metrics import transport
-from vllm_mmcache.metrics import counters
-from vllm_mmcache.lifecycle import hooks, vllm_version
+from vllm_mmcache.base.versions import vllm_version
+from vllm_mmcache.hooking import hooks
+from vllm_mmcache.metrics import counters, transport
 from vllm_mmcache.lifecycle.ledger import groups
 
 rank, place = int(sys.argv[1]), sys.argv[2]

@@ -25,7 +25,7 @@ KEYS = [records.key("test", str(number)) for number in range(20)]
 
 MANY = """
 import sys
-from vllm_mmcache import records
+from vllm_mmcache.storage import records
 from vllm_mmcache.storage.records import disk
 from vllm_mmcache.storage.records.disk import DiskPlace
 disk.READ_WAIT_S = disk.WRITE_WAIT_S = 60.0  # for the others, however busy the machine is
@@ -38,7 +38,7 @@ assert not place.counts.snapshot()["errors"], place.counts.snapshot()
 
 SPOILED = """
 import sys
-from vllm_mmcache import records
+from vllm_mmcache.storage import records
 from vllm_mmcache.storage.records.disk import DiskPlace
 place = DiskPlace(sys.argv[1], 1024**2, rest_s=0.0)
 key, value = records.key("a"), b"value" * 100
@@ -52,7 +52,8 @@ for line in sys.stdin:  # one for each time that its files were spoiled
 
 ENDING = """
 import sys
-from vllm_mmcache import records, settings
+from vllm_mmcache.base import settings
+from vllm_mmcache.storage import records
 settings.use(settings.Settings(store=sys.argv[1]))
 for number in range(500):
     records.current().put(records.key("a", str(number)), b"value")
@@ -60,7 +61,8 @@ for number in range(500):
 
 FORKED = """
 import os, sys
-from vllm_mmcache import records, settings
+from vllm_mmcache.base import settings
+from vllm_mmcache.storage import records
 settings.use(settings.Settings(store=sys.argv[1]))
 records.current().put(records.key("a"), b"before")
 assert records.current().flush(60)

@@ -12,8 +12,7 @@ UNSHARE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
 COMMON = """
 import logging, subprocess, sys, time
 from types import SimpleNamespace
-from vllm_mmcache import records
-from vllm_mmcache.components.features import breaker
+from vllm_mmcache.storage import breaker, records
 from vllm_mmcache.storage.records.disk import DiskPlace
 from vllm_mmcache.storage.records.records import Records
 

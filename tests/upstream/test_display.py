@@ -43,13 +43,15 @@ def test_nothing_is_said_of_what_is_not_so(state: State, monkeypatch: pytest.Mon
 
 
 def test_as_json() -> None:
-    places = {"api": {"identity": ON}, "engine 0": {"features": OFF}}
-    found = {"features": status.combine([("engine 0", OFF)])}
     off = {"state": "off", "reason": "not here"}
-    assert display.as_json(found, places) == {
-        "rooms": {"features": off},
-        "places": {"api": {"identity": {"state": "on", "reason": ""}}, "engine 0": {"features": off}},
-    }
+    try:
+        status.settle({"api": {"identity": ON}, "engine 0": {"features": OFF}}, ("features",))
+        assert status.as_json() == {
+            "rooms": {"features": off},
+            "places": {"api": {"identity": {"state": "on", "reason": ""}}, "engine 0": {"features": off}},
+        }
+    finally:
+        status.settle({}, ())
 
 
 @pytest.mark.parametrize(

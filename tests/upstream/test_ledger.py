@@ -38,7 +38,8 @@ ORDERINGS = {
 
 PRELUDE = """
 import importlib, inspect
-from vllm_mmcache.lifecycle import hooks, vllm_version
+from vllm_mmcache.base.versions import vllm_version
+from vllm_mmcache.hooking import hooks
 from vllm_mmcache.lifecycle.ledger import ALWAYS, FIRST, LEDGER, groups, parts
 targets = [t for m in LEDGER for t in (m.target, *m.also)]
 
@@ -59,12 +60,12 @@ def only_first():
     return {m.group for m in LEDGER if hooks.is_replaced(m.target)} == {FIRST}
 
 def roles():
-    from vllm_mmcache.lifecycle import start
-    start.start()
+    from vllm_mmcache.lifecycle import activation
+    activation.start()
     for role in ("api", "engine", "worker"):
         members = {**parts(role), ALWAYS: [m for m in groups()[ALWAYS] if m.process == role]}
         for room, part in members.items():
-            assert start._install(f"{room} ({role})", part, vllm_version()).state == "on", room
+            assert activation._install(f"{room} ({role})", part, vllm_version()).state == "on", room
 
 def install():
     for group, members in groups().items():

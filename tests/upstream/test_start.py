@@ -16,7 +16,7 @@ import pytest
 from mmcache_tools.zoo import build_cached
 
 from tests.engine_configuration import CHOSEN
-from vllm_mmcache.base import settings, status
+from vllm_mmcache.base import config_payload, settings, status
 from vllm_mmcache.base.errors import HookError
 from vllm_mmcache.base.status import ON, State
 from vllm_mmcache.hooking import hooks
@@ -203,11 +203,11 @@ def test_settings_travel_beside_the_configuration(configurations: dict[str, Any]
     vllm_config = copy.deepcopy(configurations["qwen3-vl"])
     vllm_config.additional_config = {"of": "another plugin"}
     before = vllm_config.compute_hash()
-    assert config_rules.carried(vllm_config) is None
+    assert config_payload.carried(vllm_config) is None
     assert "has no mmcache" in config_rules.why_absent("worker", vllm_config)
-    config_rules.carry(vllm_config, settings.load_settings({"features": False}))
+    config_payload.carry(vllm_config, settings.load_settings({"features": False}))
     for one in (pickle.loads(pickle.dumps(vllm_config)), copy.deepcopy(vllm_config)):
-        assert config_rules.carried(one) == {"features": False}
+        assert config_payload.carried(one) == {"features": False}
         assert one.additional_config == {"of": "another plugin"}
         assert one.compute_hash() == before
         assert config_rules.why_absent("worker", one) == ""
@@ -309,19 +309,21 @@ def test_an_engine_without_proof_runs_without_the_rooms(tmp_path: Path) -> None:
     """A real engine whose runner nobody tried: it says which rooms are off, and answers."""
     program = f"""
 import json, pathlib
-from vllm_mmcache.lifecycle import proven, report
-proven.TABLE[:] = []
+from vllm_mmcache.base import status
+from vllm_mmcache.hooking import hooks
+from vllm_mmcache.lifecycle import tested_engines
+tested_engines.TABLE[:] = []
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.scenarios import one, picture, user
-from vllm_mmcache.lifecycle import hooks
 from vllm_mmcache.lifecycle.ledger import groups
 pool = EnginePool(pathlib.Path({str(tmp_path)!r}))
 rig = pool.get(EngineConfig("qwen2-vl"))
 ask = user(picture(1), "What is it?")
 answers = [one(rig, ask), one(rig, ask)]
 same = answers[0].token_ids == answers[1].token_ids
-states = {{room: state.state for room, state in report.in_force().items()}}
-replaced = [room for room in proven.ENGINE_ROOMS for member in groups()[room] if hooks.is_replaced(member.target)]
+states = {{room: state.state for room, state in status.in_force().items()}}
+members = [(room, member) for room in tested_engines.ENGINE_ROOMS for member in groups()[room]]
+replaced = [room for room, member in members if hooks.is_replaced(member.target)]
 print(json.dumps([same, answers[1].num_cached_tokens, states, rig.features is None, replaced]))
 pool.close()
 """

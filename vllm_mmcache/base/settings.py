@@ -25,7 +25,7 @@ from vllm_mmcache.base.settings_messages import PROTECTING, allowed, check_toget
 from vllm_mmcache.base.store_url import PASSWORD_SHOWN, check_key, holds_password, host_and_port, with_password
 from vllm_mmcache.base.store_url import store_places as store_places
 from vllm_mmcache.base.store_url import without_secrets as without_secrets
-from vllm_mmcache.content.tenant import parse_source
+from vllm_mmcache.base.tenant import parse_source
 
 logger = logging.getLogger("vllm.mmcache")
 

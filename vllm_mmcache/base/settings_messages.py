@@ -9,12 +9,11 @@ from typing import Any
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from vllm_mmcache.base import remote_url
+from vllm_mmcache.base import key_file, remote_url
 from vllm_mmcache.base.durations import Duration
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.remote_url import SCHEMES
 from vllm_mmcache.base.store_url import KEY_CHARS, store_places, with_password, without_secrets
-from vllm_mmcache.storage import encryption
 
 # Pairs that can't both be meant: (name, value), (name, value), and why.
 _APART = "nothing would keep tenants apart"
@@ -95,15 +94,15 @@ def check_together(settings: Any, spelled: Callable[[str], str]) -> None:
                     f"other: {_APART}. Leave out one of the two"
                 )
     if settings.tenant_key_file is not None:
-        encryption.read_32_bytes(settings.tenant_key_file, "tenant_key_file")
+        key_file.read_32_bytes(settings.tenant_key_file, "tenant_key_file")
     if settings.store_key_file is not None:
-        encryption.read_key(settings.store_key_file)
+        key_file.read_key(settings.store_key_file)
     _, url = store_places(settings.store)
     if url is not None:
-        from vllm_mmcache.storage.redis_nodes import Nodes  # imports redis
+        from vllm_mmcache.base.redis_connect import checked  # imports redis
 
         try:
-            Nodes(with_password(url, settings.store_password_file), 1.0, "store")  # makes no connection
+            checked(with_password(url, settings.store_password_file), 1.0)
         except SettingsError as error:
             raise SettingsError(f"{spelled('store')}: {error}") from None
 

@@ -9,8 +9,8 @@ loaded, and what the ranks agree on, is put over that. Imports no vLLM.
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from vllm_mmcache.base import settings
 
@@ -36,6 +36,9 @@ class State:
 ON = State("on")
 
 _states: dict[Role, dict[str, State]] = {}
+_places: dict[str, dict[str, State]] = {}  # of the whole deployment, as `settle` was told
+_order: tuple[str, ...] = ()
+_everywhere: frozenset[str] = frozenset()  # rooms that are on in all of them
 _is_on: dict[str, bool] = {}  # of _states, for the wrappers; replaced whole, since other threads read it meanwhile
 
 
@@ -82,6 +85,40 @@ Places = Iterable[tuple[str, State]]
 """The name of a place, such as "worker 1 of engine 0", and what a room is there."""
 
 
+def settle(places: Mapping[str, Mapping[str, State]], order: Iterable[str]) -> None:
+    """Say what the rooms are in each process of the deployment, when all of them are there; {} where they are not.
+
+    order: of the rooms, in what `in_force` returns.
+    """
+    global _places, _order, _everywhere
+    _places = {place: dict(states) for place, states in places.items()}
+    _order = tuple(order)
+    _everywhere = frozenset(room for room, state in in_force().items() if state == ON)
+
+
+def in_force() -> dict[str, State]:
+    """What each room is over all processes; empty until the engines are ready. API server, or the offline program."""
+    return {
+        room: combine((place, states[room]) for place, states in _places.items() if room in states)
+        for room in (_order if _places else ())
+    }
+
+
+def is_on_everywhere(room: str) -> bool:
+    """Whether a room is on in all processes that have a part in it; not before the engines are ready."""
+    return room in _everywhere
+
+
+def places() -> dict[str, dict[str, State]]:
+    """The same by process: "api", "engine 0", "worker 1 of engine 0"."""
+    return {place: dict(states) for place, states in _places.items()}
+
+
+def as_json() -> dict[str, Any]:
+    """rooms: room -> state and reason, over all processes; places: the same for each process."""
+    return {"rooms": _plain(in_force()), "places": {place: _plain(states) for place, states in _places.items()}}
+
+
 def why_off(found: Places) -> str:
     """The reasons of the places where a room is off, with the places where it is not so in all; empty if in none."""
     places = list(found)
@@ -103,6 +140,10 @@ def combine(found: Places) -> State:
     if not places:
         return State("off", "no process has said what it is")
     return State("unneeded", "; ".join(dict.fromkeys(one.reason for _, one in places)))
+
+
+def _plain(states: Mapping[str, State]) -> dict[str, dict[str, str]]:
+    return {room: asdict(state) for room, state in states.items()}
 
 
 def _refresh() -> None:

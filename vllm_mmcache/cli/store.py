@@ -157,7 +157,8 @@ def opened(place: Path | None, *, may_be_empty: bool = False) -> Iterator[Kept]:
     Raises: StoreUnusable where there is no store, or where the system refuses.
     """
     from vllm_mmcache.base.settings import load_settings, warn_of_unknown_variables
-    from vllm_mmcache.components.features.directory import Directory, is_ours
+    from vllm_mmcache.components.features.directory import Directory
+    from vllm_mmcache.storage.directories import is_ours
     from vllm_mmcache.storage.records.database import Busy
     from vllm_mmcache.storage.records.disk import DiskPlace
 

@@ -17,11 +17,11 @@ from typing import Annotated, Any
 
 import typer
 
+from vllm_mmcache.base import tenant
 from vllm_mmcache.base.errors import EnvironmentProblem, StoreUnusable
 from vllm_mmcache.base.secret_files import read_secret
 from vllm_mmcache.base.store_url import STORE, places_in_use
 from vllm_mmcache.cli import preflight
-from vllm_mmcache.content import tenant
 from vllm_mmcache.content.tenant_source import source
 
 ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})

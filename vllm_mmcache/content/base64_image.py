@@ -10,9 +10,8 @@ import threading
 
 import pybase64
 
-from vllm_mmcache.base import settings
+from vllm_mmcache.base import settings, tenant
 from vllm_mmcache.base.lru import Bounded, Budget
-from vllm_mmcache.content import tenant
 from vllm_mmcache.metrics import table_sizes
 
 TEXT_COST_BYTES = 512  # two digests of 32 bytes, their objects and the table's slot; measured in tests/media

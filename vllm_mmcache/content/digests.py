@@ -7,6 +7,7 @@ image. Runs in the worker: inputs per image (4 ms for a megapixel), weights in a
 can be steered.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -26,6 +27,11 @@ def inputs_digest(inputs: Mapping[str, Any]) -> str:
     for name in sorted(inputs):
         _put(digest, name, inputs[name])
     return digest.hexdigest()
+
+
+def canonical_text(value: Any) -> str:
+    """A value of a configuration as text, the same for equal values, for `inputs_digest`."""
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]], check: Callable[[], None] = lambda: None) -> str:

@@ -3,9 +3,8 @@
 
 from functools import lru_cache
 
-from vllm_mmcache.base import settings
-from vllm_mmcache.content import tenant
-from vllm_mmcache.storage import encryption
+from vllm_mmcache.base import settings, tenant
+from vllm_mmcache.base.key_file import read_32_bytes
 
 
 def source() -> tenant.Source:
@@ -19,4 +18,4 @@ def source() -> tenant.Source:
 
 @lru_cache(maxsize=4)
 def _source(text: str, key_file: str | None) -> tenant.Source:
-    return tenant.parse_source(text, b"" if key_file is None else encryption.read_32_bytes(key_file, "tenant_key_file"))
+    return tenant.parse_source(text, b"" if key_file is None else read_32_bytes(key_file, "tenant_key_file"))

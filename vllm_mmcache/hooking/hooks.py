@@ -209,9 +209,8 @@ def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot]
             original = raw
             _check_signature(hook, raw)
             if mixin := mixin_for(target):
-                if attribute in vars(mixin):
-                    raise SymbolChanged(f"{target} is overridden already")
-                slots.append(_Slot(mixin, attribute, _INHERITED, _override(mixin, attribute, raw, wrapper)))
+                below = vars(mixin).get(attribute, _INHERITED)  # another group's override of the same method
+                slots.append(_Slot(mixin, attribute, below, _override(mixin, attribute, raw, wrapper, below)))
                 continue
         elif raw is not original:
             raise SymbolChanged(
@@ -223,12 +222,16 @@ def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot]
     return slots
 
 
-def _override(mixin: type, attribute: str, raw: Any, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a mixin: the wrapper around what comes after the mixin in the object's own order of classes."""
+def _override(mixin: type, attribute: str, raw: Any, wrapper: Callable[..., Any], below: Any) -> Callable[..., Any]:
+    """A method of a mixin: the wrapper around the mixin's method so far, `below`.
+
+    Where it has none, around what comes after the mixin in the object's own order of classes.
+    """
 
     @functools.wraps(raw)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(getattr(super(mixin, self), attribute), self, args, kwargs)
+        wrapped = getattr(super(mixin, self), attribute) if below is _INHERITED else below.__get__(self)
+        return wrapper(wrapped, self, args, kwargs)
 
     return method
 

@@ -5,11 +5,11 @@ Any process, at start.
 """
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from vllm_mmcache.base import settings, status
+from vllm_mmcache.base.config_payload import carried
 from vllm_mmcache.base.status import Role, State
 from vllm_mmcache.hooking import hooks
 
@@ -17,8 +17,6 @@ RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
 """The variable with which vLLM serves without Python; a frontend is no part of a VllmConfig."""
 NO_PYTHON = f"the Rust frontend ({RUST_FRONTEND}) runs no Python"
 
-_CARRIED = "mmcache_settings"  # attributes of an additional_config
-_OUR_NAMES = "mmcache_names"
 
 _NOT_CACHED = "prefix caching is off"
 MENDED_WHERE = ("vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs", "prev_num_accepted_tokens")
@@ -29,34 +27,9 @@ WAYS_OUT = "--no-async-scheduling, or `patches/apply --only accepted-counts`"
 _DRAFTERS = {False: frozenset({"ngram", "eagle"}), True: frozenset({"eagle"})}
 
 
-def carry(vllm_config: Any, chosen: settings.Settings, are_names_ours: bool = False) -> None:
-    """Lay all that was set beside a configuration, so that every process that gets it has it; and whose names it has.
-
-    Also where nothing was set: a configuration without it comes from a process that is without us. What it says stays
-    as it is, and so does vLLM's hash of it, which clients see. An OrderedDict keeps an attribute when it is pickled,
-    and any process can read it.
-    """
-    if isinstance(vllm_config.additional_config, dict):
-        beside = OrderedDict(vllm_config.additional_config)
-        vars(beside)[_CARRIED] = settings.carried(chosen)
-        vars(beside)[_OUR_NAMES] = are_names_ours or names_are_ours(vllm_config)
-        vllm_config.additional_config = beside
-
-
-def carried(vllm_config: Any) -> dict[str, Any] | None:
-    """What a process with mmcache has laid beside a configuration; None where none has."""
-    found: dict[str, Any] | None = getattr(vllm_config.additional_config, _CARRIED, None)
-    return found
-
-
 def has_rust_frontend() -> bool:
     """Whether vLLM serves with its Rust frontend, as far as this process's environment says."""
     return os.environ.get(RUST_FRONTEND, "0").strip() not in ("", "0")
-
-
-def names_are_ours(vllm_config: Any) -> bool:
-    """Whether the name of an image says what it shows: those who gave the names have the room `identity` on."""
-    return bool(getattr(vllm_config.additional_config, _OUR_NAMES, False))
 
 
 def why_absent(role: Role, vllm_config: Any) -> str:

@@ -2,8 +2,6 @@
 """How the one report is shown beside its line and its gauge: where things are kept, and as JSON. API process."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
 
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.status import State
@@ -27,14 +25,5 @@ def whereabouts(found: Mapping[str, State]) -> list[str]:
     return lines
 
 
-def as_json(found: Mapping[str, State], places: Mapping[str, Mapping[str, State]]) -> dict[str, Any]:
-    """rooms: room -> state and reason, over all processes; places: the same for each process."""
-    return {"rooms": _plain(found), "places": {place: _plain(states) for place, states in places.items()}}
-
-
 def _is_somewhere(found: Mapping[str, State], room: str) -> bool:
     return room in found and found[room].state in ("on", "mixed")
-
-
-def _plain(states: Mapping[str, State]) -> dict[str, dict[str, str]]:
-    return {room: asdict(state) for room, state in states.items()}

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_mmcache.base import settings, status
+from vllm_mmcache.base import config_payload, settings, status
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.hooking import subclasses
 from vllm_mmcache.lifecycle import activation, config_rules, rank_sync
@@ -32,7 +32,7 @@ def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
         activation.take_on("api", instance)
     subclasses.use_renderers()
     are_names_ours = status.of("api").get("identity") == status.ON and not config_rules.has_rust_frontend()
-    config_rules.carry(instance, settings.current(), are_names_ours)
+    config_payload.carry(instance, settings.current(), are_names_ours)
     return outcome
 
 
@@ -40,7 +40,7 @@ def build_executor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Executor.__init__(vllm_config): the process schedules. When the workers are there, all ranks agree."""
     vllm_config = argument(wrapped, args, kwargs, "vllm_config")
     _receive(vllm_config)
-    config_rules.carry(vllm_config, settings.current())  # where it was made without us
+    config_payload.carry(vllm_config, settings.current())  # where it was made without us
     activation.take_on("engine", vllm_config)
     subclasses.use_worker(vllm_config)
     with _building():
@@ -68,7 +68,7 @@ def _read(vllm_config: Any) -> None:
 
 
 def _receive(vllm_config: Any) -> None:
-    if "api" not in status.roles() and (given := config_rules.carried(vllm_config)) is not None:
+    if "api" not in status.roles() and (given := config_payload.carried(vllm_config)) is not None:
         settings.use(settings.received(given))
 
 

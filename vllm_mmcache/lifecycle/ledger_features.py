@@ -30,6 +30,16 @@ FEATURES: tuple[Hook, ...] = (
         remove_when="a connector is told of a request when it arrives, and may be set without ec_transfer_config",
     ),
     _feature(
+        name="features.refuted",
+        target="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+        make="vllm_mmcache.components.features.engine.hooks:name_refuted",
+        args_used=(),
+        why="the API server must forget a record that is not of its image, or the next request fails as well",
+        process="engine",
+        upstream="none: a connector can't fail a request, nor name the items whose cache entries are wrong",
+        remove_when="a connector can say which items of a request are wrong",
+    ),
+    _feature(
         name="features.watch",
         target="vllm.model_executor.model_loader.base_loader:BaseModelLoader.create_model",
         make="vllm_mmcache.components.features.worker.hooks:watch_weights",

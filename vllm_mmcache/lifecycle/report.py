@@ -25,27 +25,7 @@ logger = logging.getLogger("vllm.mmcache")
 
 _ENGINES = "_mmcache_engines"  # on a client: index of an engine -> what its ready message said, or None
 
-_places: dict[str, dict[str, State]] = {}
-_everywhere: frozenset[str] = frozenset()  # rooms of in_force that are on
 _is_shown = False
-
-
-def in_force() -> dict[str, State]:
-    """What each room is over all processes; empty until the engines are ready."""
-    return {
-        room: status.combine((place, states[room]) for place, states in _places.items() if room in states)
-        for room in (ROOMS if _places else ())
-    }
-
-
-def is_on_everywhere(room: str) -> bool:
-    """Whether a room is on in all processes that have a part in it; not before the engines are ready."""
-    return room in _everywhere
-
-
-def places() -> dict[str, dict[str, State]]:
-    """The same by process: "api", "engine 0", "worker 1 of engine 0"."""
-    return {place: dict(states) for place, states in _places.items()}
 
 
 def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -56,7 +36,7 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     engines = instance.__dict__.setdefault(_ENGINES, {})
     engines[said.get("data_parallel_rank", len(engines))] = said.get(rank_sync.KEY)
     if _is_shown:
-        _show(_places["api"], engines)
+        _show(status.places()["api"], engines)
     return outcome
 
 
@@ -65,8 +45,9 @@ def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     Raises: HookError, see `_show`; UnschedulableImage or CausalImages before, where no image could be right.
     """
-    global _is_shown, _everywhere
-    _is_shown, _everywhere = False, frozenset()
+    global _is_shown
+    _is_shown = False
+    status.settle({}, ROOMS)
     if status.is_on("image_spans"):
         from vllm_mmcache.components.image_spans.hooks_api import refuse_endless
 
@@ -119,22 +100,19 @@ def _found_here(llm: Any) -> dict[str, State]:
 
 def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
     """Put together, log, export. Raises: HookError, where tenants must be kept apart and a process is without us."""
-    global _is_shown, _everywhere
-    _places.clear()
-    _places["api"] = here
+    global _is_shown
+    places = {"api": here}
     for index, told in engines.items():
         for process, said in (told or {"engine": None}).items():
             place = f"engine {index}" if process == "engine" else f"{process} of engine {index}"
-            _places[place] = rank_sync.read(said, {**parts("engine"), **(parts("worker") if told is None else {})})
-    found = in_force()
-    _everywhere = frozenset(room for room, state in found.items() if state == status.ON)
+            places[place] = rank_sync.read(said, {**parts("engine"), **(parts("worker") if told is None else {})})
+    status.settle(places, ROOMS)
+    found = status.in_force()
     counters.ROOM_INFO.show({(room, state.state, state.reason) for room, state in found.items()})
     logger.info("mmcache %s in force: %s", __version__, activation.words(found.items()))
     for line in display.whereabouts(found):
         logger.info("mmcache: %s", line)
-    without = [
-        place for place, states in _places.items() if rank_sync.NO_MMCACHE in {s.reason for s in states.values()}
-    ]
+    without = [place for place, states in places.items() if rank_sync.NO_MMCACHE in {s.reason for s in states.values()}]
     if without:
         activation.refuse_if_required(f"mmcache is not in {', '.join(without)}")
     if "identity" in here and here["identity"].state == "off":

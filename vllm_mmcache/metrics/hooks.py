@@ -18,8 +18,6 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_mmcache.base.arguments import argument
-from vllm_mmcache.components.features.engine.hooks import connector_of
-from vllm_mmcache.components.observe.hooks_engine import send_outcome
 from vllm_mmcache.metrics import counters, table_sizes, transport
 
 _KEY = "mmcache"
@@ -87,17 +85,13 @@ def take_over(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def hear(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler.update_from_output(_, model_runner_output): takes the worker's news out of a step's output.
 
-    Engine process. The room's one there, so the outcomes of requests are sent from here, too, and the names of images
-    whose records were not their own.
+    Engine process.
     """
     output = argument(wrapped, args, kwargs, "model_runner_output")
     news = vars(output).pop(_NEWS, None)
     if news is not None:
         transport.receive_worker_news(news)
-    by_client = send_outcome(wrapped, instance, args, kwargs)
-    if (connector := connector_of(instance)) is not None:
-        connector.name_refuted(by_client)
-    return by_client
+    return wrapped(*args, **kwargs)
 
 
 def send(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

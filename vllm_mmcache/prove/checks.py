@@ -16,7 +16,8 @@ from prometheus_client import REGISTRY
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from vllm_mmcache.lifecycle import activation, report, user_proofs
+from vllm_mmcache.base import status
+from vllm_mmcache.lifecycle import activation, user_proofs
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS, why_unproven
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove import load, scenarios, workers, workloads
@@ -169,7 +170,7 @@ def assert_engine(rig: Rig, runner: str | None) -> None:
 
 def assert_on(rig: Rig, room: str) -> None:
     """The report of this deployment, which asks every process, says that the room is on, or has nothing to do."""
-    found = report.in_force()
+    found = status.in_force()
     assert found, "no process has reported: is the plugin loaded?"
     assert found[room].state != "mixed", str(found[room])
     if found[room].state == "off":
@@ -178,7 +179,7 @@ def assert_on(rig: Rig, room: str) -> None:
 
 def assert_off(rooms: set[str]) -> None:
     """A room that should be off would lend its name's pass to another."""
-    on = [room for room, found in report.in_force().items() if room in rooms and found.state in ("on", "mixed")]
+    on = [room for room, found in status.in_force().items() if room in rooms and found.state in ("on", "mixed")]
     assert not on, f"{', '.join(on)} should be off"
 
 

@@ -10,9 +10,6 @@ are keyed, too: without the key nobody can tell whose they are. CLEAR does nothi
 imports `cryptography` (the extra `encryption`) only where there is a key.
 """
 
-import base64
-import binascii
-import importlib.util
 import os
 from collections.abc import Iterable, Iterator
 from struct import Struct
@@ -20,12 +17,10 @@ from typing import Protocol
 
 from blake3 import blake3
 
-from vllm_mmcache.base import extras
-from vllm_mmcache.base.errors import SettingsError, StoreCorrupt, StoreSealed
-from vllm_mmcache.base.secret_files import read_secret, shown
+from vllm_mmcache.base.errors import StoreCorrupt, StoreSealed
+from vllm_mmcache.base.key_file import read_key
 
 MAGIC = b"mmcseal1"
-KEY_BYTES = 32
 CHUNK_BYTES = 1024**2
 """So much is opened at a time, and held in memory beside what it is for."""
 NONCE_BYTES, TAG_BYTES = 12, 16
@@ -245,43 +240,6 @@ class _Bytes:
 def of(key_file: str | None) -> Clear:
     """How what is kept is sealed, by the setting store_key_file. Raises: SettingsError as `read_key`."""
     return CLEAR if key_file is None else Sealed(read_key(key_file))
-
-
-def read_key(key_file: str) -> bytes:
-    """The key that the setting store_key_file names.
-
-    Raises: SettingsError as `read_32_bytes`, and where `cryptography` is not installed.
-    """
-    if importlib.util.find_spec("cryptography") is None:
-        where = f"store_key_file {shown(key_file)}"
-        raise SettingsError(f"{where} needs the package cryptography: {extras.how('encryption')}")
-    return read_32_bytes(key_file, "store_key_file")
-
-
-def read_32_bytes(key_file: str, setting: str) -> bytes:
-    """The key in a file that a setting names: 32 bytes as they are, as 64 hex digits, or in base64.
-
-    Raises: SettingsError where it is not there, is no such key or others may read it. Nothing of the key is in the
-    message.
-    """
-    make = "make one with openssl rand -hex 32"
-    content = read_secret(setting, key_file, make)
-    for key in (content, _decoded(content.strip())):
-        if len(key) == KEY_BYTES:
-            return key
-    raise SettingsError(
-        f"{setting} {shown(key_file)} holds {len(content)} bytes, expected {KEY_BYTES}, or 64 hex digits, or "
-        f"{KEY_BYTES} bytes in base64: {make}"
-    )
-
-
-def _decoded(text: bytes) -> bytes:
-    try:
-        return (
-            bytes.fromhex(text.decode("ascii")) if len(text) == 2 * KEY_BYTES else base64.b64decode(text, validate=True)
-        )
-    except (ValueError, binascii.Error):
-        return b""
 
 
 def _num_chunks(content_bytes: int) -> int:

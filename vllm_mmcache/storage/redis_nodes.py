@@ -12,7 +12,6 @@ them several times, and can't be stopped while bytes trickle in. Any process, an
 
 import logging
 import math
-import os
 import random
 import re
 import threading
@@ -22,18 +21,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, cast
 
 import redis
-from redis.backoff import NoBackoff
-from redis.connection import SSLConnection, parse_url
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import AskError, MovedError, TryAgainError
-from redis.retry import Retry
-from redis.sentinel import Sentinel
 
-from vllm_mmcache.base.errors import SettingsError, StoreCorrupt
-from vllm_mmcache.base.remote_url import Host, parsed
-from vllm_mmcache.base.store_url import error_without_secrets, without_secrets
-from vllm_mmcache.components.features.lasting import Late
+from vllm_mmcache.base.errors import StoreCorrupt
+from vllm_mmcache.base.redis_connect import checked, client_of, first_host
+from vllm_mmcache.base.remote_url import Host
+from vllm_mmcache.base.store_url import error_without_secrets
 from vllm_mmcache.storage.breaker import Breaker
+from vllm_mmcache.storage.deadline import Late
 
 logger = logging.getLogger("vllm.mmcache")
 T = TypeVar("T")
@@ -48,9 +44,7 @@ TRICKLE_BYTES_PER_S = 1_000_000
 # Nobody waits for who has which slots, so it may take a while; nor is it asked for more often.
 SLOTS_TIMEOUT_S = 1.0
 SLOTS_EVERY_S = 0.5
-FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _MAX_LINE_BYTES = 1024
-_SOCKET: Host = ("", 0)
 
 
 class NodeAway(Exception):
@@ -164,16 +158,8 @@ class Nodes:
         self._is_reading_slots = False
         self._next_slots_s = 0.0
         self._has_told = False
-        try:
-            self._url = parsed(url)
-            self._seeds = self._url.hosts if self._url.kind == "cluster" else (self._url.hosts or (_SOCKET,))[:1]
-            self._options = _options(self._url.of_first, timeout_s)
-            # An option that redis-py does not know raises here, not in a request.
-            self._client(self._seeds[0]).connection_pool.make_connection()
-        except (ValueError, TypeError, redis.RedisError) as error:
-            raise SettingsError(
-                f"{without_secrets(url)!r} is no URL of Redis or Valkey: {self._text_of(error)}"
-            ) from None
+        self._url, self._options = checked(url, timeout_s)
+        self._seeds = self._url.hosts if self._url.kind == "cluster" else (first_host(self._url),)
 
     def run(self, name: str, ask: Callable[["redis.Redis"], T], *, again: bool = True) -> T:
         """What `ask` makes of the client of the node that has `name`.
@@ -272,11 +258,7 @@ class Nodes:
         return client
 
     def _connect(self, host: Host, **options: Any) -> "redis.Redis":
-        options = self._options | options
-        if self._url.kind == "sentinel":
-            return _by_sentinel(self._url.hosts, self._url.service, options, self._url.sentinel_options)
-        where = {} if host == _SOCKET else {"host": host[0], "port": host[1]}
-        return redis.Redis(connection_pool=redis.ConnectionPool(**options | where))
+        return client_of(self._url, host, self._options | options)
 
     def _breaker(self, host: Host) -> Breaker:
         if (breaker := self._breakers.get(host)) is None:
@@ -380,38 +362,6 @@ def _held(client: "redis.Redis", connection: Any) -> Iterator[None]:
         client.connection_pool.release(connection)
 
 
-def _options(url: str, timeout_s: float) -> dict[str, Any]:
-    """Of redis-py's connections. Raises: ValueError for what redis-py can't read, and for files that nobody can."""
-    options: dict[str, Any] = {
-        "socket_timeout": timeout_s,
-        "socket_connect_timeout": timeout_s,
-        "protocol": 2,  # one round trip less to connect, and nothing that a server pushes
-        "retry": Retry(NoBackoff(), 0),  # redis-py's own retries wait for seconds
-    } | dict(parse_url(url))  # type: ignore[no-untyped-call]
-    if options.get("connection_class") is SSLConnection:
-        options.setdefault("ssl_check_hostname", True)
-    for name in FILES:
-        if (path := options.get(name)) is not None and not os.access(path, os.R_OK):
-            raise ValueError(f"{name} = {path!r} can't be read")
-    return options
-
-
-def _by_sentinel(
-    hosts: tuple[Host, ...], service: str, options: dict[str, Any], own_options: dict[str, str]
-) -> "redis.Redis":
-    """A client of the primary that the Sentinels name, asked for with each new connection."""
-    options = {name: value for name, value in options.items() if name not in ("host", "port")}
-    if options.pop("connection_class", None) is SSLConnection:
-        options["ssl"] = True
-    of_sentinels = {
-        name: value
-        for name, value in options.items()
-        if name in ("protocol", "retry") or name.startswith(("socket_", "ssl"))
-    } | {name.removeprefix("sentinel_"): value for name, value in own_options.items()}
-    sentinel = Sentinel(list(hosts), sentinel_kwargs=of_sentinels)  # type: ignore[no-untyped-call]
-    return cast("redis.Redis", sentinel.master_for(service, **options))  # type: ignore[no-untyped-call]
-
-
 def _is_in_cluster(client: "redis.Redis") -> bool:
     """Whether a server is in cluster mode: HELLO says so, and no ACL forbids that."""
     try:
@@ -428,3 +378,10 @@ def _text(value: Any) -> str:
 
 def _words(host: Host) -> str:
     return f"{host[0]}:{host[1]}"
+
+
+FIRST_REST_S = 5.0
+
+
+# No request waits for a write, and several megabytes into a busy server take their time.
+WRITE_TIMEOUT_S = 1.0

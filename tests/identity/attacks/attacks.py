@@ -11,8 +11,8 @@ from PIL import Image
 
 from tests.identity.attacks.target import MODES, Target, fresh, picture, png, url_of
 from tests.lazy_media import files
+from vllm_mmcache.base.tenant import parse_source
 from vllm_mmcache.content.content_name import name_of
-from vllm_mmcache.content.tenant import parse_source
 
 Attack = Callable[[Target], str | None]
 

@@ -318,7 +318,7 @@ def other_programs(rig: Rig) -> dict[str, bytes]:
     key, admin = rig.secrets["store key"], rig.secrets["admin key"]
     code = (
         "import logging; logging.basicConfig(level=0)\n"
-        "from vllm_mmcache import settings\n"
+        "from vllm_mmcache.base import settings\n"
         "from vllm_mmcache.components.features.engine.store import open_tiers\n"
         "from vllm_mmcache.storage.records.records import Records\n"
         "from tests.features.packages import load\n"

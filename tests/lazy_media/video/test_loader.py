@@ -23,14 +23,13 @@ from vllm.multimodal.parse import MultiModalDataParser
 from vllm.renderers.hf import HfRenderer
 
 from tests.lazy_media.test_loader import room
-from vllm_mmcache.base import settings, status
+from vllm_mmcache.base import settings, status, tenant
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
 from vllm_mmcache.components.lazy_media.video import hooks as loader
 from vllm_mmcache.components.lazy_media.video.video_info import MAX_METADATA_BYTES, VIDEOS, record_of
 from vllm_mmcache.components.lazy_media.video.vllm_video import RecordedVideo
 from vllm_mmcache.components.lazy_media.vllm_source import load
-from vllm_mmcache.content import tenant
 from vllm_mmcache.hooking import hooks
 from vllm_mmcache.hooking.subclasses import RendererMixin, derived
 from vllm_mmcache.lifecycle.ledger import groups

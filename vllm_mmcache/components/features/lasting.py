@@ -18,6 +18,7 @@ from vllm_mmcache.components.features.counters import Counters
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.package import Buffer, Check, Shape, head
 from vllm_mmcache.storage.breaker import Breaker
+from vllm_mmcache.storage.deadline import Late
 from vllm_mmcache.storage.encryption import CLEAR, Clear, Source
 
 logger = logging.getLogger("vllm.mmcache")
@@ -28,10 +29,6 @@ HUNG_S = 1.0
 """A load that is still on its way so long after it should have given up hangs."""
 # The head of another package, to say what it is; ours is seldom longer.
 _SEEN_BYTES = 4096
-
-
-class Late(Exception):
-    """The time of a load was over before its bytes were there."""
 
 
 class LastingTier(ABC):

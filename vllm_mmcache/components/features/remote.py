@@ -21,15 +21,20 @@ from vllm_mmcache.components.features.lasting import LastingTier
 from vllm_mmcache.components.features.package import Buffer
 from vllm_mmcache.storage.breaker import Breaker
 from vllm_mmcache.storage.encryption import CLEAR, Clear
-from vllm_mmcache.storage.redis_nodes import LONGEST_REST_S, MAX_TIMEOUTS, NodeAway, Nodes, Value
+from vllm_mmcache.storage.redis_nodes import (
+    FIRST_REST_S,
+    LONGEST_REST_S,
+    MAX_TIMEOUTS,
+    WRITE_TIMEOUT_S,
+    NodeAway,
+    Nodes,
+    Value,
+)
 
 PREFIX = f"mmcache:features:{FORMAT}:"
 INCOMING = PREFIX + "incoming:"
 INCOMING_TTL_S = 60
 """What a killed writer leaves is gone so long after its last piece."""
-FIRST_REST_S = 5.0
-# No request waits for a write, and several megabytes into a busy server take their time.
-WRITE_TIMEOUT_S = 1.0
 
 
 class RemoteTier(LastingTier):

@@ -4,17 +4,14 @@
 Worker process, once at start. Reads vLLM's objects and changes none.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_mmcache.base.versions import installed
-from vllm_mmcache.components.features.model_files import code_digest, files_digest
-from vllm_mmcache.components.lazy_media.video import DECODERS
-from vllm_mmcache.content.digests import inputs_digest
+from vllm_mmcache.components.lazy_processing.vllm_processor_facts import _processing
+from vllm_mmcache.content.digests import canonical_text, inputs_digest
 
 _NOT_THE_TOWERS = frozenset({"text_config", "llm_config", "_name_or_path", "transformers_version"})
 
@@ -67,64 +64,11 @@ def facts_of(vllm_config: Any, device: torch.device) -> dict[str, str]:
         "vllm": __version__,
     }
     return {
-        "model": inputs_digest({name: _text(value) for name, value in model.items()}),
+        "model": inputs_digest({name: canonical_text(value) for name, value in model.items()}),
         "processor": inputs_digest(_processing(model_config)),
         "dtype": str(model_config.dtype).removeprefix("torch."),
         "layout": f"{mm_config.mm_encoder_tp_mode}/{vllm_config.parallel_config.tensor_parallel_size}",
     }
-
-
-def processor_facts(model_config: Any, processor: Any) -> dict[str, str]:
-    """All that vLLM's processor depends on beside an item and its request's arguments. API server process."""
-    from vllm.version import __version__
-
-    hf_config = model_config.hf_config
-    of_model = model_config.model, model_config.revision
-    of_tokenizer = model_config.tokenizer, model_config.tokenizer_revision
-    files = files_digest(*of_model)
-    return {
-        **_processing(model_config),
-        "videos": _of_videos(processor),
-        "config": _text(hf_config.to_dict()),
-        "processor": f"{type(processor).__module__}.{type(processor).__qualname__}",
-        "files": files,
-        "tokenizer": files if of_tokenizer == of_model else files_digest(*of_tokenizer),
-        "tokenizer mode": _text([str(model_config.tokenizer_mode), installed("tokenizers")]),
-        "dtype": str(model_config.dtype),
-        "torch": torch.__version__,
-        "vllm": __version__,
-    }
-
-
-def _processing(model_config: Any) -> dict[str, str]:
-    """What features depend on of it: a name stands for an image's bytes, and what becomes of them for who does it."""
-    mm_config = model_config.multimodal_config
-    made_by = {name: installed(name) for name in ("pillow", "numpy", "torchvision", "transformers")}
-    code = code_digest(model_config.model, model_config.revision) if model_config.trust_remote_code else ""
-    return {
-        "settings": _text(model_config.hf_image_processor_config),
-        "given": _text(mm_config.mm_processor_kwargs),
-        "loading": _text(mm_config.media_io_kwargs),
-        "normalized on the device": _text(mm_config.mm_device_do_normalize),
-        "names": _text(mm_config.mm_hasher_algorithm),
-        "code": _text([model_config.revision, model_config.code_revision]),
-        "made by": _text(made_by),
-        **({"own code": code} if code else {}),  # so that features of models without any keep their keys
-    }
-
-
-def video_facts(model_config: Any) -> str:
-    """What features of a video depend on beside those of an image: digest of the processor's settings and decoders."""
-    from vllm.multimodal import MULTIMODAL_REGISTRY
-
-    return _of_videos(MULTIMODAL_REGISTRY.create_processor(model_config))
-
-
-def _of_videos(processor: Any) -> str:
-    of_videos = getattr(processor.info.get_hf_processor(), "video_processor", None)
-    made_by = {name: installed(name) for name in DECODERS}
-    settings = of_videos.to_dict() if of_videos is not None else None
-    return inputs_digest({"settings": _text(settings), "made by": _text(made_by)})
 
 
 def _device(device: torch.device) -> str:
@@ -137,7 +81,3 @@ def _device(device: torch.device) -> str:
 
 def _content(path: Any) -> str | None:
     return Path(path).read_text(encoding="utf-8") if path is not None else None
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)

@@ -14,23 +14,18 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
-from vllm_mmcache.base import settings, status
+from vllm_mmcache.base import settings, status, tenant
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.components.identity import audit
 from vllm_mmcache.components.identity import identifiers as layout
 from vllm_mmcache.components.identity.aliases import ALIASES
-from vllm_mmcache.content import client_hashes, content_name, tenant
+from vllm_mmcache.content import client_hashes, content_name
+from vllm_mmcache.content.request_id import OneRequest
 from vllm_mmcache.content.tenant_source import source
 from vllm_mmcache.metrics import counters
 
 # Whether several vLLM instances find each other's items by the client's names (an encoder-cache connector).
 _NAMES_ARE_SHARED: ContextVar[bool] = ContextVar("mmcache_names_are_shared", default=False)
-
-
-class OneRequest(str):
-    """An id that vLLM made for one item of one request."""
-
-    __slots__ = ()
 
 
 async def serve_batch_line(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

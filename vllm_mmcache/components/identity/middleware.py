@@ -10,8 +10,8 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from vllm_mmcache.base import tenant
 from vllm_mmcache.base.errors import TenantError
-from vllm_mmcache.content import tenant
 
 Call = Callable[..., Awaitable[None]]
 

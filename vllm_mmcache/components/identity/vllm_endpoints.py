@@ -13,11 +13,11 @@ from starlette.responses import JSONResponse
 from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
-from vllm_mmcache.base import status
+from vllm_mmcache.base import status, tenant
 from vllm_mmcache.base.errors import TenantError
 from vllm_mmcache.components.identity.hooks import check_text
 from vllm_mmcache.components.identity.middleware import FindTenant, refusal
-from vllm_mmcache.content import client_hashes, tenant
+from vllm_mmcache.content import client_hashes
 from vllm_mmcache.content.tenant_source import source
 
 

@@ -13,9 +13,9 @@ import json
 import re
 from dataclasses import dataclass
 
-from vllm_mmcache.base import status
+from vllm_mmcache.base import status, tenant
 from vllm_mmcache.components.image_extraction.request_shapes import Lists, TooManyElements, Walker
-from vllm_mmcache.content import placeholders, tenant
+from vllm_mmcache.content import placeholders
 from vllm_mmcache.content.base64_image import Payload
 from vllm_mmcache.content.base64_scan import find_texts, is_string, replace_spans
 

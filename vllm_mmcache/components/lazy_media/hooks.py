@@ -16,14 +16,14 @@ import vllm.envs as envs
 from PIL import Image, ImageFile, features
 from vllm.multimodal.media import MediaWithBytes
 
-from vllm_mmcache.base import status
+from vllm_mmcache.base import status, tenant
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.components.lazy_media import media_info
 from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
 from vllm_mmcache.components.lazy_media.media_info import Key, Record
 from vllm_mmcache.components.lazy_media.video.vllm_video import RecordedFrames, ask_undecoded, is_of_frames
 from vllm_mmcache.components.lazy_media.vllm_source import Origin, origin_of
-from vllm_mmcache.content import placeholders, tenant
+from vllm_mmcache.content import placeholders
 from vllm_mmcache.content.base64_image import Payload, content_id_of
 from vllm_mmcache.metrics import counters
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from vllm_mmcache.base import background, status
 from vllm_mmcache.base.failsafe import guarded
 from vllm_mmcache.base.lru import Bounded, Budget
-from vllm_mmcache.components.features.vllm_facts import processor_facts
 from vllm_mmcache.components.lazy_media.hooks import RecordedMedia
 from vllm_mmcache.components.lazy_media.video.vllm_video import RecordedVideo
 from vllm_mmcache.components.lazy_processing.vllm_cache import Ready, ReadyCache
@@ -44,8 +43,8 @@ from vllm_mmcache.components.lazy_processing.vllm_processor import (
     updates_of,
     use_one_core,
 )
+from vllm_mmcache.components.lazy_processing.vllm_processor_facts import processor_facts
 from vllm_mmcache.content.digests import inputs_digest
-from vllm_mmcache.lifecycle import report
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.storage import records
 
@@ -283,7 +282,7 @@ def item_facts(model_config: Any, processor: Any) -> dict[str, str]:
 
 def may_defer() -> bool:
     """Whether images may go to the engines without pixels: wherever a tower may need them, they can be made."""
-    return status.is_on("identity") and status.is_on("features") and report.is_on_everywhere("features")
+    return status.is_on("identity") and status.is_on("features") and status.is_on_everywhere("features")
 
 
 def _are_named_by_content(renderer: Any) -> bool:

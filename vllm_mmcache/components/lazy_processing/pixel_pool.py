@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm_mmcache.base import background
+from vllm_mmcache.base.estimate import Estimate
 from vllm_mmcache.base.worker_threads import Threads
-from vllm_mmcache.components.features.engine.cost_model import Estimate
 from vllm_mmcache.components.lazy_processing.vllm_pixels import Maker
 from vllm_mmcache.components.lazy_processing.vllm_processor import use_one_core
 

@@ -15,8 +15,8 @@ from vllm.multimodal.processing import BaseMultiModalProcessor, ProcessorInputs
 from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.processor import ResolvedPromptUpdate
 
-from vllm_mmcache.components.identity.hooks import OneRequest
 from vllm_mmcache.components.lazy_processing.vllm_item import Arguments
+from vllm_mmcache.content.request_id import OneRequest
 
 BLANK_PIXELS = 224
 BLANK_FRAMES = 4

@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 from blake3 import blake3
 
-from vllm_mmcache.base import status
+from vllm_mmcache.base import status, tenant
 from vllm_mmcache.base.arguments import argument, named
 from vllm_mmcache.base.failsafe import guarded
 from vllm_mmcache.base.lru import Bounded, Budget
@@ -26,7 +26,6 @@ from vllm_mmcache.components.observe.record.digests import salt_class
 from vllm_mmcache.components.observe.record.recorder import RECORDER, message_digest
 from vllm_mmcache.components.observe.record.schema import REQUEST_ID_CHARS
 from vllm_mmcache.components.observe.record.turns import Marks, find_marks
-from vllm_mmcache.content import tenant
 
 MOST_TEMPLATES = 64
 """Chat templates whose marks are known at a time."""

@@ -83,7 +83,7 @@ def note_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def send_outcome(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Part of the wrapper of Scheduler.update_from_output(scheduler_output, ...): first outputs say what was found."""
+    """Wrapper of Scheduler.update_from_output(scheduler_output, ...): first outputs say what was found."""
     if not status.is_on("observe"):
         return wrapped(*args, **kwargs)
     observer = _observer_of(instance.kv_cache_manager)

@@ -30,7 +30,7 @@ from secrets import token_hex
 from time import monotonic
 from typing import TypeVar
 
-from vllm_mmcache.components.features.directory import is_ours
+from vllm_mmcache.storage.directories import is_ours
 
 logger = logging.getLogger("vllm.mmcache")
 

@@ -12,12 +12,18 @@ from redis.exceptions import MovedError
 
 from vllm_mmcache.base.errors import StoreCorrupt
 from vllm_mmcache.base.store_url import error_without_secrets, without_secrets
-from vllm_mmcache.components.features.remote import FIRST_REST_S, WRITE_TIMEOUT_S
 from vllm_mmcache.storage.breaker import Breaker
 from vllm_mmcache.storage.encryption import CLEAR, Clear
 from vllm_mmcache.storage.frame import FORMAT, HEAD_BYTES, MAX_VALUE_BYTES
 from vllm_mmcache.storage.records.place import Place
-from vllm_mmcache.storage.redis_nodes import LONGEST_REST_S, MAX_TIMEOUTS, NodeAway, Nodes
+from vllm_mmcache.storage.redis_nodes import (
+    FIRST_REST_S,
+    LONGEST_REST_S,
+    MAX_TIMEOUTS,
+    WRITE_TIMEOUT_S,
+    NodeAway,
+    Nodes,
+)
 
 PREFIX = f"mmcache:records:{FORMAT}:"
 

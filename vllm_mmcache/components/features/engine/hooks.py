@@ -20,14 +20,15 @@ from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 
-from vllm_mmcache.base import settings, status
+from vllm_mmcache.base import config_payload, settings, status
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.base.errors import StoreUnusable
+from vllm_mmcache.base.estimate import Estimate
 from vllm_mmcache.base.failsafe import guarded
 from vllm_mmcache.base.worker_threads import Threads
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.arena_cache import RamTier
-from vllm_mmcache.components.features.engine.cost_model import Costs, Estimate
+from vllm_mmcache.components.features.engine.cost_model import Costs
 from vllm_mmcache.components.features.engine.store import Fetch, Store, open_tiers
 from vllm_mmcache.components.features.engine.transfers import Copying, Ranks
 from vllm_mmcache.components.features.identity import Identity
@@ -37,7 +38,6 @@ from vllm_mmcache.components.lazy_processing.pixel_pool import Making, Pixels
 from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
 from vllm_mmcache.content import client_hashes
 from vllm_mmcache.content.digests import inputs_digest
-from vllm_mmcache.lifecycle import config_rules
 from vllm_mmcache.metrics import transport
 
 logger = logging.getLogger("vllm.mmcache")
@@ -107,6 +107,14 @@ def connector_of(scheduler: Any) -> "Connector | None":
     return found if isinstance(found, Connector) else _opened.get(id(scheduler.vllm_config))
 
 
+def name_refuted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler.update_from_output: a step's outputs name images whose records were not their own."""
+    by_client = wrapped(*args, **kwargs)
+    if (connector := connector_of(instance)) is not None:
+        connector.name_refuted(by_client)
+    return by_client
+
+
 @dataclass(eq=False)
 class _Wanted:
     """One image or video of a request that waits for the first time."""
@@ -147,7 +155,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         self._refuted: dict[str, list[str]] = {}  # by the request that fails, images whose records are none of theirs
         self._message: Message | None = None
         self._named: set[str] = set()  # of this step
-        self._trusts_names = config_rules.names_are_ours(vllm_config)
+        self._trusts_names = config_payload.names_are_ours(vllm_config)
         self._spent_s = 0.0  # of this step's bound
 
     def serve(self, scheduler: Any) -> None:

@@ -20,12 +20,12 @@ from vllm.v1.worker.gpu.ec_connector import ECConnector
 from vllm_mmcache.base import settings, status
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.base.errors import ArenaUnusable
+from vllm_mmcache.base.estimate import Estimate
 from vllm_mmcache.base.failsafe import guarded
 from vllm_mmcache.base.status import State
 from vllm_mmcache.components.features.arena import Arena
-from vllm_mmcache.components.features.engine.cost_model import Estimate
 from vllm_mmcache.components.features.message import Message, Place
-from vllm_mmcache.components.features.vllm_facts import facts_of, place_of, video_facts, why_not
+from vllm_mmcache.components.features.vllm_facts import facts_of, place_of, why_not
 from vllm_mmcache.components.features.worker.device_copies import Copies, Unpinnable
 from vllm_mmcache.components.features.worker.tower import Tower, watched
 from vllm_mmcache.components.features.worker.vllm_probe import Kind, Unfit, probe, probe_videos, takes
@@ -33,6 +33,7 @@ from vllm_mmcache.components.features.worker.weights import Fingerprints
 from vllm_mmcache.components.lazy_processing.positions import guard_positions
 from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
 from vllm_mmcache.components.lazy_processing.vllm_pixels import Maker
+from vllm_mmcache.components.lazy_processing.vllm_processor_facts import video_facts
 from vllm_mmcache.metrics import counters
 
 logger = logging.getLogger("vllm.mmcache")

@@ -14,7 +14,7 @@ import numpy as np
 import vllm.envs as envs
 from vllm.multimodal.parse import VideoProcessorItems
 
-from vllm_mmcache.base import status
+from vllm_mmcache.base import status, tenant
 from vllm_mmcache.base.arguments import argument, named
 from vllm_mmcache.base.versions import installed, vllm_version
 from vllm_mmcache.components.lazy_media.hooks import RecordWrong, read_text, tenant_key_of
@@ -31,7 +31,7 @@ from vllm_mmcache.components.lazy_media.video.video_info import (
 )
 from vllm_mmcache.components.lazy_media.video.vllm_video import Frames, RecordedFrames, RecordedVideo, mark_as_of_frames
 from vllm_mmcache.components.lazy_media.vllm_source import FRAMES, origin_of
-from vllm_mmcache.content import placeholders, tenant
+from vllm_mmcache.content import placeholders
 from vllm_mmcache.content.base64_image import content_id_of
 from vllm_mmcache.metrics import counters
 

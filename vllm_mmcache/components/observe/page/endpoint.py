@@ -14,7 +14,6 @@ from vllm_mmcache.components.observe.page.listener import listen
 from vllm_mmcache.components.observe.page.web import routes
 from vllm_mmcache.components.observe.record.recorder import RECORDER
 from vllm_mmcache.components.observe.record.store import RecordStore
-from vllm_mmcache.lifecycle import display, report
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -31,7 +30,7 @@ class Endpoint:
         Raises: SettingsError where the admin key can't be read, or the address not be had.
         """
         chosen = settings.current()
-        ours = routes(recorded, admin_key(chosen), in_force)
+        ours = routes(recorded, admin_key(chosen), status.as_json)
         if chosen.observe_listen:
             listen(chosen.observe_listen, ours)
         else:
@@ -53,11 +52,6 @@ def address(args: Any) -> str:
     host = args.host or "127.0.0.1"
     scheme = "https" if args.ssl_certfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}/mmcache"
-
-
-def in_force() -> dict[str, Any]:
-    """The rooms of this deployment, for the JSON."""
-    return display.as_json(report.in_force(), report.places())
 
 
 def recorded() -> RecordStore | None:

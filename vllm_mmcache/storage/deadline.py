@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a load raises whose time is over. Any process."""
+
+
+class Late(Exception):
+    """The time of a load was over before its bytes were there."""
