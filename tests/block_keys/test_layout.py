@@ -11,7 +11,8 @@ import pytest
 from vllm.utils.hashing import sha256, sha256_cbor, xxhash_cbor
 
 from tests.block_keys.requests import Prompt, keys, our_hasher, stock_hasher
-from vllm_mmcache.components.block_keys import layout, layout_report
+from vllm_mmcache.components.block_keys import layout
+from vllm_mmcache.components.block_keys.layouts import layout_report
 
 VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "docs" / "block_keys.json").read_text())
 

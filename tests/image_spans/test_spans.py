@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.multimodal.inputs import PlaceholderRange
 
-from vllm_mmcache.components.image_spans import hooks_engine
+from vllm_mmcache.components.image_spans import spans as hooks_engine_spans
 from vllm_mmcache.components.image_spans.attention_spans import cut
 from vllm_mmcache.components.image_spans.spans import Span, whole_spans
 
@@ -54,9 +54,9 @@ def test_a_range_without_embeddings_constrains_nothing(is_embed: torch.Tensor | 
     empty = PlaceholderRange(offset=14, length=0 if is_embed is None else len(is_embed), is_embed=is_embed)
     ranges = [PlaceholderRange(10, 4), empty, PlaceholderRange(20, 4)]
     features = [SimpleNamespace(modality="image", mm_position=r) for r in ranges]
-    spans = hooks_engine.image_spans(SimpleNamespace(mm_features=features))
+    spans = hooks_engine_spans.image_spans(SimpleNamespace(mm_features=features))
     assert whole_spans(0, 14, spans) == 14
     assert whole_spans(0, 15, spans) == 15
     assert whole_spans(14, 8, spans) == 6
-    assert hooks_engine.last_embedding(features[1]) == 13
+    assert hooks_engine_spans.last_embedding(features[1]) == 13
     assert cut(0, 0, 30, spans) == cut(0, 0, 30, [(10, 13), (20, 23)])

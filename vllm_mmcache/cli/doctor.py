@@ -68,7 +68,7 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
     """Everything the report shows, as plain data; `findings` says what needs a cure. symbols: None if not asked for."""
     from vllm_mmcache import __version__
     from vllm_mmcache.base.settings import config_of
-    from vllm_mmcache.components import block_keys
+    from vllm_mmcache.components.block_keys import layouts
 
     findings: Findings = []
     facts: dict[str, Any] = {"mmcache": __version__, "python": platform.python_version(), "model": model}
@@ -94,8 +94,8 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
         findings += exposed_store(chosen) if chosen is not None else []
         findings += problems.result()
     facts["block_keys"] = {
-        algorithm: dict(zip(("layout", "why"), block_keys.layout_report(algorithm), strict=True))
-        for algorithm in block_keys.ALGORITHMS
+        algorithm: dict(zip(("layout", "why"), layouts.layout_report(algorithm), strict=True))
+        for algorithm in layouts.ALGORITHMS
     }
     return {**facts, "settings": setting_rows(chosen), "notes": notes(arguments), "findings": findings}
 

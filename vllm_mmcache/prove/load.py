@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_mmcache.components.image_spans.hooks_engine import image_spans
+from vllm_mmcache.components.image_spans.spans import image_spans
 from vllm_mmcache.prove.engines import Answer, EngineConfig, Rig
 from vllm_mmcache.prove.scenarios import filler, picture, user
 

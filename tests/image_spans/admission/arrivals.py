@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from vllm_mmcache.components.image_spans.hooks_engine import image_spans
+from vllm_mmcache.components.image_spans.spans import image_spans
 from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, Message, Rig
 
 _numbers = itertools.count()

@@ -16,7 +16,7 @@ from transformers import Gemma3Config, Gemma4Config, PaliGemmaConfig
 from tests.image_spans.admission.arrivals import Engine, limited
 from tests.sizes import larger
 from vllm_mmcache.base.errors import UnschedulableImage
-from vllm_mmcache.components.image_spans import hooks_api, waiting
+from vllm_mmcache.components.image_spans import hooks_api, step_limits, waiting
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.expect import TOLERANCE, assert_exact
 from vllm_mmcache.prove.scenarios import filler, picture, user
@@ -156,9 +156,9 @@ def test_without_turns_it_waits_for_all_to_end(
 
 def test_models_whose_images_all_have_one_length() -> None:
     vision = {"image_size": 224, "patch_size": 14}
-    assert hooks_api.fixed_span(PaliGemmaConfig(vision_config=vision)) == 256
-    assert hooks_api.fixed_span(Gemma3Config(mm_tokens_per_image=49)) == 49
-    assert hooks_api.fixed_span(Gemma4Config()) == 0
+    assert step_limits.fixed_span(PaliGemmaConfig(vision_config=vision)) == 256
+    assert step_limits.fixed_span(Gemma3Config(mm_tokens_per_image=49)) == 49
+    assert step_limits.fixed_span(Gemma4Config()) == 0
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -14,8 +14,9 @@ from vllm.v1.core import kv_cache_utils
 
 from vllm_mmcache.base import status
 from vllm_mmcache.base.status import State
-from vllm_mmcache.components.block_keys import CUMULATIVE, layout, layout_report
+from vllm_mmcache.components.block_keys import layout
 from vllm_mmcache.components.block_keys.hasher import BlockHasher
+from vllm_mmcache.components.block_keys.layouts import CUMULATIVE, layout_report
 
 logger = logging.getLogger("vllm.mmcache")
 

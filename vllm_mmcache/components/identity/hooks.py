@@ -19,13 +19,20 @@ from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.components.identity import audit
 from vllm_mmcache.components.identity import identifiers as layout
 from vllm_mmcache.components.identity.aliases import ALIASES
-from vllm_mmcache.content import client_hashes, content_name
+from vllm_mmcache.content import client_hashes, content_name, media_tenant
 from vllm_mmcache.content.request_id import OneRequest
 from vllm_mmcache.content.tenant_source import source
 from vllm_mmcache.metrics import counters
 
 # Whether several vLLM instances find each other's items by the client's names (an encoder-cache connector).
 _NAMES_ARE_SHARED: ContextVar[bool] = ContextVar("mmcache_names_are_shared", default=False)
+
+
+def remember_tenant(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of ImageMediaIO.__init__: made in the request's task, used in a media thread that knows no request."""
+    outcome = wrapped(*args, **kwargs)
+    media_tenant.remember(instance)
+    return outcome
 
 
 async def serve_batch_line(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

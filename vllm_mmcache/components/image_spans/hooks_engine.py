@@ -1,19 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the scheduler from splitting the span of a bidirectional image. Engine process, scheduler thread.
+"""Keeps the scheduler from splitting the span of a bidirectional image, and gives it a step in the end.
+
+Engine process, scheduler thread.
 
 Wraps the one place where vLLM decides how much of a request with images goes into a step. Also lets go of an encoder
 output as soon as its last embedding is computed: vLLM holds it to the end of the placeholder range, and Gemma 3's
 ranges overlap by a newline token, so two adjacent images with a small encoder cache waited for each other for ever.
+
+A request that waits for a step large enough gets one of its own now and then, since vLLM serves running requests first,
+and 0.33 lets newer ones pass. An exception there would end the engine; so none is raised.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.logger import init_logger
+
 from vllm_mmcache.base import status
 from vllm_mmcache.base.arguments import argument, named
-from vllm_mmcache.components.image_spans.spans import Span, whole_spans
+from vllm_mmcache.components.image_spans.limits import why_never
+from vllm_mmcache.components.image_spans.spans import image_spans, keeps_images_whole, last_embedding, whole_spans
+from vllm_mmcache.components.image_spans.step_limits import engine_limits, items_of
+from vllm_mmcache.components.image_spans.waiting import Waiting
 
-_SPANS = "_mmcache_spans"
+logger = init_logger("vllm.mmcache.admission")
+
 BLOCKED = "_mmcache_blocked"  # on the scheduler: the first request that this step had no room for
 
 
@@ -64,31 +75,39 @@ def skip_computed_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
     return lo, hi
 
 
-def image_spans(request: Any) -> list[Span]:
-    """The spans of a request's images, kept on the request while its images stay the same."""
-    kept = getattr(request, _SPANS, None)
-    if kept is None or kept[0] != len(request.mm_features):
-        spans = [
-            span
-            for feature in request.mm_features
-            if feature.modality != "audio"
-            for span in feature.mm_position.extract_embeds_range()
-        ]
-        kept = (len(request.mm_features), sorted(spans))
-        setattr(request, _SPANS, kept)
-    found: list[Span] = kept[1]
-    return found
+_WAITING = "_mmcache_waiting"
 
 
-def keeps_images_whole(vllm_config: Any) -> bool:
-    """Whether images of this deployment attend both ways, so that a step must hold each as a whole."""
-    return status.is_on("image_spans") and bool(vllm_config.model_config.is_mm_prefix_lm)
+def take_turns(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler.schedule: a span that the other running requests leave no room for gets a step in the end.
+
+    The others rest for that one step, as vLLM lets them itself with pipeline parallelism. Bounded: see Waiting.
+    """
+    if not keeps_images_whole(instance.vllm_config):
+        return wrapped(*args, **kwargs)
+    waiting: Waiting | None = vars(instance).get(_WAITING)
+    if waiting is None:
+        waiting = Waiting()
+        setattr(instance, _WAITING, waiting)
+    throttled = argument(wrapped, args, kwargs, "throttle_prefills")
+    request = instance.requests.get(waiting.request_id)
+    if request is not None and not throttled and waiting.is_due():
+        limits = engine_limits(instance)
+        if reason := why_never(image_spans(request), items_of(request.mm_features), limits):
+            # Only what came past the API server's check, as with another front end. vLLM ends such requests itself.
+            logger.error("mmcache: request %s can't be computed and is ended: %s", request.request_id, reason)
+            instance.encoder_cache_mismatch_reqs.add(request.request_id)
+        elif _can_rest(instance):
+            for other in instance.running:
+                if other is not request:
+                    # current_step grows by one first thing in the step.
+                    other.next_decode_eligible_step = max(other.next_decode_eligible_step, instance.current_step + 2)
+    setattr(instance, BLOCKED, None)
+    output = wrapped(*args, **kwargs)
+    waiting.stepped(getattr(instance, BLOCKED), output.num_scheduled_tokens)
+    return output
 
 
-def last_embedding(feature: Any) -> int:
-    """Position of the last embedding of an image's placeholder range."""
-    position = feature.mm_position
-    if position.is_embed is None:
-        return int(position.offset + position.length - 1)
-    spans = position.extract_embeds_range()
-    return int(spans[-1][1]) if spans else int(position.offset - 1)
+def _can_rest(scheduler: Any) -> bool:
+    # Drafts of the step before stay on the device, for the requests of that step alone.
+    return not (scheduler.num_spec_tokens and scheduler.scheduler_config.async_scheduling)

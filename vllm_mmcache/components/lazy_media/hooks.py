@@ -16,14 +16,14 @@ import vllm.envs as envs
 from PIL import Image, ImageFile, features
 from vllm.multimodal.media import MediaWithBytes
 
-from vllm_mmcache.base import status, tenant
+from vllm_mmcache.base import status
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.components.lazy_media import media_info
 from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
 from vllm_mmcache.components.lazy_media.media_info import Key, Record
 from vllm_mmcache.components.lazy_media.video.vllm_video import RecordedFrames, ask_undecoded, is_of_frames
 from vllm_mmcache.components.lazy_media.vllm_source import Origin, origin_of
-from vllm_mmcache.content import placeholders
+from vllm_mmcache.content import media_tenant, placeholders
 from vllm_mmcache.content.base64_image import Payload, content_id_of
 from vllm_mmcache.metrics import counters
 
@@ -66,20 +66,13 @@ class RecordedMedia(MediaWithBytes):
         return MediaWithBytes, (self.media, self.original_bytes, self.io_config)
 
 
-def remember_tenant(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of ImageMediaIO.__init__: made in the request's task, used in a media thread that knows no request."""
-    outcome = wrapped(*args, **kwargs)
-    instance._mmcache_tenant_key = tenant.key_of(tenant.SALT.get())
-    return outcome
-
-
 def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of ImageMediaIO.load_base64(media_type, data): a known text is neither decoded nor hashed as bytes."""
     if not _is_served(instance):
         return wrapped(*args, **kwargs)
     text = argument(wrapped, args, kwargs, "data")
     lifted = placeholders.resolve(text)
-    payload = lifted or read_text(text, tenant_key_of(instance))
+    payload = lifted or read_text(text, media_tenant.key_of(instance))
     if payload is None:
         return wrapped(*args, **kwargs)
     stock = _stock_load_bytes(instance)
@@ -100,7 +93,7 @@ def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     content = argument(wrapped, args, kwargs, "data")
     with counters.MEDIA_SECONDS.seconds():
         # What decodes late is vLLM's own, also under a loader that makes something else of its result.
-        return _open(wrapped, lambda: content, instance, content_id_of(content, tenant_key_of(instance)))
+        return _open(wrapped, lambda: content, instance, content_id_of(content, media_tenant.key_of(instance)))
 
 
 def remember_mm_hash(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -137,12 +130,6 @@ def _recorded(value: Any) -> tuple[RecordedMedia | RecordedFrames, Callable[[Any
 def _is_served(loader: Any) -> bool:
     """Whether its images are to be known: not those that are frames of a video."""
     return status.is_on("lazy_media") and not is_of_frames(loader)
-
-
-def tenant_key_of(loader: Any) -> bytes | None:
-    """Whose image this is; None without a salt, and where the group identity is off."""
-    key: bytes | None = getattr(loader, "_mmcache_tenant_key", None)
-    return key
 
 
 def read_text(text: str, tenant_key: bytes | None) -> Payload | None:

@@ -17,7 +17,7 @@ from vllm.multimodal.parse import VideoProcessorItems
 from vllm_mmcache.base import status, tenant
 from vllm_mmcache.base.arguments import argument, named
 from vllm_mmcache.base.versions import installed, vllm_version
-from vllm_mmcache.components.lazy_media.hooks import RecordWrong, read_text, tenant_key_of
+from vllm_mmcache.components.lazy_media.hooks import RecordWrong, read_text
 from vllm_mmcache.components.lazy_media.media_info import Key, Record, admit, correct, find
 from vllm_mmcache.components.lazy_media.video import DECODERS
 from vllm_mmcache.components.lazy_media.video.video_info import (
@@ -31,7 +31,7 @@ from vllm_mmcache.components.lazy_media.video.video_info import (
 )
 from vllm_mmcache.components.lazy_media.video.vllm_video import Frames, RecordedFrames, RecordedVideo, mark_as_of_frames
 from vllm_mmcache.components.lazy_media.vllm_source import FRAMES, origin_of
-from vllm_mmcache.content import placeholders
+from vllm_mmcache.content import media_tenant, placeholders
 from vllm_mmcache.content.base64_image import content_id_of
 from vllm_mmcache.metrics import counters
 
@@ -164,7 +164,7 @@ def _for_frames(instance: Any) -> Any:
 
 
 def _tenant_key(instance: Any) -> bytes | None:
-    return tenant_key_of(instance.image_io)
+    return media_tenant.key_of(instance.image_io)
 
 
 def _below(bound: Any) -> Callable[..., Any]:
