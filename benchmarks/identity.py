@@ -29,8 +29,8 @@ from vllm_mmcache.base import tenant
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.identity.middleware import FindTenant
 from vllm_mmcache.components.identity.vllm_endpoints import find_tenant_in_body
-from vllm_mmcache.hooking import hooks
-from vllm_mmcache.lifecycle.ledger import groups
+from vllm_mmcache.hooking import installer
+from vllm_mmcache.lifecycle.registry import hooks_of
 
 PAYLOAD_BYTES = 1 << 20
 SALT = {"salt": "a salt of forty-three characters, as advised"}
@@ -59,7 +59,7 @@ def measure(options: Namespace) -> Result:
     content = variant(content, "\0" * (PAYLOAD_BYTES - len(content)))
     stock = per_image_s(content, options.rounds)
     for group in ("lazy_media", "identity"):
-        outcome = hooks.install(group, groups()[group], vllm_version())
+        outcome = installer.install(group, hooks_of(group), vllm_version())
         assert outcome.state == "on", outcome.reason
     try:
         for case, headers in TENANTS.items():
@@ -68,8 +68,8 @@ def measure(options: Namespace) -> Result:
             result.add(case, "digest_s", {"stock": stock})
             result.add(case, "warm_s", {"mmcache": per_image_s(content, options.rounds, **more)})
     finally:
-        hooks.undo("identity")
-        hooks.undo("lazy_media")
+        installer.undo("identity")
+        installer.undo("lazy_media")
     return scenarios.measure(scenarios.Scenario(uuid_turns), options, in_turn(options.swaps), result)
 
 

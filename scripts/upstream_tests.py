@@ -92,11 +92,11 @@ def pytest_configure(config: Any) -> None:
     """This file is also the pytest plugin that loads vLLM's plugins in the process that runs the tests."""
     from vllm.plugins import load_general_plugins
 
-    from vllm_mmcache.hooking.hooks import is_replaced
-    from vllm_mmcache.lifecycle.ledger import LEDGER
+    from vllm_mmcache.hooking.installer import is_replaced
+    from vllm_mmcache.lifecycle.registry import table
 
     load_general_plugins()
-    replaced = sum(is_replaced(hook.target) for hook in LEDGER)
+    replaced = sum(is_replaced(hook.target) for hook in table())
     if bool(replaced) == bool(os.environ.get("MMCACHE_DISABLE")):
         raise RuntimeError(f"{replaced} symbols are replaced: the comparison would say nothing")
 

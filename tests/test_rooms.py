@@ -6,6 +6,7 @@ import os
 import pytest
 
 from vllm_mmcache.base import settings, status
+from vllm_mmcache.base.role import ROLES
 from vllm_mmcache.base.status import ON, State
 
 pytestmark = pytest.mark.usefixtures("no_role")
@@ -14,7 +15,7 @@ OFF, NOTHING = State("off", "a reason"), State("unneeded", "no images")
 
 
 def test_a_room_is_on_where_all_roles_of_the_process_say_so() -> None:
-    for role in status.ROLES:
+    for role in ROLES:
         status.begin(role)
         status.put(role, "metrics", ON)
         assert status.is_on("metrics")
@@ -27,7 +28,7 @@ def test_a_room_is_on_where_all_roles_of_the_process_say_so() -> None:
 
 
 def test_another_engine_begins_anew() -> None:
-    for role in status.ROLES:
+    for role in ROLES:
         status.begin(role)
         status.put(role, "metrics", OFF)
     status.begin("engine")

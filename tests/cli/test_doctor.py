@@ -15,13 +15,13 @@ from mmcache_tools.zoo import build_cached
 from tests.cli.test_commands import assert_one_line, mmcache
 from tests.engine_configuration import CHOSEN
 from vllm_mmcache.cli import doctor, doctor_text
-from vllm_mmcache.lifecycle.ledger import LEDGER, ROOMS, parts
+from vllm_mmcache.lifecycle.registry import ROOMS, parts, table
 
 EXAMINE = """
 import contextlib, json, logging, os, sys
 logging.disable(logging.CRITICAL)
 from vllm_mmcache.cli import doctor
-from vllm_mmcache.lifecycle import hooks
+from vllm_mmcache.hooking import installer
 doctor.broken_packages = lambda: []  # seconds, and tested elsewhere
 before, said = dict(os.environ), []
 with contextlib.redirect_stdout(sys.stderr):
@@ -29,18 +29,18 @@ with contextlib.redirect_stdout(sys.stderr):
         os.environ |= variables
         taken = None
         if broken:
-            owner, name = hooks.resolve_owner(broken)
+            owner, name = installer.resolve_owner(broken)
             taken = vars(owner)[name]
             delattr(owner, name)
         said.append(doctor.examine(model, arguments, with_symbols=bool(broken)))
-        assert not hooks._installed
+        assert not installer._installed
         if broken:
             setattr(owner, name, taken)
         os.environ.clear()
         os.environ |= before
 print(json.dumps(said))
 """
-BROKEN = next(member for member in LEDGER if member.name == "lazy_media.mm_hash")
+BROKEN = next(member for member in table() if member.name == "lazy_media.mm_hash")
 
 
 def tier(connector: str) -> str:
@@ -229,7 +229,7 @@ def test_a_broken_symbol_is_a_finding(reports: dict[str, dict[str, Any]]) -> Non
     others = {room: state for room, state in states(report).items() if room not in need_it}
     assert others == {room: state for room, state in states(reports["bare"]).items() if room in others}
     rows = {row["name"]: row["misfit"] for row in report["symbols"]}
-    assert set(rows) == {member.name for member in LEDGER}
+    assert set(rows) == {member.name for member in table()}
     assert {name for name, misfit in rows.items() if misfit} == {BROKEN.name}
 
 

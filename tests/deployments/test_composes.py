@@ -12,7 +12,7 @@ import pytest
 from tests.deployments.deployment import TWO_RANKS, Answer, Deployment, deployed
 from tests.engine_configuration import CHOSEN
 from tests.sizes import larger
-from vllm_mmcache.lifecycle.ledger import ROOMS
+from vllm_mmcache.lifecycle.registry import ROOMS
 
 pytestmark = [pytest.mark.engine, larger]
 

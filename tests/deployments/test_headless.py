@@ -10,7 +10,7 @@ from mmcache_tools.harness.server import free_port
 
 from tests.deployments.deployment import ARGS, Answer, command, deployed, environment, refused, start
 from tests.sizes import larger
-from vllm_mmcache.lifecycle.ledger import parts
+from vllm_mmcache.lifecycle.registry import parts
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.deployments.deployment import environment, plant, waited_for
 from tests.sizes import larger
-from vllm_mmcache.lifecycle.ledger import parts
+from vllm_mmcache.lifecycle.registry import parts
 
 pytestmark = pytest.mark.engine
 

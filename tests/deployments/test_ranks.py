@@ -7,7 +7,7 @@ import pytest
 
 from tests.deployments.deployment import TWO_RANKS, Answer, Deployment, deployed, plant, refused
 from tests.sizes import larger
-from vllm_mmcache.lifecycle.ledger import ROOMS, parts
+from vllm_mmcache.lifecycle.registry import ROOMS, parts
 
 pytestmark = pytest.mark.engine
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.deployments.deployment import deployed, refused
-from vllm_mmcache.lifecycle.ledger import parts
+from vllm_mmcache.lifecycle.registry import parts
 
 pytestmark = pytest.mark.engine
 

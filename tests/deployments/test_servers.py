@@ -9,7 +9,7 @@ import pytest
 
 from tests.deployments.deployment import Answer, Deployment, deployed, plant
 from tests.sizes import larger
-from vllm_mmcache.lifecycle.ledger import ROOMS
+from vllm_mmcache.lifecycle.registry import ROOMS
 
 pytestmark = pytest.mark.engine
 

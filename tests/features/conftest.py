@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from vllm_mmcache.base import settings, status
-from vllm_mmcache.lifecycle.ledger import ROOMS
+from vllm_mmcache.lifecycle.registry import ROOMS
 
 if TYPE_CHECKING:
     from vllm_mmcache.prove.engines import EnginePool

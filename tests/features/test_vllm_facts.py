@@ -9,10 +9,10 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.features.conftest import Put
 from vllm_mmcache.base import status
+from vllm_mmcache.components.features.rules import state_in
 from vllm_mmcache.components.features.vllm_facts import why_not
 from vllm_mmcache.components.features.worker import hooks
 from vllm_mmcache.components.features.worker.vllm_probe import Unfit
-from vllm_mmcache.lifecycle.config_rules import state_in
 
 
 def config(**more: Any) -> Any:
@@ -52,14 +52,14 @@ def config(**more: Any) -> Any:
     ],
 )
 def test_configurations(vllm_config: Any, said: str) -> None:
-    assert str(state_in("features", vllm_config)).startswith(said)
+    assert str(state_in(vllm_config)).startswith(said)
 
 
 def test_the_engine_must_see_what_an_image_shows(put: Put) -> None:
     """By the name that identity gives it, or by its pixels, which go by shared memory here."""
     put(identity=False)
-    assert str(state_in("features", config(processor_cache="shm"))).startswith("off: with mm_processor_cache_type=shm")
-    assert state_in("features", config()) is None
+    assert str(state_in(config(processor_cache="shm"))).startswith("off: with mm_processor_cache_type=shm")
+    assert state_in(config()) is None
 
 
 def test_model_runners() -> None:

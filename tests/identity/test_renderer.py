@@ -15,27 +15,27 @@ from vllm_mmcache.base import status, tenant
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.identity.aliases import ALIASES
 from vllm_mmcache.content.content_name import name_of
-from vllm_mmcache.hooking import hooks
-from vllm_mmcache.lifecycle.ledger import groups
+from vllm_mmcache.hooking import installer
+from vllm_mmcache.lifecycle.registry import hooks_of
 
 
 @pytest.fixture(params=["stock", "identity"])
 def side(request: pytest.FixtureRequest) -> Iterator[str]:
     """For what must hold, or fail, on stock too."""
     if request.param == "identity":
-        outcome = hooks.install("identity", groups()["identity"], vllm_version())
+        outcome = installer.install("identity", hooks_of("identity"), vllm_version())
         assert outcome.state == "on", outcome.reason
     yield request.param
-    hooks.undo("identity")
+    installer.undo("identity")
 
 
 @pytest.fixture
 def installed() -> Iterator[None]:
     ALIASES.clear()
-    outcome = hooks.install("identity", groups()["identity"], vllm_version())
+    outcome = installer.install("identity", hooks_of("identity"), vllm_version())
     assert outcome.state == "on", outcome.reason
     yield
-    hooks.undo("identity")
+    installer.undo("identity")
 
 
 def hashes(
@@ -145,7 +145,7 @@ def test_stock_ids_without_salt_and_arguments() -> None:
     """Replicas with and without the plugin share keys; a uuid changes nothing."""
     items = [image(1), image(2, "RGBA")]
     plain, named = hashes("image", items), hashes("image", items, ["x", None])
-    hooks.undo("identity")
+    installer.undo("identity")
     assert plain == named == hashes("image", items)
     assert hashes("image", items, ["x", None])[0] == "x"  # control: stock's own
 
@@ -251,7 +251,7 @@ def test_threads_see_the_request(installed: None) -> None:
 
     with ThreadPoolExecutor(1) as executor:
         assert asyncio.run(both()) == ["a", "b"]
-        hooks.undo("identity")
+        installer.undo("identity")
         assert asyncio.run(both()) == [None, None]
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.engine_configuration import CHOSEN
 from tests.sizes import larger
-from vllm_mmcache.lifecycle.config_rules import state_in
+from vllm_mmcache.components.image_checkpoints.rules import state_in
 from vllm_mmcache.prove.expect import TIE, TOLERANCE
 
 
@@ -82,4 +82,4 @@ def test_hybrids_and_other_drafters_have_none(is_hybrid: bool, is_v2: bool, draf
         use_v2_model_runner=is_v2,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
     )
-    assert str(state_in("image_checkpoints", config)).startswith(said)
+    assert str(state_in(config)).startswith(said)

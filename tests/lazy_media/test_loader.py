@@ -21,8 +21,8 @@ from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
 from vllm_mmcache.content.base64_image import TEXTS
-from vllm_mmcache.hooking import hooks
-from vllm_mmcache.lifecycle.ledger import groups
+from vllm_mmcache.hooking import installer
+from vllm_mmcache.lifecycle.registry import hooks_of
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.storage import records
@@ -43,12 +43,12 @@ def room() -> Iterator[None]:
     TEXTS.clear()
     RECORDS.clear()
     records.close()
-    outcome = hooks.install("lazy_media", groups()["lazy_media"], vllm_version())
+    outcome = installer.install("lazy_media", hooks_of("lazy_media"), vllm_version())
     assert outcome.state == "on", outcome.reason
     try:
         yield
     finally:
-        hooks.undo("lazy_media")
+        installer.undo("lazy_media")
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_other_options_are_another_record() -> None:
 @pytest.mark.usefixtures("installed")
 def test_images_are_known_to_their_tenant_alone() -> None:
     """The loader is made in the request's context and used in a thread that has another one."""
-    hooks.install("identity", groups()["identity"], vllm_version())
+    installer.install("identity", hooks_of("identity"), vllm_version())
     content = FILES["png"]
     text = base64.b64encode(content).decode()
 
@@ -181,7 +181,7 @@ def test_images_are_known_to_their_tenant_alone() -> None:
             assert [known for _, known in seen] == [False] * 3 + [True] * 3
         assert len(TEXTS) == 3
     finally:
-        hooks.undo("identity")
+        installer.undo("identity")
 
 
 @pytest.mark.usefixtures("installed")

@@ -15,12 +15,12 @@ from PIL import Image
 
 from tests.lazy_media import files
 from vllm_mmcache.base import settings, status
-from vllm_mmcache.base.status import ROLES
+from vllm_mmcache.base.role import ROLES
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.observe.record.recorder import RECORDER
 from vllm_mmcache.components.observe.record.schema import Reason, Record, Segment
-from vllm_mmcache.hooking import hooks
-from vllm_mmcache.lifecycle.ledger import parts
+from vllm_mmcache.hooking import installer
+from vllm_mmcache.lifecycle.registry import parts
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.pictures import ellipses
 
@@ -32,7 +32,7 @@ def observed() -> Iterator[None]:
     os.environ["MMCACHE_OBSERVE"] = "1"
     groups = {f"observe ({role})": members["observe"] for role in ROLES if "observe" in (members := parts(role))}
     for group, members in groups.items():
-        outcome = hooks.install(group, members, vllm_version())
+        outcome = installer.install(group, members, vllm_version())
         assert outcome.state == "on", outcome.reason
     settings.use(before.model_copy(update={"observe": True}))
     status._is_on["observe"] = True
@@ -42,7 +42,7 @@ def observed() -> Iterator[None]:
     finally:
         del os.environ["MMCACHE_OBSERVE"]
         for group in groups:
-            hooks.undo(group)
+            installer.undo(group)
         settings.use(before)
         status._is_on["observe"] = False
 

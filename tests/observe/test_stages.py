@@ -15,12 +15,12 @@ import json, os, sys, torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm_mmcache.base.versions import vllm_version
-from vllm_mmcache.hooking import hooks
+from vllm_mmcache.hooking import installer
 from vllm_mmcache.metrics import counters, transport
-from vllm_mmcache.lifecycle.ledger import groups
+from vllm_mmcache.lifecycle.registry import hooks_of
 
 rank, place = int(sys.argv[1]), sys.argv[2]
-assert hooks.install("metrics", groups()["metrics"], vllm_version()).state == "on"
+assert installer.install("metrics", hooks_of("metrics"), vllm_version()).state == "on"
 with set_current_vllm_config(VllmConfig()):
     parallel_state.init_distributed_environment(2, rank, f"file://{place}", rank, "gloo")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo")
@@ -46,7 +46,7 @@ def step(number):
 received = {"custom": [step(number) for number in range(3)]}
 group.use_cpu_custom_send_recv = False  # as on a GPU
 received["objects"] = [step(number) for number in range(3)]
-hooks.undo("metrics")
+installer.undo("metrics")
 received["without"] = [step(number) for number in range(3)]
 print("received:", json.dumps(received))
 torch.distributed.barrier()

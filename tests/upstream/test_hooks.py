@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from vllm_mmcache.base.errors import HookDisturbed
-from vllm_mmcache.hooking import hooks as machine
-from vllm_mmcache.hooking.hooks import Hook
+from vllm_mmcache.hooking import installer as machine
+from vllm_mmcache.hooking.hook import Hook
 
 
 def loud(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -40,9 +40,9 @@ def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 def entry(target: str, **fields: Any) -> Hook:
     defaults: dict[str, Any] = {
         "name": target,
-        "group": "g",
+        "component": "g",
         "target": target,
-        "make": f"{__name__}:loud",
+        "wrapper": loud,
         "vllm": ">=0.32,<0.34",
         "process": "api",
         "args_used": ("word",),

@@ -17,9 +17,9 @@ from mmcache_tools import check_upstream
 
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.hooking import source_digests
-from vllm_mmcache.hooking.hooks import Hook
+from vllm_mmcache.hooking.hook import Hook
 from vllm_mmcache.hooking.subclasses import mixin_for
-from vllm_mmcache.lifecycle.ledger import LEDGER, OPT_IN
+from vllm_mmcache.lifecycle.registry import COMPONENTS, table
 
 ORDERINGS = {
     "import, install, undo": "IMPORT; before = raw(); INSTALL; assert ours(); UNDO; assert same(before)",
@@ -39,14 +39,14 @@ ORDERINGS = {
 PRELUDE = """
 import importlib, inspect
 from vllm_mmcache.base.versions import vllm_version
-from vllm_mmcache.hooking import hooks
-from vllm_mmcache.lifecycle.ledger import ALWAYS, FIRST, LEDGER, groups, parts
-targets = [t for m in LEDGER for t in (m.target, *m.also)]
+from vllm_mmcache.hooking import installer
+from vllm_mmcache.lifecycle.registry import FIRST, REPORT, hooks_of, parts, table
+targets = [t for m in table() for t in (m.target, *m.also)]
 
 def raw():
     out = []
     for target in targets:
-        owner, name = hooks.resolve_owner(target)
+        owner, name = installer.resolve_owner(target)
         out.append(vars(owner).get(name, None))
     return out
 
@@ -54,22 +54,22 @@ def same(before):
     return all(a is b for a, b in zip(before, raw(), strict=True))
 
 def ours():
-    return all(hooks.is_replaced(t) for t in targets)
+    return all(installer.is_replaced(t) for t in targets)
 
 def only_first():
-    return {m.group for m in LEDGER if hooks.is_replaced(m.target)} == {FIRST}
+    return {m.component for m in table() if installer.is_replaced(m.target)} == {FIRST.name}
 
 def roles():
     from vllm_mmcache.lifecycle import activation
     activation.start()
     for role in ("api", "engine", "worker"):
-        members = {**parts(role), ALWAYS: [m for m in groups()[ALWAYS] if m.process == role]}
+        members = {one.name: one.hooks_in(role) for one in (REPORT, *parts(role).values())}
         for room, part in members.items():
             assert activation._install(f"{room} ({role})", part, vllm_version()).state == "on", room
 
 def install():
-    for group, members in groups().items():
-        outcome = hooks.install(group, members, vllm_version())
+    for group in dict.fromkeys(hook.component for hook in table()):
+        outcome = installer.install(group, hooks_of(group), vllm_version())
         assert outcome.state == "on", outcome
 """
 
@@ -92,7 +92,7 @@ def test_orderings() -> None:
     steps = {
         "IMPORT": "[importlib.import_module(t.partition(':')[0]) for t in targets]",
         "INSTALL": "install()",
-        "UNDO": "hooks.undo_all()",
+        "UNDO": "installer.undo_all()",
         "ROLES": "roles()",
         "REGISTER": "__import__('vllm_mmcache.plugin').plugin.register()",
     }
@@ -119,10 +119,16 @@ def test_orderings() -> None:
     assert out.count("passed:") == len(ORDERINGS)
 
 
+def is_opt_in(hook: Hook) -> bool:
+    return hook.component in COMPONENTS and COMPONENTS[hook.component].opt_in
+
+
 def test_few_functions_are_replaced_on_v2() -> None:
     """What no subclass overrides, without rooms that must be asked for, and what V1 or stages alone need."""
-    always = [member for member in LEDGER if member.group not in OPT_IN and not member.only]
-    replaced = [member for member in always if mixin_for(member.target) is None and member.group != "resumed_images"]
+    always = [hook for hook in table() if not is_opt_in(hook) and not hook.only]
+    replaced = [
+        member for member in always if mixin_for(member.target) is None and member.component != "resumed_images"
+    ]
     assert len(replaced) <= 32, "is there a subclass or an extension point for it?"
 
 
@@ -131,8 +137,8 @@ def test_disable_leaves_stock_vllm() -> None:
     out = in_process(
         "import sys\nfrom vllm_mmcache.plugin import register\nregister()\n"
         "assert not [m for m in sys.modules if m.startswith(('vllm.', 'vllm_mmcache.lifecycle', 'wrapt'))]\n"
-        "from vllm_mmcache.lifecycle import hooks\nfrom vllm_mmcache.lifecycle.ledger import LEDGER\n"
-        "assert not any(hooks.is_replaced(t) for m in LEDGER for t in (m.target, *m.also))\nprint('stock')",
+        "from vllm_mmcache.hooking import installer\nfrom vllm_mmcache.lifecycle.registry import table\n"
+        "assert not any(installer.is_replaced(t) for m in table() for t in (m.target, *m.also))\nprint('stock')",
         MMCACHE_DISABLE="1",
     )
     assert "stock" in out
@@ -158,9 +164,9 @@ def test_wrong_variable_stops_register() -> None:
     assert in_process(code, MMCACHE_BLOCK_KEY="0") == "", "what is no setting stops nothing"
 
 
-@pytest.mark.parametrize("hook", LEDGER, ids=lambda hook: hook.name)
+@pytest.mark.parametrize("hook", table(), ids=lambda hook: hook.name)
 def test_entry_is_complete(hook: Hook) -> None:
-    assert all((hook.why, hook.upstream, hook.remove_when, hook.vllm, hook.make))
+    assert all((hook.why, hook.upstream, hook.remove_when, hook.vllm, hook.wrapper.__doc__))
     assert "<" in hook.vllm, "both ends of the version range"
     assert ">=" in hook.vllm, "both ends of the version range"
     assert source_digests.compare_installed(hook.target, vllm_version()) == "tested"
@@ -191,7 +197,7 @@ def test_a_body_is_found_through_relative_imports(tmp_path: Path, monkeypatch: p
             (tmp_path / name).write_text(text)
             archive.writestr(name, text)
         expected = source_digests.digest(source_digests.find(modules["walked/deep/inside.py"], "made"))
-        hook = dataclasses.replace(LEDGER[0], target="walked:taken", also=(), reads=(), args_used=())
+        hook = dataclasses.replace(table()[0], target="walked:taken", also=(), reads=(), args_used=())
         assert check_upstream.check_hook(archive, hook) == expected
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(source_digests, "table", lambda: {"walked:taken": {"1.0": expected}})

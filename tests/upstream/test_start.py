@@ -18,11 +18,11 @@ from mmcache_tools.zoo import build_cached
 from tests.engine_configuration import CHOSEN
 from vllm_mmcache.base import config_payload, settings, status
 from vllm_mmcache.base.errors import HookError
+from vllm_mmcache.base.role import ROLES
 from vllm_mmcache.base.status import ON, State
-from vllm_mmcache.hooking import hooks
+from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle import activation, config_rules, tested_engines, user_proofs
-from vllm_mmcache.lifecycle.extension_points import EXTENSION_POINTS
-from vllm_mmcache.lifecycle.ledger import NEEDS, OPT_IN, OVERTAKEN_BY, OVERTAKEN_WHERE, ROOMS, parts
+from vllm_mmcache.lifecycle.registry import COMPONENTS, ROOMS, parts
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS, Engine, Row
 
 pytestmark = pytest.mark.usefixtures("no_role")
@@ -48,18 +48,18 @@ def decide(room: str, configurations: dict[str, Any], family: str = "gemma3", en
 
 
 def test_every_room_and_seam_belongs_together() -> None:
-    assert all(point.group in parts(point.process) for point in EXTENSION_POINTS)
-    assert set(ENGINE_ROOMS) | OPT_IN | set(OVERTAKEN_BY) | set(OVERTAKEN_WHERE) <= set(ROOMS)
-    assert set(config_rules.OF_IMAGES) <= set(ROOMS)
+    assert all(name in parts(role) for name, component in COMPONENTS.items() for role in component.on_install)
     assert set(ROOMS) <= set(settings.Settings.model_fields)
-    assert all(ROOMS.index(needed) < ROOMS.index(room) for room, needed in NEEDS.items())
-    assert set(ROOMS) == {room for role in status.ROLES for room in parts(role)}
+    assert all(ROOMS.index(one.needs) < ROOMS.index(room) for room, one in COMPONENTS.items() if one.needs)
+    assert set(ROOMS) == {room for role in ROLES for room in parts(role)}
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_settings_decide_first(room: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_current", settings.Settings(**{room: False}))
-    asked = f"MMCACHE_{room.upper()}=1 switches it on" if room in OPT_IN else f"switched off by the setting {room}"
+    asked = (
+        f"MMCACHE_{room.upper()}=1 switches it on" if COMPONENTS[room].opt_in else f"switched off by the setting {room}"
+    )
     assert decide(room, configurations) == State("off", asked)
 
 
@@ -141,7 +141,7 @@ def test_the_users_proofs_are_read_once(
     user_proofs.add(user_proofs.Place.of(configurations["gemma3"]), ["features", "metrics"], "a test", [])
     reads, read = [], user_proofs.read
     monkeypatch.setattr(user_proofs, "read", lambda: reads.append("read") or read())  # type: ignore[func-returns-value]
-    for role in status.ROLES:
+    for role in ROLES:
         activation.take_on(role, configurations["gemma3"])
         assert reads.pop() == "read"
         assert not reads
@@ -163,12 +163,12 @@ def test_a_deployment_without_images(configurations: dict[str, Any]) -> None:
     without.model_config.multimodal_config.language_model_only = True
     alone = {"resumed_images", "image_checkpoints", "features", "lazy_media", "lifted_bodies", "pixels"}
     for room in ROOMS:
-        found = config_rules.state_in(room, without)
+        found = config_rules.state_in(COMPONENTS[room], without)
         if room in alone:
             assert found == State("unneeded", "this deployment takes no images")
-            assert found != config_rules.state_in(room, with_images)
+            assert found != config_rules.state_in(COMPONENTS[room], with_images)
         else:
-            assert found == config_rules.state_in(room, with_images)
+            assert found == config_rules.state_in(COMPONENTS[room], with_images)
 
 
 def test_a_room_steps_aside_where_vllm_does_the_same(
@@ -188,14 +188,16 @@ def test_a_room_steps_aside_where_vllm_does_the_same(
     assert found.reason.startswith("vLLM has its own")
 
 
-@pytest.mark.parametrize("room", OVERTAKEN_BY)
+@pytest.mark.parametrize("room", [name for name, one in COMPONENTS.items() if one.superseded_by])
 def test_a_room_steps_aside(room: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """This vLLM does not do it itself; where all the symbols are there, the room steps aside and names them."""
-    for symbol in OVERTAKEN_BY[room]:
+    for symbol in COMPONENTS[room].superseded_by:
         assert decide(room, configurations) == ON  # with a part of them, too
         module, _, path = symbol.partition(":")
         monkeypatch.setattr(".".join([module, path]), print, raising=False)
-    assert decide(room, configurations) == State("unneeded", f"vLLM has its own: {', '.join(OVERTAKEN_BY[room])}")
+    assert decide(room, configurations) == State(
+        "unneeded", f"vLLM has its own: {', '.join(COMPONENTS[room].superseded_by)}"
+    )
 
 
 def test_settings_travel_beside_the_configuration(configurations: dict[str, Any]) -> None:
@@ -217,10 +219,10 @@ def install(monkeypatch: pytest.MonkeyPatch, **misfits: str) -> list[str]:
     """Installs nothing, but for the rooms named fails so; returns what is asked for, as it goes on."""
     asked: list[str] = []
 
-    def fake(group: str, members: Any, version: str) -> hooks.Outcome:
+    def fake(group: str, members: Any, version: str) -> installer.Outcome:
         asked.append(group)
         reason = misfits.get(group.partition(" ")[0], "")
-        return hooks.Outcome(group, "off" if reason else "on", reason)
+        return installer.Outcome(group, "off" if reason else "on", reason)
 
     monkeypatch.setattr(activation, "_install", fake)
     return asked
@@ -228,7 +230,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **misfits: str) -> list[str]:
 
 def test_a_role_gets_its_own_part(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = install(monkeypatch)
-    for role in status.ROLES:
+    for role in ROLES:
         activation.take_on(role, configurations["gemma3"])
         on = {room for room, state in status.of(role).items() if state == ON}
         assert set(status.of(role)) == set(parts(role))
@@ -259,9 +261,9 @@ def test_what_is_foreseen_comes_true(configurations: dict[str, Any], monkeypatch
     install(monkeypatch)
     for vllm_config in configurations.values():
         foreseen = activation.foresee(vllm_config)
-        for role in status.ROLES:
+        for role in ROLES:
             activation.take_on(role, vllm_config)
-        found = {room: [status.of(role)[room] for role in status.ROLES if room in status.of(role)] for room in ROOMS}
+        found = {room: [status.of(role)[room] for role in ROLES if room in status.of(role)] for room in ROOMS}
         assert foreseen == {room: states[0] for room, states in found.items()}
         assert all(len(set(states)) == 1 for states in found.values())
 
@@ -297,7 +299,7 @@ def test_a_store_that_others_can_reach_is_a_warning(
     chosen = settings.load_settings({"store_trusted_network": is_trusted})
     monkeypatch.setattr(settings, "_current", chosen)
     with caplog.at_level(logging.WARNING, "vllm.mmcache"):
-        for role in status.ROLES:
+        for role in ROLES:
             activation.take_on(role, configurations["qwen3-vl"])
     said = [line for line in caplog.messages if "open to others" in line]
     assert len(said) == (0 if is_trusted else 1)
@@ -310,20 +312,20 @@ def test_an_engine_without_proof_runs_without_the_rooms(tmp_path: Path) -> None:
     program = f"""
 import json, pathlib
 from vllm_mmcache.base import status
-from vllm_mmcache.hooking import hooks
+from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle import tested_engines
 tested_engines.TABLE[:] = []
 from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.scenarios import one, picture, user
-from vllm_mmcache.lifecycle.ledger import groups
+from vllm_mmcache.lifecycle.registry import hooks_of
 pool = EnginePool(pathlib.Path({str(tmp_path)!r}))
 rig = pool.get(EngineConfig("qwen2-vl"))
 ask = user(picture(1), "What is it?")
 answers = [one(rig, ask), one(rig, ask)]
 same = answers[0].token_ids == answers[1].token_ids
 states = {{room: state.state for room, state in status.in_force().items()}}
-members = [(room, member) for room in tested_engines.ENGINE_ROOMS for member in groups()[room]]
-replaced = [room for room, member in members if hooks.is_replaced(member.target)]
+members = [(room, member) for room in tested_engines.ENGINE_ROOMS for member in hooks_of(room)]
+replaced = [room for room, member in members if installer.is_replaced(member.target)]
 print(json.dumps([same, answers[1].num_cached_tokens, states, rig.features is None, replaced]))
 pool.close()
 """

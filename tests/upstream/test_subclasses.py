@@ -4,16 +4,18 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vllm_mmcache.base.errors import HookDisturbed
 from vllm_mmcache.base.versions import vllm_version
-from vllm_mmcache.hooking import hooks, subclasses
+from vllm_mmcache.hooking import installer, subclasses
 from vllm_mmcache.hooking.subclasses import RendererMixin, SchedulerMixin, WorkerMixin, derived
-from vllm_mmcache.lifecycle.ledger import LEDGER
+from vllm_mmcache.lifecycle.registry import table
 
 REPO = Path(__file__).parents[2]
 ENGINE = """
@@ -77,20 +79,20 @@ def test_overrides_come_and_go() -> None:
         def make_stats(self, *args: Any, **kwargs: Any) -> Any:
             return SimpleNamespace(ec_connector_stats={"own": 1})
 
-    (hook,) = [member for member in LEDGER if member.name == "metrics.send"]
+    (hook,) = [member for member in table() if member.name == "metrics.send"]
     before = vars(Scheduler)["make_stats"]
     kind = derived(SchedulerMixin, Own)
     scheduler = kind()
-    assert not hooks.is_replaced(hook.target)
-    assert hooks.install("a test", [hook], vllm_version()).state == "on"
+    assert not installer.is_replaced(hook.target)
+    assert installer.install("a test", [hook], vllm_version()).state == "on"
     try:
-        assert hooks.is_replaced(hook.target)
-        assert "overridden already" in hooks.install("another", [hook], vllm_version()).reason
+        assert installer.is_replaced(hook.target)
+        assert "overridden already" in installer.install("another", [hook], vllm_version()).reason
         assert vars(Scheduler)["make_stats"] is before
         assert "make_stats" in vars(SchedulerMixin)
         assert scheduler.make_stats().ec_connector_stats["own"] == 1
     finally:
-        hooks.undo("a test")
+        installer.undo("a test")
     assert "make_stats" not in vars(SchedulerMixin)
     assert kind().make_stats().ec_connector_stats == {"own": 1}
 
@@ -127,3 +129,34 @@ def test_the_users_own_scheduler_stays(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=600, cwd=REPO, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
     )  # fmt: skip
     assert "own scheduler, own steps" in done.stdout, done.stderr[-3000:]
+
+
+def test_two_components_override_one_method() -> None:
+    """The later is called first, each once, and either order of undoing is refused or leaves vLLM's own."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    class Own(Scheduler):  # type: ignore[misc]
+        def __init__(self) -> None:
+            pass
+
+        def make_stats(self, *args: Any, **kwargs: Any) -> list[str]:
+            return []
+
+    def adding(name: str) -> Any:
+        return lambda wrapped, instance, args, kwargs: [*wrapped(*args, **kwargs), name]
+
+    (hook,) = [member for member in table() if member.name == "metrics.send"]
+    first, second = (replace(hook, name=name, wrapper=adding(name)) for name in ("first", "second"))
+    scheduler = derived(SchedulerMixin, Own)()
+    assert installer.install("first", [first], vllm_version()).state == "on"
+    assert installer.install("second", [second], vllm_version()).state == "on"
+    try:
+        assert scheduler.make_stats() == ["first", "second"]
+        with pytest.raises(HookDisturbed, match="make_stats"):
+            installer.undo("first")
+        installer.undo("second")
+        assert scheduler.make_stats() == ["first"]
+    finally:
+        installer.undo_all()
+    assert scheduler.make_stats() == []
+    assert "make_stats" not in vars(SchedulerMixin)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from vllm_mmcache.base.errors import HookError, SymbolChanged, SymbolMissing
 from vllm_mmcache.hooking import source_digests
-from vllm_mmcache.hooking.hooks import Hook
-from vllm_mmcache.lifecycle.ledger import LEDGER
+from vllm_mmcache.hooking.hook import Hook
+from vllm_mmcache.lifecycle import registry
 
 VERSIONS = ("0.32.0", "0.33.0")
 
@@ -69,7 +69,7 @@ def main() -> int:
     table: dict[str, dict[str, str]] = {}
     for version in VERSIONS:
         with zipfile.ZipFile(wheel(version, options.wheels)) as archive:
-            for hook in LEDGER:
+            for hook in registry.table():
                 try:
                     seen = check_hook(archive, hook)
                 except HookError as error:

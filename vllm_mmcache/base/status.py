@@ -13,10 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from vllm_mmcache.base import settings
-
-Role = Literal["api", "engine", "worker"]
-ROLES: tuple[Role, ...] = ("api", "engine", "worker")
-"""In the order in which one process takes them on."""
+from vllm_mmcache.base.role import ROLES, Role
 
 
 @dataclass(frozen=True)

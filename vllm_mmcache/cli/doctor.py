@@ -201,7 +201,7 @@ def configuration(model: str, arguments: Sequence[str], findings: Findings) -> A
 def foresee(config: Any, chosen: "Settings", left_out: str, findings: Findings) -> "dict[str, State]":
     """What each room will be, and what of that needs a cure."""
     from vllm_mmcache.base.status import State
-    from vllm_mmcache.lifecycle.ledger import ROOMS
+    from vllm_mmcache.lifecycle.registry import ROOMS
 
     if left_out:
         seen = f"{left_out}: nothing of it runs in any process, and nothing there can say so"
@@ -230,14 +230,13 @@ def room_findings(rooms: "Mapping[str, State]", chosen: "Settings") -> Findings:
     """Rooms that are off though a setting says on, or since a symbol of vLLM does not fit. Others may well be off."""
     from vllm_mmcache.base.versions import vllm_version
     from vllm_mmcache.lifecycle import activation
-    from vllm_mmcache.lifecycle.ledger import groups
+    from vllm_mmcache.lifecycle.registry import table
 
     version = vllm_version()
     unfit: dict[str, str] = {}  # why a symbol does not fit -> the first group that has one
-    for group, members in groups().items():
-        if group not in rooms or rooms[group].state == "off":
-            for member in members:
-                unfit.setdefault(activation.misfit([member], version), group)
+    for hook in table():
+        if hook.component not in rooms or rooms[hook.component].state == "off":
+            unfit.setdefault(activation.misfit([hook], version), hook.component)
     found = []
     for reason in dict.fromkeys(state.reason for state in rooms.values() if state.reason):
         if reason in unfit:

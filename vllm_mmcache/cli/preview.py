@@ -51,7 +51,7 @@ def sentence(error: Exception) -> str:
 def rooms(vllm_config: Any) -> dict[str, State]:
     """What each room will be; of a whole deployment that is started from here. None: without a configuration."""
     from vllm_mmcache.lifecycle import activation
-    from vllm_mmcache.lifecycle.ledger import parts
+    from vllm_mmcache.lifecycle.registry import parts
 
     found = activation.foresee(vllm_config)
     if not has_rust_frontend():

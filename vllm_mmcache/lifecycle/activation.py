@@ -4,7 +4,8 @@
 `plugin.register` installs nothing but the hooks that see the VllmConfig (hooks.py). Then, for each room with a part in
 the role: is it wanted (settings), does it have something to do and can it be in this configuration (config_rules.py),
 was it shown to be exact on this engine (tested_engines.py, user_proofs.py), does vLLM do it itself, does it fit
-(hooking/hooks.py)? The answer is in rooms.py, where every wrapper asks for it; rank_sync.py and report.py tell others.
+(hooking/installer.py)? The answer is in base/status.py, where every wrapper asks for it; rank_sync.py and report.py
+tell others.
 """
 
 import logging
@@ -15,23 +16,15 @@ from typing import Any
 from vllm_mmcache import __version__
 from vllm_mmcache.base import settings, status
 from vllm_mmcache.base.errors import HookError
+from vllm_mmcache.base.role import ROLES, Role
 from vllm_mmcache.base.settings_messages import EXPOSED_CURE, why_exposed
-from vllm_mmcache.base.status import ON, ROLES, Role, State
+from vllm_mmcache.base.status import ON, State
 from vllm_mmcache.base.versions import vllm_version
-from vllm_mmcache.hooking import hooks, subclasses
+from vllm_mmcache.hooking import installer, subclasses
+from vllm_mmcache.hooking.component import Component
+from vllm_mmcache.hooking.hook import Hook
 from vllm_mmcache.lifecycle import config_rules, user_proofs
-from vllm_mmcache.lifecycle.extension_points import EXTENSION_POINTS
-from vllm_mmcache.lifecycle.ledger import (
-    ALWAYS,
-    FIRST,
-    NEEDS,
-    OPT_IN,
-    OVERTAKEN_BY,
-    OVERTAKEN_WHERE,
-    ROOMS,
-    groups,
-    parts,
-)
+from vllm_mmcache.lifecycle.registry import COMPONENTS, FIRST, REPORT, ROOMS, parts
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS, Engine, minor_of, why_unproven
 
 logger = logging.getLogger("vllm.mmcache")
@@ -39,14 +32,14 @@ logger = logging.getLogger("vllm.mmcache")
 WITHOUT_IDENTITY = "uuids of clients are trusted, and images are not apart by cache_salt"
 
 
-def start() -> hooks.Outcome:
+def start() -> installer.Outcome:
     """Install the hooks that see the VllmConfig; re-entrant.
 
     Where they don't fit this vLLM, nothing of mmcache can be on, and one line says why.
     Raises: SettingsError; HookError, where they don't fit and tenants must be kept apart.
     """
     version = vllm_version()
-    outcome = _install(FIRST, groups()[FIRST], version)
+    outcome = _install(FIRST.name, _first_hooks(), version)
     if outcome.state != "on":
         settings.warn_of_unknown_variables()
         refuse_if_required(f"nothing of mmcache is on: {outcome.reason}")
@@ -65,15 +58,14 @@ def take_on(role: Role, vllm_config: Any) -> None:
     version, engine = vllm_version(), engine_here(vllm_config)
     own, unusable = own_proofs(engine, vllm_config)
     absent = config_rules.why_absent(role, vllm_config)
-    absent = absent or _install(f"{ALWAYS} ({role})", _telling(role), version).reason
-    for room, members in parts(role).items():
+    absent = absent or _install(f"{REPORT.name} ({role})", REPORT.hooks_in(role), version).reason
+    for component in parts(role).values():
+        room = component.name
         state = State("off", absent) if absent else decide(room, engine, vllm_config, own)
-        if state == ON and (needed := NEEDS.get(room)) and status.of(role).get(needed, ON) != ON:
+        if state == ON and (needed := component.needs) and status.of(role).get(needed, ON) != ON:
             state = State("off", f"needs {needed}, which is {status.of(role)[needed].state}")
         if state == ON:
-            needed_here = [member for member in members if config_rules.has(vllm_config, member.only)]
-            outcome = _install(f"{room} ({role})", needed_here, version)
-            state = ON if outcome.state == "on" else State("off", outcome.reason)
+            state = _switch_on(component, role, vllm_config, version)
         status.put(role, room, state)
     if role == "api" and status.of(role)["identity"].state == "off":
         reason = status.of(role)["identity"].reason
@@ -94,17 +86,17 @@ def decide(room: str, engine: Engine, vllm_config: Any, own: Container[str] = ()
 
     Without a configuration (None) what one would say is left out. own: the rooms of the user's own proofs.
     """
-    chosen = settings.current()
+    chosen, component = settings.current(), COMPONENTS[room]
     wanted = getattr(chosen, room)
     if wanted is False:
-        asked = f"MMCACHE_{room.upper()}=1 switches it on" if room in OPT_IN else f"switched off by the setting {room}"
-        return State("off", asked)
-    if vllm_config is not None and (fixed := config_rules.state_in(room, vllm_config)):
+        variable = f"MMCACHE_{room.upper()}=1 switches it on"
+        return State("off", variable if component.opt_in else f"switched off by the setting {room}")
+    if vllm_config is not None and (fixed := config_rules.state_in(component, vllm_config)):
         return fixed
-    if room in OVERTAKEN_BY and all(hooks.is_there(symbol) for symbol in OVERTAKEN_BY[room]):
-        return State("unneeded", f"vLLM has its own: {', '.join(OVERTAKEN_BY[room])}")
-    if room in OVERTAKEN_WHERE and hooks.reads_name(*OVERTAKEN_WHERE[room]):
-        return State("unneeded", f"vLLM has its own: {OVERTAKEN_WHERE[room][0]}")
+    if component.superseded_by and all(map(installer.is_there, component.superseded_by)):
+        return State("unneeded", f"vLLM has its own: {', '.join(component.superseded_by)}")
+    if component.superseded_if_reads and installer.reads_name(*component.superseded_if_reads):
+        return State("unneeded", f"vLLM has its own: {component.superseded_if_reads[0]}")
     if wanted is None and not chosen.unproven and room not in own and (reason := why_unproven(room, engine)):
         return State("off", reason)
     return ON
@@ -129,25 +121,26 @@ def foresee(vllm_config: Any = None) -> dict[str, State]:
     """
     version, engine = vllm_version(), engine_here(vllm_config)
     own, _ = own_proofs(engine, vllm_config)
-    nothing = misfit(groups()[FIRST], version)
+    nothing = misfit(_first_hooks(), version)
     found: dict[str, State] = {}
     for role in ROLES:
-        absent = nothing or misfit(_telling(role), version)
-        for room, members in parts(role).items():
+        absent = nothing or misfit(REPORT.hooks_in(role), version)
+        for component in parts(role).values():
+            room = component.name
             state = found.get(room, ON)
             if state == ON:
                 state = State("off", absent) if absent else decide(room, engine, vllm_config, own)
-            if state == ON and (needed := NEEDS.get(room)) and found[needed] != ON:
+            if state == ON and (needed := component.needs) and found[needed] != ON:
                 state = State("off", f"needs {needed}, which is {found[needed].state}")
-            if state == ON and (reason := misfit(members, version)):
+            if state == ON and (reason := misfit(component.hooks_in(role), version)):
                 state = State("off", reason)
             found[room] = state
     return {room: found[room] for room in ROOMS}
 
 
-def misfit(members: Sequence[hooks.Hook], version: str) -> str:
+def misfit(members: Sequence[Hook], version: str) -> str:
     """Why these symbols can't all be replaced in this vLLM, with the settings in force; empty if they can."""
-    return hooks.misfit(members, version, allow_untested=settings.current().allow_untested_vllm)
+    return installer.misfit(members, version, allow_untested=settings.current().allow_untested_vllm)
 
 
 def refuse_if_required(reason: str) -> None:
@@ -178,10 +171,11 @@ def platform_name() -> str:
 
 def stop() -> None:
     """Undo every extension point and every hook."""
-    for point in reversed(EXTENSION_POINTS):
-        point.undo()
+    for component in reversed(COMPONENTS.values()):
+        for role in component.on_install:
+            component.extension_in(role).undo()
     subclasses.undo()
-    hooks.undo_all()
+    installer.undo_all()
 
 
 def words(states: Iterable[tuple[str, State]]) -> str:
@@ -196,22 +190,28 @@ def words(states: Iterable[tuple[str, State]]) -> str:
     return on + others
 
 
-def _telling(role: Role) -> list[hooks.Hook]:
-    return [member for member in groups()[ALWAYS] if member.process == role]
+def _first_hooks() -> list[Hook]:
+    return [hook for role in ROLES for hook in FIRST.hooks_in(role)]
 
 
-def _install(group: str, members: list[hooks.Hook], version: str) -> hooks.Outcome:
-    outcome = hooks.install(group, members, version, allow_untested=settings.current().allow_untested_vllm)
+def _switch_on(component: Component, role: Role, vllm_config: Any, version: str) -> State:
+    """Install what a component has in this role. Returns on, or off and why."""
+    needed = [hook for hook in component.hooks_in(role) if config_rules.has(vllm_config, hook.only)]
+    group = f"{component.name} ({role})"
+    outcome = _install(group, needed, version)
     if outcome.state != "on":
-        return outcome
+        return State("off", outcome.reason)
     try:
-        for point in EXTENSION_POINTS:
-            if group == f"{point.group} ({point.process})":
-                point.install()
+        if (extension := component.extension_in(role)) is not None:
+            extension.install()
     except HookError as error:
-        hooks.undo(group)
-        return hooks.Outcome(group, "off", str(error))
-    return outcome
+        installer.undo(group)
+        return State("off", str(error))
+    return ON
+
+
+def _install(group: str, hooks: list[Hook], version: str) -> installer.Outcome:
+    return installer.install(group, hooks, version, allow_untested=settings.current().allow_untested_vllm)
 
 
 def _say(role: Role, version: str, engine: Engine) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from vllm_mmcache.base import config_payload, settings, status
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.hooking import subclasses
+from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.lifecycle import activation, config_rules, rank_sync
 
 _seen: list[Any] = []  # the last configuration that this process has made: what it says of us, and of the engine
@@ -20,6 +21,22 @@ _from_command_line: settings.Settings | None = None
 _depth = 0  # executors and workers that are being built: they make configurations for parts of a model
 
 
+hook = Hooks(
+    "settings",
+    "api",
+    why=(
+        "a general plugin gets no configuration; the `mmcache` part of --additional-config must be checked and put in "
+        "force in each process before a room reads a setting"
+    ),
+    upstream="none: no public hook hands VllmConfig to a general plugin",
+    remove_when="general plugins are handed the VllmConfig",
+)
+
+
+@hook(
+    "vllm.config.vllm:VllmConfig.__post_init__",
+    name="api",
+)
 def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of VllmConfig.__post_init__. Raises: SettingsError for an unknown or wrong value; HookError."""
     outcome = wrapped(*args, **kwargs)
@@ -36,6 +53,12 @@ def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     return outcome
 
 
+@hook(
+    "vllm.v1.executor.abstract:Executor.__init__",
+    name="engine",
+    process="engine",
+    args=("vllm_config",),
+)
 def build_executor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Executor.__init__(vllm_config): the process schedules. When the workers are there, all ranks agree."""
     vllm_config = argument(wrapped, args, kwargs, "vllm_config")
@@ -50,6 +73,12 @@ def build_executor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return outcome
 
 
+@hook(
+    "vllm.v1.worker.worker_base:WorkerBase.__init__",
+    name="worker",
+    process="worker",
+    args=("vllm_config",),
+)
 def build_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Override of WorkerBase.__init__(vllm_config): the process runs the model."""
     vllm_config = argument(wrapped, args, kwargs, "vllm_config")

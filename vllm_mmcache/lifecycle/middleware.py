@@ -5,9 +5,23 @@ from typing import Any
 
 from vllm_mmcache.base import status
 from vllm_mmcache.base.arguments import argument
+from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters, table_sizes
 
+hook = Hooks(
+    "report",
+    "api",
+)
 
+
+@hook(
+    "vllm.entrypoints.launchers.app:init_entrypoints_middleware",
+    name="layers",
+    args=("app",),
+    why="lifted_bodies takes images out of bodies, and identity unsets the salt of a pipelined request before",
+    upstream="none: --middleware needs a flag",
+    remove_when="vLLM has an extension point for middleware that needs no flag",
+)
 def add(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of init_entrypoints_middleware(args, app, ...): ours comes after vLLM's, so it is the innermost."""
     outcome = wrapped(*args, **kwargs)

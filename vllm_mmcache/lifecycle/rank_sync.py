@@ -18,7 +18,8 @@ from vllm_mmcache import __version__
 from vllm_mmcache.base import status
 from vllm_mmcache.base.errors import MMCacheError
 from vllm_mmcache.base.status import ON, State
-from vllm_mmcache.lifecycle.ledger import parts
+from vllm_mmcache.hooking.hook import Hooks
+from vllm_mmcache.lifecycle.registry import parts
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -29,6 +30,12 @@ _WORKERS = "_mmcache_workers"  # on an executor: rank -> rooms, or None
 
 PlainStates = dict[str, Any]
 """What a process says as plain data: version, and rooms: room -> [state, reason]."""
+
+
+hook = Hooks(
+    "report",
+    "engine",
+)
 
 
 def agree(executor: Any, vllm_config: Any) -> None:
@@ -90,6 +97,13 @@ def _settle(executor: Any, arena: str) -> tuple[dict[int, dict[str, State]], lis
     return found, features
 
 
+@hook(
+    "vllm.v1.engine.core:EngineCoreProc._make_ready_response",
+    name="send",
+    why="every API server, on other machines too, is to know which rooms the engine and its workers have",
+    upstream="none: a plugin can't add to what an engine says when it is ready",
+    remove_when="the ready message has a field for plugins, and a plugin is told when the engines are ready",
+)
 def send_report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of EngineCoreProc._make_ready_response: what vLLM encodes next and sends to every API server."""
     return {**msgspec.to_builtins(wrapped(*args, **kwargs)), KEY: of_engine(instance)}

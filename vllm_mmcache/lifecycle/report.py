@@ -16,9 +16,10 @@ from vllm_mmcache import __version__
 from vllm_mmcache.base import status
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.base.status import State
-from vllm_mmcache.hooking import hooks, subclasses
+from vllm_mmcache.hooking import installer, subclasses
+from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.lifecycle import activation, config_rules, display, rank_sync
-from vllm_mmcache.lifecycle.ledger import ROOMS, parts
+from vllm_mmcache.lifecycle.registry import ROOMS, parts
 from vllm_mmcache.metrics import counters
 
 logger = logging.getLogger("vllm.mmcache")
@@ -28,6 +29,21 @@ _ENGINES = "_mmcache_engines"  # on a client: index of an engine -> what its rea
 _is_shown = False
 
 
+hook = Hooks(
+    "report",
+    "api",
+    why="when its engines are ready, a process knows what is in force everywhere, and says so",
+    upstream="none: a plugin can't add to what an engine says when it is ready",
+    remove_when="the ready message has a field for plugins, and a plugin is told when the engines are ready",
+)
+
+
+@hook(
+    "vllm.v1.engine.core_client:MPClient._apply_ready_response",
+    name="receive",
+    args=("payload",),
+    why="where the engine's message arrives",
+)
 def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of MPClient._apply_ready_response(payload): once for each engine, also for those that come later."""
     payload = argument(wrapped, args, kwargs, "payload")
@@ -40,6 +56,16 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return outcome
 
 
+@hook(
+    "vllm.v1.engine.async_llm:AsyncLLM.__init__",
+    name="show",
+    args=("vllm_config",),
+)
+@hook(
+    "vllm.v1.engine.llm_engine:LLMEngine.__init__",
+    name="show_offline",
+    args=("vllm_config",),
+)
 def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of AsyncLLM.__init__ and LLMEngine.__init__(vllm_config): the engines are ready after it.
 
@@ -64,6 +90,11 @@ def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return outcome
 
 
+@hook(
+    "vllm.v1.utils:RustFrontendProcessManager.__init__",
+    name="no_python",
+    why="with the Rust frontend nothing of ours is between clients and engines, and nobody would say so",
+)
 def no_python(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of RustFrontendProcessManager.__init__: nothing of ours is between clients and engines.
 
@@ -88,7 +119,7 @@ def _found_here(llm: Any) -> dict[str, State]:
         found["lifted_bodies"] = State("unneeded", "no server here")
     elif renderer is not HfRenderer:
         found["lifted_bodies"] = State("off", f"not shown to be right with the renderer {name}")
-    hooked = [hooks.resolve_owner(member.target) for member in parts("api")["identity"]]
+    hooked = [installer.resolve_owner(member.target) for member in parts("api")["identity"].hooks_in("api")]
     methods = [attribute for owner, attribute in hooked if owner is BaseRenderer and attribute.startswith("_")]
     above = [one for one in renderer.__mro__ if not one.__module__.startswith("vllm.")]
     is_ours = isinstance(llm.renderer, subclasses.RendererMixin)

@@ -5,8 +5,8 @@ from typing import Any
 
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.versions import vllm_version
-from vllm_mmcache.hooking import hooks, source_digests
-from vllm_mmcache.lifecycle.ledger import LEDGER
+from vllm_mmcache.hooking import installer, source_digests
+from vllm_mmcache.lifecycle.registry import table
 
 
 def symbols() -> list[dict[str, Any]]:
@@ -15,12 +15,12 @@ def symbols() -> list[dict[str, Any]]:
     untested = settings.current().allow_untested_vllm
     return [
         {
-            "group": member.group,
+            "group": member.component,
             "name": member.name,
             "target": member.target,
             "process": member.process,
-            "misfit": hooks.misfit([member], version, allow_untested=untested),
+            "misfit": installer.misfit([member], version, allow_untested=untested),
             "body": source_digests.compare_installed(member.target, version),
         }
-        for member in LEDGER
+        for member in table()
     ]

@@ -12,8 +12,10 @@ from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-ENGINE_ROOMS = ("block_keys", "image_spans", "resumed_images", "image_checkpoints", "metrics", "features")
-TOUCHES_TENSORS = frozenset({"features"})
+from vllm_mmcache.lifecycle.registry import COMPONENTS
+
+ENGINE_ROOMS = tuple(component.name for component in COMPONENTS.values() if component.proven_per)
+TOUCHES_TENSORS = frozenset(component.name for component in COMPONENTS.values() if component.proven_per == "device")
 """Rooms that read or write tensors on the device: proven for each platform on its own. The others are the same Python
 in the scheduler and around the runner, wherever the tensors live."""
 

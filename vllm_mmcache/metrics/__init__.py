@@ -4,3 +4,12 @@
 `counters` are shown by the API server, `transport` holds what engine and worker have counted until
 `metrics/hooks.py` takes it along; `sizes` are those of the tables. Imports no vLLM.
 """
+
+from vllm_mmcache.hooking.component import Component
+
+COMPONENT = Component(
+    "metrics",
+    __name__,
+    hooks={"api": ("hooks",), "engine": ("hooks",), "worker": ("hooks",)},
+    proven_per="engine",
+)

@@ -18,11 +18,21 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_mmcache.base.arguments import argument
+from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters, table_sizes, transport
 
 _KEY = "mmcache"
 _PREFIX = "mmcache:"
 _NEWS = "mmcache_news"  # attribute of a step's ModelRunnerOutput
+
+
+hook = Hooks(
+    "metrics",
+    "worker",
+    why="what is counted in the worker is to reach the engine; ModelRunnerOutput has no field for plugins",
+    upstream="none: the stat logger plugins receive, but nothing sends",
+    remove_when="a plugin can add to SchedulerStats, and its worker's side to ModelRunnerOutput",
+)
 
 
 class _Telling(wrapt.ObjectProxy[Any]):
@@ -35,6 +45,14 @@ class _Telling(wrapt.ObjectProxy[Any]):
         return _with_news(self.__wrapped__.get_output())
 
 
+@hook(
+    "vllm.v1.worker.gpu_worker:Worker.execute_model",
+    name="tell_step",
+)
+@hook(
+    "vllm.v1.worker.gpu_worker:Worker.sample_tokens",
+    name="tell_sample",
+)
 def tell(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Worker.execute_model and Worker.sample_tokens: the step's output gets what was counted since the last.
 
@@ -56,6 +74,13 @@ def _with_news(output: Any) -> Any:
     return output
 
 
+@hook(
+    "vllm.distributed.parallel_state:GroupCoordinator.isend_tensor_dict",
+    name="hand_on",
+    args=("tensor_dict",),
+    only="pipeline stages",
+    why="of pipeline stages the first runs the vision tower, and the last one's output alone reaches the engine",
+)
 def hand_on(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of GroupCoordinator.isend_tensor_dict(tensor_dict); worker process.
 
@@ -69,6 +94,12 @@ def hand_on(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return wrapped({**tensors, _PREFIX + json.dumps(news): torch.empty(0)}, *args[1:], **more)
 
 
+@hook(
+    "vllm.distributed.parallel_state:GroupCoordinator.irecv_tensor_dict",
+    name="take_over",
+    only="pipeline stages",
+    why="of pipeline stages the first runs the vision tower, and the last one's output alone reaches the engine",
+)
 def take_over(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of GroupCoordinator.irecv_tensor_dict: takes the news out, so that vLLM sees only what it has sent.
 
@@ -82,6 +113,13 @@ def take_over(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return outcome
 
 
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+    name="hear",
+    process="engine",
+    args=("model_runner_output",),
+    why="a worker with a process of its own can't be asked",
+)
 def hear(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler.update_from_output(_, model_runner_output): takes the worker's news out of a step's output.
 
@@ -94,6 +132,12 @@ def hear(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler.make_stats",
+    name="send",
+    process="engine",
+    why="what is counted in the engine is to be seen on /metrics; SchedulerStats has no field for plugins",
+)
 def send(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler.make_stats: lays what the engine has counted into the statistics, where there are any.
 
@@ -106,6 +150,13 @@ def send(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return stats
 
 
+@hook(
+    "vllm.v1.metrics.loggers:StatLoggerManager.record",
+    name="receive",
+    process="api",
+    args=("scheduler_stats",),
+    why="stat logger plugins are loaded by the server alone, not by LLM()",
+)
 def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of StatLoggerManager.record: takes what engines have counted out of the statistics, and shows it.
 

@@ -63,7 +63,8 @@ def see(model: str, own: bool, arguments: Sequence[str]) -> Seen:
     from vllm.platforms import current_platform
 
     from vllm_mmcache.base.versions import vllm_version
-    from vllm_mmcache.hooking.hooks import TESTED_VLLM, version_supported
+    from vllm_mmcache.hooking.hook import TESTED_VLLM
+    from vllm_mmcache.hooking.installer import version_supported
     from vllm_mmcache.lifecycle.activation import platform_name
     from vllm_mmcache.prove.arguments import given, taken
     from vllm_mmcache.prove.items import UNTESTED

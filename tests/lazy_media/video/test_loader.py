@@ -30,9 +30,9 @@ from vllm_mmcache.components.lazy_media.video import hooks as loader
 from vllm_mmcache.components.lazy_media.video.video_info import MAX_METADATA_BYTES, VIDEOS, record_of
 from vllm_mmcache.components.lazy_media.video.vllm_video import RecordedVideo
 from vllm_mmcache.components.lazy_media.vllm_source import load
-from vllm_mmcache.hooking import hooks
+from vllm_mmcache.hooking import installer
 from vllm_mmcache.hooking.subclasses import RendererMixin, derived
-from vllm_mmcache.lifecycle.ledger import groups
+from vllm_mmcache.lifecycle.registry import hooks_of
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.storage import records
 
@@ -290,7 +290,7 @@ def test_metadata_is_each_requests_own() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_videos_are_known_to_their_tenant_alone() -> None:
-    hooks.install("identity", groups()["identity"], vllm_version())
+    installer.install("identity", hooks_of("identity"), vllm_version())
 
     def is_known(salt: str | None, way: Callable[[Any], Any]) -> bool:
         token = tenant.SALT.set(salt)
@@ -304,7 +304,7 @@ def test_videos_are_known_to_their_tenant_alone() -> None:
             seen = [is_known(salt, way) for salt in (None, "a", "b", None, "a", "b")]
             assert seen == [False] * 3 + [True] * 3
     finally:
-        hooks.undo("identity")
+        installer.undo("identity")
 
 
 @pytest.mark.usefixtures("installed")

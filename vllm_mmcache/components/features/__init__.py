@@ -5,3 +5,14 @@ A request whose image the store knows gets the features of the first run instead
 package is served only when its whole identity is the one asked for, and its bytes are the bytes that were saved.
 Nothing here imports vLLM, and nothing here fails a request: whatever goes wrong is a miss that is counted.
 """
+
+from vllm_mmcache.hooking.component import Component
+
+COMPONENT = Component(
+    "features",
+    __name__,
+    hooks={"engine": ("engine.hooks",), "worker": ("worker.hooks",)},
+    rule="rules:state_in",
+    images_only=True,
+    proven_per="device",
+)

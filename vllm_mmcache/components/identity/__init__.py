@@ -4,3 +4,12 @@
 `layout` makes identifiers, `aliases` is what a tenant's uuids stand for, `audit` counts what should not happen,
 `renderer` puts all of it between vLLM's request and its processor. API server process; docs/identity.md.
 """
+
+from vllm_mmcache.hooking.component import Component
+
+COMPONENT = Component(
+    "identity",
+    __name__,
+    hooks={"api": ("hooks",)},
+    rule="rules:state_in",
+)

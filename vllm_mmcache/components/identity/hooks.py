@@ -22,12 +22,27 @@ from vllm_mmcache.components.identity.aliases import ALIASES
 from vllm_mmcache.content import client_hashes, content_name, media_tenant
 from vllm_mmcache.content.request_id import OneRequest
 from vllm_mmcache.content.tenant_source import source
+from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters
 
 # Whether several vLLM instances find each other's items by the client's names (an encoder-cache connector).
 _NAMES_ARE_SHARED: ContextVar[bool] = ContextVar("mmcache_names_are_shared", default=False)
 
 
+hook = Hooks(
+    "identity",
+    "api",
+    why="the processor is not told the request's cache_salt",
+    upstream="none: cache_salt is for KV blocks alone",
+    remove_when="vLLM hands the salt to whoever opens and processes an image",
+)
+
+
+@hook(
+    "vllm.multimodal.media.image:ImageMediaIO.__init__",
+    name="media",
+    why="what is known about image bytes is known to their tenant alone",
+)
 def remember_tenant(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of ImageMediaIO.__init__: made in the request's task, used in a media thread that knows no request."""
     outcome = wrapped(*args, **kwargs)
@@ -35,6 +50,12 @@ def remember_tenant(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return outcome
 
 
+@hook(
+    "vllm.entrypoints.launchers.run_batch:run_request",
+    name="batch",
+    args=("request",),
+    why="the lines of a batch file are no requests of a server, and each has a tenant of its own",
+)
 async def serve_batch_line(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of run_request(serving_engine_func, request, tracker): a line of a batch file, in a task of its own.
 
@@ -45,6 +66,20 @@ async def serve_batch_line(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     return await wrapped(*args, **kwargs)
 
 
+@hook(
+    "vllm.v1.engine.output_processor:OutputProcessor.add_request",
+    name="blocks",
+    args=("request",),
+    reads=(
+        "vllm.entrypoints.serve.utils.api_utils:validate_json_request",
+        "vllm.entrypoints.generate.base.protocol:validate_cache_salt",
+    ),
+    why=(
+        "half of the endpoints can't carry a cache_salt, and a tenant that a gateway names is in none; the engine is "
+        "not told whether a client has named an image"
+    ),
+    remove_when="vLLM takes the salt of KV blocks from a header or the API key",
+)
 def salt_blocks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of OutputProcessor.add_request(request): the last that sees each request before its engine does.
 
@@ -58,6 +93,14 @@ def salt_blocks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 
+@hook(
+    "vllm.renderers.base:make_async",
+    name="threads",
+    args=("func",),
+    also=("vllm.entrypoints.pooling.base.io_processor:make_async",),
+    why="vLLM's threads do not see the context of the request that they work for",
+    remove_when="make_async copies the context, as asyncio.to_thread does",
+)
 def carry_context(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of make_async(func, executor): the thread sees the context of the request that it works for."""
     (func, *rest), rest_by_name = ((*args,), kwargs) if args else ((kwargs["func"],), _without(kwargs, "func"))
@@ -69,6 +112,14 @@ def carry_context(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return lambda *args, **kwargs: in_thread(contextvars.copy_context(), args, kwargs)
 
 
+@hook(
+    "vllm.renderers.base:BaseRenderer.render_messages",
+    name="names",
+    args=("messages",),
+    why="a uuid of any length is fetched for, hashed and sent to the engine",
+    upstream="57219",
+    remove_when="vLLM bounds uuids",
+)
 def check_messages(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Override of BaseRenderer.render_messages(messages): a wrong uuid is refused before anything is fetched.
 
@@ -78,6 +129,14 @@ def check_messages(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 
+@hook(
+    "vllm.renderers.base:BaseRenderer.render_messages_async",
+    name="names_async",
+    args=("messages",),
+    why="a uuid of any length is fetched for, hashed and sent to the engine",
+    upstream="57219",
+    remove_when="vLLM bounds uuids",
+)
 async def check_messages_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Override of BaseRenderer.render_messages_async(messages); as check_messages."""
     _check_names(argument(wrapped, args, kwargs, "messages"))
@@ -92,6 +151,11 @@ def _check_names(messages: Sequence[Any]) -> None:
                 _check_name(str(part["uuid"]))  # as vLLM reads it
 
 
+@hook(
+    "vllm.renderers.base:BaseRenderer._process_tokens",
+    name="request",
+    args=("prompt",),
+)
 def process_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer._process_tokens(prompt): tenant and names of its items are in force within.
 
@@ -101,12 +165,23 @@ def process_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
 
 
+@hook(
+    "vllm.renderers.base:BaseRenderer._process_tokens_async",
+    name="request_async",
+    args=("prompt",),
+)
 async def process_tokens_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer._process_tokens_async(prompt); as process_tokens."""
     with _request(instance, argument(wrapped, args, kwargs, "prompt")):
         return await wrapped(*args, **kwargs)
 
 
+@hook(
+    "vllm.renderers.base:BaseRenderer._process_mm_uuids",
+    name="own_names",
+    args=("mm_uuid_items",),
+    why="ids that vLLM makes for one request look like any client's",
+)
 def mark_own_names(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer._process_mm_uuids(..., mm_uuid_items, ...): tells vLLM's names from those of clients.
 
@@ -124,11 +199,29 @@ def mark_own_names(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return {modality: marked(modality) for modality in made}
 
 
+@hook(
+    "vllm.multimodal.hasher:_get_image_id_bytes",
+    name="exif",
+    args=("image",),
+    why="a UUID in an image's EXIF replaces its pixels as its identity",
+    upstream="51899",
+    remove_when="vLLM does not read an image's identity from its EXIF",
+)
 def trust_no_exif(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of _get_image_id_bytes(image): an ImageID in the image's EXIF is not its identity, its pixels are."""
     return None if status.is_on("identity") else wrapped(*args, **kwargs)
 
 
+@hook(
+    "vllm.multimodal.processing.inputs:ProcessorInputs.get_mm_hashes",
+    name="mm_hash",
+    why=(
+        "a uuid is the key of every cache, so whoever knows or reuses one gets another's image, and a salt keeps KV "
+        "blocks apart alone"
+    ),
+    upstream="55439, 55547: uniqueness is the client's duty",
+    remove_when="vLLM binds a uuid to content and tenant, and arguments of different types have different keys",
+)
 def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of ProcessorInputs.get_mm_hashes(model_id, hash_algorithm): modality -> identifiers.
 

@@ -7,3 +7,16 @@ positive `prefix_cache_retention_interval` would keep states at every so many to
 many, and every prompt pays. A checkpoint of a Mamba model ends a prefill chunk, so it changes which images share a run
 of the tower: that weighs more in a first request's time than the checkpoint itself.
 """
+
+from vllm_mmcache.hooking.component import Component
+
+COMPONENT = Component(
+    "image_checkpoints",
+    __name__,
+    hooks={"engine": ("hooks",)},
+    rule="rules:state_in",
+    images_only=True,
+    proven_per="engine",
+    # The proposal 56818 has the last multimodal feature's end on the request, under a name that isn't settled.
+    superseded_if_reads=("vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split", "mm_"),
+)

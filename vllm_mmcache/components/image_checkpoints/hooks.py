@@ -18,12 +18,28 @@ from vllm_mmcache.base.failsafe import guarded
 from vllm_mmcache.base.status import State
 from vllm_mmcache.components.image_checkpoints.backoff import Learner, Live
 from vllm_mmcache.components.image_checkpoints.positions import KINDS, Checkpoint, candidates, choose
+from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters, table_sizes
 
 _ROOM = "_mmcache_checkpoints"
 _PLAN = "_mmcache_checkpoint_plan"
 
 
+hook = Hooks(
+    "image_checkpoints",
+    "engine",
+    upstream="56818",
+    remove_when="vLLM keeps the states at image boundaries",
+)
+
+
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit",
+    name="plan",
+    args=("request",),
+    why="sparse retention keeps a state at the prompt's end alone: the second question about an image misses",
+    upstream="43587, 51250, 45238, 48435; 56818 proposes a stop at the last image's end for Mamba",
+)
 def plan_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._get_local_prefix_cache_hit: chooses the request's checkpoints behind its hit."""
     outcome = wrapped(*args, **kwargs)
@@ -35,6 +51,12 @@ def plan_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     return outcome
 
 
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
+    name="split",
+    args=("request", "num_new_tokens", "num_new_local_computed_tokens", "num_external_computed_tokens"),
+    why="a Mamba state exists only where a prefill chunk ends",
+)
 def stop_at_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._mamba_block_aligned_split: asks for a chunk that does not run past a checkpoint."""
     request = argument(wrapped, args, kwargs, "request")
@@ -52,6 +74,12 @@ def stop_at_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     return wrapped(**given)
 
 
+@hook(
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.cache_blocks",
+    name="keep",
+    args=("request", "replay_boundaries"),
+    why="the blocks at image boundaries are to be found by later requests",
+)
 def keep_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of SingleTypeKVCacheManager.cache_blocks: the checkpoints are positions to resume at, too."""
     request = argument(wrapped, args, kwargs, "request")

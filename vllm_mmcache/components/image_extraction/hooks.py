@@ -11,9 +11,25 @@ import vllm.envs as envs
 
 from vllm_mmcache.base import status
 from vllm_mmcache.components.image_extraction.middleware import Scope, work_begun
+from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.hooking.subclasses import base_of
 
+hook = Hooks(
+    "lifted_bodies",
+    "api",
+    why="a refusal is asked for again with the body as it came, but none whose images were fetched and opened",
+    upstream="none: no answer says whether its request's images were fetched",
+    remove_when="vLLM takes images out of bodies itself, which are megabytes of text to parse and copy (44688)",
+)
 
+
+@hook(
+    "vllm.v1.engine.async_llm:AsyncLLM.add_request",
+    name="engine",
+    reads=("vllm.renderers.hf:HfRenderer.render_messages_async",),
+    why="a refusal is asked for again with the body as it came, but none that the engine has generated for",
+    upstream="none: no answer says whether its request reached the engine",
+)
 async def tell_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of AsyncLLM.add_request(...): what is refused from here on has cost the engine work."""
     outcome = await wrapped(*args, **kwargs)
@@ -21,6 +37,14 @@ async def tell_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     return outcome
 
 
+@hook(
+    "vllm.multimodal.media.connector:MediaConnector.load_from_url",
+    name="media",
+)
+@hook(
+    "vllm.multimodal.media.connector:MediaConnector.load_from_url_async",
+    name="media_async",
+)
 def tell_layer_of_media(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of MediaConnector.load_from_url(url, media_io) and its async one: images are fetched and opened now."""
     work_begun()

@@ -5,3 +5,18 @@
 turn, `attention` is the backend that reads images' full KV from the paged cache; `rules` says of which models images
 attend both ways. Engine, API and worker process.
 """
+
+from vllm_mmcache.hooking.component import Component
+
+COMPONENT = Component(
+    "image_spans",
+    __name__,
+    hooks={"api": ("hooks_api",), "engine": ("hooks_engine",), "worker": ("hooks_worker",)},
+    rule="rules:state_in",
+    on_install={"worker": "vllm_registry"},
+    proven_per="engine",
+    superseded_by=(
+        "vllm.v1.core.sched.scheduler:Scheduler._clip_to_whole_mm_spans",
+        "vllm.v1.attention.backends.cpu_attn:split_at_mm_prefix",
+    ),
+)

@@ -25,10 +25,26 @@ from vllm_mmcache.components.image_spans.step_limits import (
     limits_of,
     step_limits,
 )
+from vllm_mmcache.hooking.hook import Hooks
 
 logger = init_logger("vllm.mmcache.admission")
 
 
+hook = Hooks(
+    "image_spans",
+    "api",
+)
+
+
+@hook(
+    "vllm.v1.engine.input_processor:InputProcessor._validate_model_inputs",
+    name="refuse",
+    args=("decoder_input",),
+    reads=("vllm.multimodal.utils:argsort_mm_positions",),
+    why="a span longer than a step waits for ever, in 0.32 with everyone behind it",
+    upstream="none yet; encoder_budget compares the longest item of the model with max_num_batched_tokens alone",
+    remove_when="vLLM refuses what a step can't hold, by each of its limits",
+)
 def refuse_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of InputProcessor._validate_model_inputs. Raises: UnschedulableRequest, which is a ValueError."""
     outcome = wrapped(*args, **kwargs)
@@ -36,6 +52,14 @@ def refuse_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return outcome
 
 
+@hook(
+    "vllm.v1.engine.async_llm:AsyncLLM.generate",
+    name="refuse_stream",
+    args=("prompt",),
+    why="what is raised there reaches a client that streams after the status 200",
+    upstream="none yet",
+    remove_when="vLLM makes the engine's request before it begins to stream",
+)
 def refuse_before_stream(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of AsyncLLM.generate, an async generator: what it raises itself comes after the status 200 of a stream.
 

@@ -22,12 +22,28 @@ from vllm_mmcache.components.image_spans.limits import why_never
 from vllm_mmcache.components.image_spans.spans import image_spans, keeps_images_whole, last_embedding, whole_spans
 from vllm_mmcache.components.image_spans.step_limits import engine_limits, items_of
 from vllm_mmcache.components.image_spans.waiting import Waiting
+from vllm_mmcache.hooking.hook import Hooks
 
 logger = init_logger("vllm.mmcache.admission")
 
 BLOCKED = "_mmcache_blocked"  # on the scheduler: the first request that this step had no room for
 
 
+hook = Hooks(
+    "image_spans",
+    "engine",
+    upstream="none yet",
+)
+
+
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs",
+    name="atomic",
+    args=("request", "num_computed_tokens", "num_new_tokens"),
+    why="a chunk that ends inside a bidirectional image gives wrong KV, cached under the right key",
+    upstream="52306; 0.33 covers a chunk that starts on the image, not a prefix hit inside it",
+    remove_when="vLLM never splits such a span",
+)
 def make_atomic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._try_schedule_encoder_inputs: the same answer for a chunk that splits no span."""
     if not keeps_images_whole(instance.vllm_config):
@@ -47,6 +63,13 @@ def make_atomic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         given["num_new_tokens"] = fits
 
 
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler._free_encoder_inputs",
+    name="free",
+    args=("request",),
+    why="adjacent images whose ranges overlap wait for each other for ever in a small encoder cache",
+    remove_when="vLLM frees an encoder output after its last embedding",
+)
 def free_after_last_embedding(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._free_encoder_inputs: also frees outputs whose embeddings are all computed."""
     outcome = wrapped(*args, **kwargs)
@@ -60,6 +83,13 @@ def free_after_last_embedding(wrapped: Any, instance: Any, args: Any, kwargs: An
     return outcome
 
 
+@hook(
+    "vllm.v1.core.sched.scheduler:get_mm_features_in_window",
+    name="window",
+    args=("mm_features", "start", "end"),
+    why="the scheduler asks again for an image of which only trailing text is left",
+    remove_when="vLLM leaves out images whose embeddings are all computed",
+)
 def skip_computed_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of get_mm_features_in_window as the scheduler sees it: leaves out images that need nothing more.
 
@@ -78,6 +108,13 @@ def skip_computed_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 _WAITING = "_mmcache_waiting"
 
 
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule",
+    name="turns",
+    args=("throttle_prefills",),
+    why="running requests leave a long span no room; 0.32 holds up all behind it, 0.33 lets newer ones pass it",
+    remove_when="vLLM reserves room for an input that must not be split",
+)
 def take_turns(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler.schedule: a span that the other running requests leave no room for gets a step in the end.
 

@@ -6,8 +6,21 @@ from typing import Any
 from vllm_mmcache.base import settings, status
 from vllm_mmcache.base.errors import CausalImages
 from vllm_mmcache.components.image_spans import rules
+from vllm_mmcache.hooking.hook import Hooks
+
+hook = Hooks(
+    "image_spans",
+    "worker",
+)
 
 
+@hook(
+    "vllm.model_executor.layers.attention.attention:Attention.__init__",
+    name="guard",
+    why="a backend that runs images causally is silently wrong",
+    upstream="none: the CPU platform ignores use_mm_prefix",
+    remove_when="every platform refuses such a backend",
+)
 def demand_image_spans(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of vLLM's Attention.__init__, for every model that vLLM marks as prefix-LM for images.
 

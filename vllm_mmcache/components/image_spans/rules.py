@@ -13,6 +13,8 @@ is not guessed at: it is refused on the CPU, before the engine starts.
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_mmcache.base.status import State
+
 
 @dataclass(frozen=True)
 class Images:
@@ -65,3 +67,10 @@ def refusal(model_config: Any, on_cpu: bool) -> str | None:
             f"images fit its window, {allow}"
         )
     return None
+
+
+def state_in(vllm_config: Any) -> State | None:
+    """Spans have nothing to do where images are causal as text is."""
+    if vllm_config.model_config.is_mm_prefix_lm:
+        return None
+    return State("unneeded", "an image of this model sees what came before it, as text does")

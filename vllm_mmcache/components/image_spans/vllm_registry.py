@@ -2,7 +2,7 @@
 """Puts the CPU backend of this room in the place of CPU_ATTN, through vLLM's public `register_backend`."""
 
 from vllm_mmcache.base.errors import HookDisturbed
-from vllm_mmcache.hooking import hooks
+from vllm_mmcache.hooking import installer
 
 PATH = "vllm_mmcache.components.image_spans.vllm_backend.ImageSpanBackend"
 OWN = "vllm.v1.attention.backends.cpu_attn:split_at_mm_prefix"  # of vLLM itself; patches/ brings it
@@ -16,7 +16,7 @@ def install() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if not current_platform.is_cpu() or hooks.is_there(OWN):
+    if not current_platform.is_cpu() or installer.is_there(OWN):
         return
     backend = AttentionBackendEnum.CPU_ATTN
     if backend.is_overridden() and backend.get_path() != PATH:

@@ -25,6 +25,7 @@ from vllm_mmcache.components.lazy_media.video.vllm_video import RecordedFrames, 
 from vllm_mmcache.components.lazy_media.vllm_source import Origin, origin_of
 from vllm_mmcache.content import media_tenant, placeholders
 from vllm_mmcache.content.base64_image import Payload, content_id_of
+from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters
 
 FORMAT = 2
@@ -32,6 +33,14 @@ FORMAT = 2
 
 # Pillow's names of the libraries that it decodes with.
 _CODECS = ("jpg", "libjpeg_turbo", "jpg_2000", "zlib", "zlib_ng", "libtiff", "webp", "avif")
+
+
+hook = Hooks(
+    "lazy_media",
+    "api",
+    upstream="57752 (lazy media, an experiment)",
+    remove_when="vLLM keeps known images undecoded",
+)
 
 
 class RecordWrong(ValueError):
@@ -66,6 +75,12 @@ class RecordedMedia(MediaWithBytes):
         return MediaWithBytes, (self.media, self.original_bytes, self.io_config)
 
 
+@hook(
+    "vllm.multimodal.media.image:ImageMediaIO.load_base64",
+    name="text",
+    args=("data",),
+    why="every image of a conversation is decoded from base64 and hashed on every turn",
+)
 def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of ImageMediaIO.load_base64(media_type, data): a known text is neither decoded nor hashed as bytes."""
     if not _is_served(instance):
@@ -86,6 +101,13 @@ def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return opened
 
 
+@hook(
+    "vllm.multimodal.media.image:ImageMediaIO.load_bytes",
+    name="content",
+    args=("data",),
+    reads=("vllm.multimodal.media:MediaWithBytes",),
+    why="every image of a conversation is decoded on every turn, also when all its tokens are cached",
+)
 def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of ImageMediaIO.load_bytes(data): known bytes become a lazy picture, others are decoded by vLLM's own."""
     if not _is_served(instance):
@@ -96,6 +118,14 @@ def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return _open(wrapped, lambda: content, instance, content_id_of(content, media_tenant.key_of(instance)))
 
 
+@hook(
+    "vllm.multimodal.hasher:MultiModalHasher.hash_kwargs",
+    name="mm_hash",
+    args=("algorithm",),
+    why="the hash of known bytes is computed anew for every image on every turn",
+    upstream="none yet",
+    remove_when="vLLM remembers the hash of known bytes",
+)
 def remember_mm_hash(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of MultiModalHasher.hash_kwargs(algorithm, /, **kwargs): hashes known bytes once.
 

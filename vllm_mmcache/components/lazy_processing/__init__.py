@@ -5,3 +5,14 @@
 `ready` and `cache` give vLLM's own processor what is known, and `renderer` puts them before its one thread. `making`
 makes the pixels after all, in the engine (`waiting`) or in a worker.
 """
+
+from vllm_mmcache.hooking.component import Component
+
+COMPONENT = Component(
+    "pixels",
+    __name__,
+    hooks={"api": ("hooks",)},
+    rule="rules:state_in",
+    needs="lazy_media",
+    images_only=True,
+)

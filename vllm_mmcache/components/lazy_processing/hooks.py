@@ -45,6 +45,7 @@ from vllm_mmcache.components.lazy_processing.vllm_processor import (
 )
 from vllm_mmcache.components.lazy_processing.vllm_processor_facts import processor_facts
 from vllm_mmcache.content.digests import inputs_digest
+from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.storage import records
 
@@ -59,6 +60,12 @@ Placeholders = tuple[Sequence[Any], bytes]
 _SIDE = "_mmcache_pixels"
 
 
+hook = Hooks(
+    "pixels",
+    "api",
+)
+
+
 class Asked(NamedTuple):
     """One image or video of a request, and how it is to be processed."""
 
@@ -69,6 +76,18 @@ class Asked(NamedTuple):
     loading: Mapping[str, Any]
 
 
+@hook(
+    "vllm.renderers.base:BaseRenderer.__init__",
+    name="renderer",
+    reads=(
+        "vllm.renderers.base:BaseRenderer._process_multimodal",
+        "vllm.multimodal.processing.processor:BaseMultiModalProcessor._cached_apply_hf_processor",
+        "vllm.multimodal.processing.processor:BaseMultiModalProcessor._get_mm_hashes",
+    ),
+    why="one thread processes all images, known ones too when they have left vLLM's processor cache",
+    upstream="55583, 57752 (both open)",
+    remove_when="vLLM makes pixels where its encoder needs them, and processes images side by side",
+)
 def build_renderer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer.__init__: its processor cache is ours around vLLM's, and images are ready before it."""
     outcome = wrapped(*args, **kwargs)

@@ -26,6 +26,7 @@ from vllm_mmcache.components.observe.record.digests import salt_class
 from vllm_mmcache.components.observe.record.recorder import RECORDER, message_digest
 from vllm_mmcache.components.observe.record.schema import REQUEST_ID_CHARS
 from vllm_mmcache.components.observe.record.turns import Marks, find_marks
+from vllm_mmcache.hooking.hook import Hooks
 
 MOST_TEMPLATES = 64
 """Chat templates whose marks are known at a time."""
@@ -38,6 +39,20 @@ _SALT = "_mmcache_salt"
 _processing = threading.local()
 
 
+hook = Hooks(
+    "observe",
+    "api",
+    upstream="43587, 51250, 45238, 31920 ask why; the RFC 43711 went stale",
+    remove_when="vLLM says for each request what was not reused and why",
+)
+
+
+@hook(
+    "vllm.renderers.base:BaseRenderer.render_chat",
+    name="chat",
+    args=("conversations", "chat_params"),
+    why="turns that the template writes anew are told from turns that the client changed",
+)
 def note_chat(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer.render_chat(conversations, chat_params): lays digests beside each rendered prompt."""
     outcome = wrapped(*args, **kwargs)
@@ -45,6 +60,12 @@ def note_chat(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return outcome
 
 
+@hook(
+    "vllm.renderers.base:BaseRenderer.render_chat_async",
+    name="chat_async",
+    args=("conversations", "chat_params"),
+    why="as observe.chat, for the server",
+)
 async def note_chat_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer.render_chat_async; as note_chat."""
     outcome = await wrapped(*args, **kwargs)
@@ -52,6 +73,12 @@ async def note_chat_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     return outcome
 
 
+@hook(
+    "vllm.renderers.base:BaseRenderer._process_multimodal",
+    name="images",
+    args=("mm_data", "mm_processor_kwargs"),
+    why="whether an image was lifted and decoded is known here only",
+)
 def note_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer._process_multimodal: lays notes on the images beside what the processor made of them."""
     if not status.is_on("observe"):
@@ -66,6 +93,11 @@ def note_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return outcome
 
 
+@hook(
+    "vllm.multimodal.processing.processor:BaseMultiModalProcessor._get_cache_missing_items",
+    name="processor",
+    why="hits of the processor cache are counted, but not by image",
+)
 def note_processor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseMultiModalProcessor._get_cache_missing_items: which images the processor cache had."""
     outcome = wrapped(*args, **kwargs)
@@ -73,6 +105,13 @@ def note_processor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return outcome
 
 
+@hook(
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+    name="send",
+    args=("request_id", "prompt"),
+    reads=("vllm.renderers:ChatParams",),
+    why="what the API server saw must reach the engine, which compares requests of all API servers",
+)
 def send_notes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of InputProcessor.process_inputs(request_id, prompt): the notes travel with the request."""
     request = wrapped(*args, **kwargs)
@@ -85,6 +124,12 @@ def send_notes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return request
 
 
+@hook(
+    "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+    name="receive",
+    args=("engine_core_outputs",),
+    why="what the engine found must reach the API server that asked",
+)
 def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of OutputProcessor.process_outputs(outputs): takes what the engine found, and digests of answers."""
     if not status.is_on("observe"):

@@ -21,6 +21,7 @@ from vllm_mmcache.components.observe.record.digests import salt_class
 from vllm_mmcache.components.observe.record.history import Entry, Found, History
 from vllm_mmcache.components.observe.record.schema import Reason
 from vllm_mmcache.components.observe.record.wire import Cause
+from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import table_sizes as sizes
 from vllm_mmcache.metrics import transport
 
@@ -28,6 +29,14 @@ EVICTIONS = 65536  # block keys whose eviction is remembered
 
 _OBSERVER = "_mmcache_observer"
 _SEEN = "_mmcache_seen"
+
+
+hook = Hooks(
+    "observe",
+    "engine",
+    upstream="43587, 51250, 45238, 31920 ask why; the RFC 43711 went stale",
+    remove_when="vLLM says for each request what was not reused and why",
+)
 
 
 @dataclass
@@ -43,6 +52,13 @@ class Seen:
     features: dict[int, str] = field(default_factory=dict)
 
 
+@hook(
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+    name="lookup",
+    args=("request",),
+    reads=("vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit_per_group",),
+    why="what each group had is known at the lookup only",
+)
 def note_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of KVCacheManager.get_computed_blocks(request): looks at each hit but those after a preemption."""
     outcome = wrapped(*args, **kwargs)
@@ -54,6 +70,12 @@ def note_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return outcome
 
 
+@hook(
+    "vllm.v1.core.block_pool:BlockPool._maybe_evict_cached_block",
+    name="evicted",
+    args=("block",),
+    why="an evicted block is told from one that never was; KV events need a switch and a consumer",
+)
 def note_evicted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BlockPool._maybe_evict_cached_block(block): remembers when a block had to go."""
     block = argument(wrapped, args, kwargs, "block")
@@ -63,6 +85,11 @@ def note_evicted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 
+@hook(
+    "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",
+    name="reset",
+    why="a reset of the prefix cache is told from evictions",
+)
 def note_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BlockPool.reset_prefix_cache: remembers when blocks of before were forgotten, if they were."""
     outcome = wrapped(*args, **kwargs)
@@ -72,6 +99,12 @@ def note_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return outcome
 
 
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler._free_request",
+    name="finished",
+    args=("request",),
+    why="the answer's tokens belong to what a next turn can reuse",
+)
 def note_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._free_request(request): the history keeps what of its answer has KV."""
     request = argument(wrapped, args, kwargs, "request")
@@ -82,6 +115,12 @@ def note_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+    name="outcome",
+    args=("scheduler_output",),
+    why="a request's first output takes along what was found for it",
+)
 def send_outcome(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler.update_from_output(scheduler_output, ...): first outputs say what was found."""
     if not status.is_on("observe"):

@@ -13,10 +13,28 @@ from vllm.multimodal.utils import strip_covered_mm_data
 
 from vllm_mmcache.base import status
 from vllm_mmcache.base.arguments import argument
+from vllm_mmcache.hooking.hook import Hooks
 
 _IMAGES = "mmcache_images"  # attribute of the step's CachedRequestData: request id -> image index -> feature
 
 
+hook = Hooks(
+    "resumed_images",
+    "engine",
+    why="a preempted request that comes back with a shorter prefix hit finds no image inputs; the engine dies",
+    upstream="none yet; reproduced on 0.32 under random load with a small KV cache",
+    remove_when=(
+        "vLLM's model runner V1 is gone: V2 (0.32, 0.33) is sent a resumed request as a new one, images included"
+    ),
+)
+
+
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data",
+    name="send",
+    args=("resumed_reqs",),
+    reads=("vllm.multimodal.utils:strip_covered_mm_data",),
+)
 def send_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._make_cached_request_data: resumed requests bring image inputs behind their hit along.
 
@@ -41,6 +59,12 @@ def send_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return step
 
 
+@hook(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
+    name="receive",
+    process="worker",
+    args=("scheduler_output",),
+)
 def receive_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of GPUModelRunner._update_states(scheduler_output): image inputs that came along are put in first.
 

@@ -38,6 +38,7 @@ from vllm_mmcache.components.lazy_processing.pixel_pool import Making, Pixels
 from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
 from vllm_mmcache.content import client_hashes
 from vllm_mmcache.content.digests import inputs_digest
+from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import transport
 
 logger = logging.getLogger("vllm.mmcache")
@@ -46,6 +47,12 @@ TRANSIT_BYTES = 256 * 1024**2  # of the arena where nothing is kept in RAM
 
 _prepared: dict[int, Arena] = {}  # id of a VllmConfig -> the arena of its engine
 _opened: dict[int, "Connector"] = {}  # id of a VllmConfig -> its engine's, until its scheduler takes it
+
+
+hook = Hooks(
+    "features",
+    "engine",
+)
 
 
 def prepare(vllm_config: Any) -> str:
@@ -90,6 +97,14 @@ def forget(vllm_config: Any) -> None:
         arena.close()
 
 
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler.add_request",
+    name="arrive",
+    args=("request",),
+    why="looking for an image's features begins when its request arrives, not when it is scheduled",
+    upstream="none: a connector first hears of a request when it could be scheduled",
+    remove_when="a connector is told of a request when it arrives, and may be set without ec_transfer_config",
+)
 def arrive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler.add_request: what is known of a new request's images is looked for at once."""
     connector = _opened.pop(id(instance.vllm_config), None)
@@ -107,6 +122,13 @@ def connector_of(scheduler: Any) -> "Connector | None":
     return found if isinstance(found, Connector) else _opened.get(id(scheduler.vllm_config))
 
 
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+    name="refuted",
+    why="the API server must forget a record that is not of its image, or the next request fails as well",
+    upstream="none: a connector can't fail a request, nor name the items whose cache entries are wrong",
+    remove_when="a connector can say which items of a request are wrong",
+)
 def name_refuted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler.update_from_output: a step's outputs name images whose records were not their own."""
     by_client = wrapped(*args, **kwargs)

@@ -34,6 +34,7 @@ from vllm_mmcache.components.lazy_processing.positions import guard_positions
 from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
 from vllm_mmcache.components.lazy_processing.vllm_pixels import Maker
 from vllm_mmcache.components.lazy_processing.vllm_processor_facts import video_facts
+from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters
 
 logger = logging.getLogger("vllm.mmcache")
@@ -47,6 +48,14 @@ Seconds = Callable[[], float]
 
 _encoding: "Side | None" = None  # whose step this process is in
 _maker: Maker | None = None  # of pixels, for the model of this process
+
+
+hook = Hooks(
+    "features",
+    "worker",
+    upstream="none: a connector is handed neither the model nor the inputs of an item",
+    remove_when="vLLM tells a connector of loaded and changed weights",
+)
 
 
 class Side:
@@ -195,6 +204,15 @@ class Connector(ECConnector):  # type: ignore[misc]
             yield None
 
 
+@hook(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._execute_mm_encoder",
+    name="encode_v1",
+    args=("scheduler_output",),
+    only="runner V1",
+    why="runner V1 has no connector of its own; an image whose features are there needs no run of the tower",
+    upstream="none: vLLM calls V1 deprecated",
+    remove_when="vLLM drops model runner V1",
+)
 def encode_v1(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of GPUModelRunner._execute_mm_encoder, of runner V1: what was taken is left out of what it encodes."""
     side: Side | None = getattr(instance, _SIDE, None)
@@ -212,6 +230,15 @@ def encode_v1(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(scheduler_output)
 
 
+@hook(
+    "vllm.v1.worker.gpu_model_runner:group_and_batch_mm_kwargs",
+    name="runs",
+    args=("mm_kwargs",),
+    also=("vllm.v1.worker.gpu.mm.encoder_runner:group_and_batch_mm_kwargs",),
+    why="runs of the tower are counted and timed, and image by image where asked, for every model class alike",
+    upstream="none: enable_mm_processor_stats times requests, and waits for the device to do so",
+    remove_when="vLLM counts the images that its encoder ran for",
+)
 def count_runs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[Any]:
     """Wrapper of group_and_batch_mm_kwargs as the model runners see it: a batch of images or videos is a run.
 
@@ -242,6 +269,26 @@ def count_runs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[
                 counters.TOWER_SECONDS.add(timed()())
 
 
+@hook(
+    "vllm.v1.worker.gpu_worker:Worker.reset_encoder_cache",
+    name="reset",
+    why="vLLM calls it when weights were replaced in place: features of the old weights must not be used",
+)
+@hook(
+    "vllm.v1.worker.gpu_worker:Worker.update_weights",
+    name="update",
+    why="weight transfer can write into parameters without the model's load_weights",
+)
+@hook(
+    "vllm.v1.worker.gpu_worker:Worker.finish_weight_update",
+    name="updated",
+    why="the end of a weight transfer processes what was received",
+)
+@hook(
+    "vllm.v1.worker.gpu_worker:Worker.reload_weights",
+    name="reload",
+    why="what is loaded is processed after load_weights, and is known when that is done",
+)
 def expect_new_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of what vLLM calls when weights may have changed, or will: features of the old ones are not used."""
     side = _side_of(instance)
@@ -253,6 +300,13 @@ def expect_new_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     return outcome
 
 
+@hook(
+    "vllm.v1.worker.gpu_worker:Worker.sleep",
+    name="sleep",
+    why="vLLM takes the weights' memory away, which a thread may be reading to know them",
+    upstream="none",
+    remove_when="weights are known without being read",
+)
 def pause_while_asleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Worker.sleep: vLLM takes the weights' memory away, so nobody may be reading it."""
     side = _side_of(instance)
@@ -266,6 +320,13 @@ def pause_while_asleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
         raise
 
 
+@hook(
+    "vllm.v1.worker.gpu_worker:Worker.wake_up",
+    name="wake",
+    why="weights are there again, perhaps others",
+    upstream="none",
+    remove_when="weights are known without being read",
+)
 def go_on_awake(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Worker.wake_up: weights are there again, perhaps others."""
     outcome = wrapped(*args, **kwargs)
@@ -276,6 +337,11 @@ def go_on_awake(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return outcome
 
 
+@hook(
+    "vllm.model_executor.model_loader.base_loader:BaseModelLoader.create_model",
+    name="watch",
+    why="vLLM's CPU kernels pack weights away, so those of the tower are known only while they are loaded",
+)
 def watch_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseModelLoader.create_model: what a multimodal model loads into its tower is noted from the start."""
     from vllm.model_executor.models.interfaces import supports_multimodal

@@ -33,6 +33,7 @@ from vllm_mmcache.components.lazy_media.video.vllm_video import Frames, Recorded
 from vllm_mmcache.components.lazy_media.vllm_source import FRAMES, origin_of
 from vllm_mmcache.content import media_tenant, placeholders
 from vllm_mmcache.content.base64_image import content_id_of
+from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters
 
 FORMAT = 2
@@ -42,6 +43,20 @@ Load = Callable[[Any], Any]
 """Stock's way to open the bytes, given a loader."""
 
 
+hook = Hooks(
+    "lazy_media",
+    "api",
+    why="every video of a conversation is decoded on every turn, also when all its tokens are cached",
+    upstream="57752 (lazy media, an experiment)",
+    remove_when="vLLM keeps known videos undecoded",
+)
+
+
+@hook(
+    "vllm.multimodal.media.video:VideoMediaIO.load_base64",
+    name="video_text",
+    args=("media_type", "data"),
+)
 def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of VideoMediaIO.load_base64(media_type, data): a video file as text, or its frames as JPEG files."""
     media_type = argument(wrapped, args, kwargs, "media_type")
@@ -61,6 +76,11 @@ def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return _open(instance, payload.content_id, payload.decode, lambda loader: below(loader, payload.decode()))
 
 
+@hook(
+    "vllm.multimodal.media.video:VideoMediaIO.load_bytes",
+    name="video_content",
+    args=("data",),
+)
 def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of VideoMediaIO.load_bytes(data): known bytes stay undecoded, others are decoded by vLLM's own."""
     if not status.is_on("lazy_media"):
@@ -70,6 +90,13 @@ def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return _open(instance, content_id, lambda: content, lambda loader: wrapped.__func__(loader, content))
 
 
+@hook(
+    "vllm.multimodal.parse:MultiModalDataParser._get_video_with_metadata",
+    name="video_parts",
+    args=("video",),
+    why="it takes frames and metadata apart, for which an undecoded video would be decoded",
+    upstream="none yet",
+)
 def keep_undecoded(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of MultiModalDataParser._get_video_with_metadata(video): takes ours apart without decoding.
 
@@ -79,6 +106,13 @@ def keep_undecoded(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return (video.frames, video.metadata) if isinstance(video, RecordedVideo) else wrapped(*args, **kwargs)
 
 
+@hook(
+    "vllm.renderers.base:BaseRenderer._validate_mm_uuids",
+    name="video_names",
+    args=("mm_data", "mm_data_items", "mm_uuid_items"),
+    why="it looks at each item to see whether it is None, for which an undecoded video would be decoded",
+    upstream="none yet",
+)
 def look_at_none(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer._validate_mm_uuids(mm_data, mm_data_items, mm_uuid_items): it asks which items are None.
 

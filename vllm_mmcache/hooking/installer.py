@@ -18,35 +18,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from vllm_mmcache.base.errors import HookDisturbed, HookError, SymbolChanged, SymbolMissing, VersionUnsupported
-from vllm_mmcache.base.status import Role
+from vllm_mmcache.hooking.hook import Hook
 from vllm_mmcache.hooking.subclasses import mixin_for
 
-TESTED_VLLM = ">=0.32.0,<0.34"  # of every entry of the ledger
-
+_OVERRIDES = "_mmcache_overrides"  # on a mixin's method: the names of the hooks that it runs
 _INHERITED = object()  # the slot's owner did not define the attribute itself
-
-
-@dataclass(frozen=True)
-class Hook:
-    """One vLLM symbol that is replaced, or overridden (subclasses.py); the ledger is a tuple of these.
-
-    target and also are "module:Owner.attr"; also lists from-import aliases that must change with the target. make is
-    "module:function", a wrapt wrapper (wrapped, instance, args, kwargs). vllm is a PEP 440 range with both ends.
-    """
-
-    name: str
-    group: str
-    target: str
-    make: str
-    vllm: str
-    process: Role
-    args_used: tuple[str, ...]
-    why: str
-    upstream: str
-    remove_when: str
-    also: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()  # private symbols that the wrapper calls; they must be there
-    only: Literal["", "runner V1", "pipeline stages"] = ""  # a configuration without it does not need this
 
 
 @dataclass(frozen=True)
@@ -182,13 +158,6 @@ def resolve_owner(target: str) -> tuple[Any, str]:
     return owner, attribute
 
 
-def resolve_wrapper(make: str) -> Callable[..., Any]:
-    """Import "module:function" of this package."""
-    module_name, _, name = make.partition(":")
-    wrapper: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
-    return wrapper
-
-
 def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot]:
     if not allow_untested and not version_supported(vllm_version, hook.vllm):
         raise VersionUnsupported(
@@ -197,7 +166,7 @@ def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot]
         )
     for target in hook.reads:
         resolve_owner(target)
-    wrapper = resolve_wrapper(hook.make)
+    wrapper = hook.wrapper
     slots = []
     original: Any = None
     for target in (hook.target, *hook.also):
@@ -209,8 +178,10 @@ def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot]
             original = raw
             _check_signature(hook, raw)
             if mixin := mixin_for(target):
-                below = vars(mixin).get(attribute, _INHERITED)  # another group's override of the same method
-                slots.append(_Slot(mixin, attribute, below, _override(mixin, attribute, raw, wrapper, below)))
+                below = vars(mixin).get(attribute, _INHERITED)  # another component's override of the same method
+                if hook.name in getattr(below, _OVERRIDES, ()):
+                    raise SymbolChanged(f"{target} is overridden already")
+                slots.append(_Slot(mixin, attribute, below, _override(mixin, attribute, raw, hook, below)))
                 continue
         elif raw is not original:
             raise SymbolChanged(
@@ -222,8 +193,8 @@ def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot]
     return slots
 
 
-def _override(mixin: type, attribute: str, raw: Any, wrapper: Callable[..., Any], below: Any) -> Callable[..., Any]:
-    """A method of a mixin: the wrapper around the mixin's method so far, `below`.
+def _override(mixin: type, attribute: str, raw: Any, hook: Hook, below: Any) -> Callable[..., Any]:
+    """A method of a mixin: the hook's wrapper around the mixin's method so far, `below`.
 
     Where it has none, around what comes after the mixin in the object's own order of classes.
     """
@@ -231,8 +202,9 @@ def _override(mixin: type, attribute: str, raw: Any, wrapper: Callable[..., Any]
     @functools.wraps(raw)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         wrapped = getattr(super(mixin, self), attribute) if below is _INHERITED else below.__get__(self)
-        return wrapper(wrapped, self, args, kwargs)
+        return hook.wrapper(wrapped, self, args, kwargs)
 
+    setattr(method, _OVERRIDES, (*getattr(below, _OVERRIDES, ()), hook.name))
     return method
 
 

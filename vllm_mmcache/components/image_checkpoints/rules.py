@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a configuration says of this component. Any process, at start."""
+
+from typing import Any
+
+from vllm_mmcache.base.status import State
+
+# With which checkpoints were shown to be right, by whether it is model runner V2. There ngram is a kernel that Triton's
+# interpreter can't run.
+_DRAFTERS = {False: frozenset({"ngram", "eagle"}), True: frozenset({"eagle"})}
+
+
+def state_in(vllm_config: Any) -> State | None:
+    """Checkpoints are off beside what they were not shown to be right with."""
+    parallel = vllm_config.parallel_config
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return State("unneeded", "prefix caching is off")
+    speculative, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
+    is_hybrid = vllm_config.model_config.is_hybrid
+    if speculative is not None:
+        if is_hybrid:
+            why = "wrong prefix hits of Mamba states are reported with speculative decoding (vLLM 53912)"
+            return State("off", why)
+        if speculative.method not in _DRAFTERS[vllm_config.use_v2_model_runner]:
+            where = " on model runner V2" if vllm_config.use_v2_model_runner else ""
+            return State("off", f"not shown to be right with speculative decoding by {speculative.method}{where}")
+    if transfer is not None:
+        if is_hybrid:
+            return State("off", "with a KV connector, vLLM uses a Mamba state before the load that brings it")
+        if speculative is not None:
+            return State("off", "not shown to be right with a KV connector and speculative decoding together")
+        if vllm_config.use_v2_model_runner or vllm_config.scheduler_config.async_scheduling:
+            why = "with a KV connector, not shown to be right on model runner V2 or with async scheduling"
+            return State("off", why)
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return State("off", "not shown to be right with context parallelism")
+    return None

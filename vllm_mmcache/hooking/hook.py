@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The declaration of a hook, which stands on the function that replaces a symbol of vLLM.
+
+    hook = Hooks("image_spans", "engine", upstream="none yet", remove_when="vLLM never splits such a span")
+
+    @hook("vllm.v1.core.sched.scheduler:Scheduler.schedule", name="turns", args=("throttle_prefills",), why="...")
+    def take_turns(wrapped, instance, args, kwargs): ...
+
+The function is a wrapt wrapper and stays as it is: nothing is replaced before installer.py is asked to. One function
+can be declared for several symbols. Any process; imports nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from vllm_mmcache.base.role import Role
+
+
+TESTED_VLLM = ">=0.32.0,<0.34"
+"""Of every hook that names no other range."""
+
+Only = Literal["", "runner V1", "pipeline stages"]
+Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
+
+_declared: dict[str, dict[str, Hook]] = {}  # module -> name -> hook, in the order of the declarations
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One symbol of vLLM that is replaced, or overridden in a subclass (subclasses.py).
+
+    target and also are "module:Owner.attr"; also lists from-import aliases that must change with the target. wrapper is
+    called as (wrapped, instance, args, kwargs). vllm is a PEP 440 range with both ends.
+    """
+
+    name: str
+    """The component's, a dot and its own."""
+    component: str
+    target: str
+    wrapper: Callable[..., Any]
+    process: Role
+    args_used: tuple[str, ...]
+    """Arguments of the symbol that the wrapper reads; they must be there."""
+    why: str
+    upstream: str
+    """Issues or proposals of vLLM, or that there are none."""
+    remove_when: str
+    also: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    """Private symbols of vLLM that the wrapper calls; they must be there."""
+    only: Only = ""
+    """A configuration without it does not need this hook."""
+    vllm: str = TESTED_VLLM
+
+
+class Hooks:
+    """Declares the hooks of a module: those of one component, in one process where a hook names no other.
+
+    What is given here holds for every hook that does not say it itself.
+    """
+
+    def __init__(
+        self, component: str, process: Role, *, why: str = "", upstream: str = "", remove_when: str = ""
+    ) -> None:
+        self._component = component
+        self._process = process
+        self._why = why
+        self._upstream = upstream
+        self._remove_when = remove_when
+
+    def __call__(
+        self,
+        target: str,
+        *,
+        name: str,
+        process: Role | None = None,
+        args: tuple[str, ...] = (),
+        also: tuple[str, ...] = (),
+        reads: tuple[str, ...] = (),
+        only: Only = "",
+        why: str = "",
+        upstream: str = "",
+        remove_when: str = "",
+    ) -> Callable[[Wrapper], Wrapper]:
+        """A decorator that declares the function as the wrapper of `target`, and returns it unchanged."""
+
+        def declare(wrapper: Wrapper) -> Wrapper:
+            declared = Hook(
+                name=f"{self._component}.{name}",
+                component=self._component,
+                target=target,
+                wrapper=wrapper,
+                process=process or self._process,
+                args_used=args,
+                why=why or self._why,
+                upstream=upstream or self._upstream,
+                remove_when=remove_when or self._remove_when,
+                also=also,
+                reads=reads,
+                only=only,
+            )
+            _declared.setdefault(wrapper.__module__, {})[declared.name] = declared
+            return wrapper
+
+        return declare
+
+
+def declared_in(module: str) -> list[Hook]:
+    """The hooks that a module declares; imports it, and with it what it needs of vLLM."""
+    importlib.import_module(module)
+    return list(_declared.get(module, {}).values())

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All components, and the table of all hooks, which start, doctor, docs, checks and tests read.
+
+A component's package says what it is (COMPONENT), and its hooks stand on the functions that replace symbols of vLLM.
+A vLLM that a component does not fit runs without it, and is then as wrong or right there as it is without us. Any
+process; the table of hooks imports vLLM.
+"""
+
+import importlib
+from functools import cache
+
+from vllm_mmcache.base.role import ROLES, Role
+from vllm_mmcache.hooking.component import Component
+from vllm_mmcache.hooking.hook import Hook
+
+# In the order in which they are decided on and installed: what a component needs comes before it, and of two that
+# override one method the later is called first.
+_PACKAGES = (
+    "vllm_mmcache.components.block_keys",
+    "vllm_mmcache.components.image_spans",
+    "vllm_mmcache.components.resumed_images",
+    "vllm_mmcache.components.image_checkpoints",
+    "vllm_mmcache.metrics",
+    "vllm_mmcache.components.features",
+    "vllm_mmcache.components.lazy_media",
+    "vllm_mmcache.components.image_extraction",
+    "vllm_mmcache.components.identity",
+    "vllm_mmcache.components.lazy_processing",
+    "vllm_mmcache.components.observe",
+)
+
+# No components, since they have no settings: these hooks are there wherever a component is.
+FIRST = Component("settings", "vllm_mmcache.lifecycle", dict.fromkeys(ROLES, ("hooks",)))
+"""Sees the VllmConfig: installed when the plugin is registered. All else follows when it is seen."""
+REPORT = Component("report", "vllm_mmcache.lifecycle", {"api": ("report", "middleware"), "engine": ("rank_sync",)})
+"""Tells what is in force, on wherever a component is."""
+
+COMPONENTS: dict[str, Component] = {
+    component.name: component for component in (importlib.import_module(name).COMPONENT for name in _PACKAGES)
+}
+ROOMS = tuple(COMPONENTS)
+
+
+def parts(role: Role) -> dict[str, Component]:
+    """The components with hooks in a process of this role, by name."""
+    return {name: component for name, component in COMPONENTS.items() if component.hooks.get(role)}
+
+
+@cache
+def table() -> tuple[Hook, ...]:
+    """Every symbol of vLLM that is replaced or overridden; imports all that declares one."""
+    everything = (FIRST, REPORT, *COMPONENTS.values())
+    return tuple(hook for component in everything for role in ROLES for hook in component.hooks_in(role))
+
+
+def hooks_of(name: str) -> list[Hook]:
+    """The hooks of a component, of FIRST or of REPORT, in all roles."""
+    return [hook for hook in table() if hook.component == name]
