@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeVar
 
 from vllm_mmcache.base.role import Role
 
-
 TESTED_VLLM = ">=0.32.0,<0.34"
 """Of every hook that names no other range."""
 
