@@ -20,6 +20,7 @@ from vllm_mmcache import __version__
 
 REPO = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+ADDRESS = "https://github.com/vllm-mmcache/vllm-mmcache"
 VERBS = ("demo", "lint", "zoo")
 # What the packages are never without.
 DATA = {f"components/observe/page/{name}" for name in ("index.html", "page.css", "page.js")}
@@ -83,9 +84,26 @@ def test_what_they_say_of_themselves(wheels: list[Path]) -> None:
     written = about(server, "entry_points.txt")
     for place in ("vllm_mmcache.plugin:register", "vllm_mmcache.cli:main"):
         assert f"mmcache = {place}\n" in written
-    for name in ("requires-python", "license"):
+    for name in ("requires-python", "license", "license-files"):
         assert project(".")["project"][name] == project("tools")["project"][name]
     assert project(".")["build-system"] == project("tools")["build-system"]
+
+
+def test_they_have_the_license_their_types_and_the_projects_address(wheels: list[Path]) -> None:
+    text = (REPO / "LICENSE").read_text()
+    assert "Apache License" in text
+    for wheel, package in zip(wheels, ("vllm_mmcache", "mmcache_tools"), strict=True):
+        metadata = about(wheel, "METADATA")
+        assert "License-Expression: Apache-2.0\nLicense-File: LICENSE\n" in metadata
+        assert about(wheel, "licenses/LICENSE") == text
+        assert f"{package}/py.typed" in files(wheel)
+        assert "Classifier: Typing :: Typed\n" in metadata
+        urls = re.findall("^Project-URL: (.*), (.*)$", metadata, re.MULTILINE)
+        assert {label for label, _ in urls} >= {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+        for _, url in urls:
+            rest = url.removeprefix(ADDRESS)
+            assert rest != url, url
+            assert rest in ("", "/issues") or (REPO / re.sub("^/(blob|tree)/main/", "", rest)).exists(), url
 
 
 class Environment:

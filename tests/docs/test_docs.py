@@ -15,7 +15,7 @@ from benchmarks import summary
 from tests.sizes import larger
 
 REPO = Path(__file__).parents[2]
-PAGES = sorted([REPO / "README.md", *(REPO / "docs").rglob("*.md"), *REPO.glob("*/README.md")])
+PAGES = sorted({*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md"), *REPO.glob("*/README.md")})
 
 
 def load(script: str) -> Any:
