@@ -103,7 +103,7 @@ def test_the_three_hops_lead_to_a_line_and_a_test() -> None:
 
 
 def test_no_name_is_promised_that_no_index_has() -> None:
-    """Until vllm-mmcache is on an index, it is installed from a clone or from git; extras.py knows which."""
+    """Until vllm-mmcache is on an index, it is installed from a clone or from git; distributions.py knows which."""
     promise = re.compile(r"pip install (?:[^\n`]*['\" ])?vllm-mmcache(?!(?:\[\w+\]|-tools) @ )")
     assert promise.search("    pip install 'vllm-mmcache[cuda]'")
     assert promise.search("pip install vllm-mmcache")
