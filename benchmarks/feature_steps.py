@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from mmcache_tools.harness.engines import ZooRig
+
 from benchmarks.replays import started
 from benchmarks.results import Result, run_worker
 from benchmarks.servers import stored
@@ -28,8 +30,7 @@ from vllm_mmcache.base import background, settings
 from vllm_mmcache.components.features.engine.hooks import Connector
 from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.components.features.worker import hooks
-from vllm_mmcache.prove.engines import Rig
-from vllm_mmcache.prove.scenarios import filler, picture, user
+from vllm_mmcache.prove.conversations import filler, picture, user
 
 A_CORE_TO_SPARE = {"OMP_NUM_THREADS": "1"}  # for the engine to decode on one of two, as a GPU leaves cores
 PACKAGE = Shape(2048, 16384, "bfloat16")  # 64 MiB: about an image of 1080p to Qwen3-VL-8B
@@ -65,7 +66,7 @@ class Stopwatch:
     Its calls in the scheduler and in the rank are timed where they are made, and the ones within others once.
     """
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: ZooRig) -> None:
         self.steps: list[tuple[float, bool]] = []  # whether it took images in the step
         self._now, self._depth, self._took_images = 0.0, 0, False
         for name in ("arrive", "ensure_cache_available", "update_state_after_alloc", "build_connector_meta"):
@@ -140,7 +141,7 @@ def loading(root: Path, family: str, chosen: dict[str, Any], packages: int, repe
     return {which: spread(seconds) for which, seconds in found.items() if seconds}
 
 
-def decode(rig: Rig, begin: Callable[[], IsOver]) -> list[float]:
+def decode(rig: ZooRig, begin: Callable[[], IsOver]) -> list[float]:
     """Seconds of each step of as many requests as fit into one, from `begin` until what it gives is true."""
     engine, seconds = rig.llm.llm_engine, list[float]()
     asks = itertools.cycle([user(filler(10 + number))] for number in range(rig.config.num_seqs))

@@ -8,13 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from mmcache_tools.harness.engines import LOAD, EngineConfig, EnginePool, ZooRig
+from mmcache_tools.harness.oracle import step_deltas
 from mmcache_tools.zoo import ZooOptions, build
 
 from benchmarks.results import SIDES, Result, in_turn, run_worker
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import step_deltas
-from vllm_mmcache.prove.load import LOAD, conversations, counted
-from vllm_mmcache.prove.scenarios import filler, picture, user
+from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.prove.load import conversations, counted
 
 BATCH = 64
 STUCK_STEPS = 50  # in which nothing happens
@@ -42,7 +42,7 @@ def exactness(root: Path, windows: list[int]) -> dict[str, Any]:
     worst, wrong, longest, answers = 0.0, 0, 0, 0
     for window in windows:
         directory = build("gemma3", root / f"window-{window}", options=ZooOptions(sliding_window=window))
-        rig = Rig(EngineConfig("gemma3", max_tokens=4224, batched_tokens=1024), directory)
+        rig = ZooRig(EngineConfig("gemma3", max_tokens=4224, batched_tokens=1024), directory)
         for num_images, num_words in ((1, 40), (2, 300), (6, 900), (6, 3500)):
             parts: list[Any] = []
             for number in range(num_images):

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 from vllm import SamplingParams
 
 from benchmarks.results import Result, medians, run_worker
 from tests.observe.observing import assistant, observed, picture, system, user, words
 from vllm_mmcache.base import status
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 
 def measure(options: Namespace) -> Result:

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from mmcache_tools.harness.engines import EngineConfig, ZooRig
 from mmcache_tools.zoo import ZooOptions, build_cached
 from PIL.ImageFile import ImageFile
 
@@ -21,7 +22,7 @@ from benchmarks import workloads
 from benchmarks.results import SIDES, Result, in_turn, run_worker
 from benchmarks.servers import stored
 from benchmarks.workloads import SHAPES, Asks, rotation
-from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, EngineConfig, Rig
+from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer
 from vllm_mmcache.prove.workloads import put, questions, reusable, shared
 
 COUNTED = ("cached_tokens", "best_tokens", "tower_runs", "decodes")
@@ -121,7 +122,7 @@ def replayed(
 def started(
     root: Path, family: str, settings: Mapping[str, Any], zoo: ZooOptions | None = None,
     more: Mapping[str, Any] | None = None, **engine: Any,
-) -> Iterator[Rig]:  # fmt: skip
+) -> Iterator[ZooRig]:  # fmt: skip
     """An engine with vLLM's own block size and token budget; settings of the plugin are nothing to stock.
 
     Its model is in `root`: a process that is to find what another one saved needs the same, for vLLM's name of an image
@@ -129,7 +130,7 @@ def started(
     """
     more = {"additional_config": {"mmcache": dict(settings)}, **LARGE_IMAGES.get(family, {}), **(more or {})}
     config = EngineConfig(family, **{"block_tokens": None, "batched_tokens": None, **engine}, more=tuple(more.items()))
-    rig = Rig(config, build_cached(family, root, options=zoo or ZOO.get(family)))
+    rig = ZooRig(config, build_cached(family, root, options=zoo or ZOO.get(family)))
     try:
         yield rig
     finally:
@@ -139,7 +140,7 @@ def started(
 class Work:
     """Counts the images that the vision tower of an engine runs for, and the pictures that are decoded."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: ZooRig) -> None:
         self.tower_runs = self.decodes = 0
         embed, load = rig.runner.model.embed_multimodal, ImageFile.load
 
@@ -156,7 +157,7 @@ class Work:
         ImageFile.load = counted_load  # type: ignore[method-assign, assignment]
 
 
-def requests(rig: Rig, work: Work, asks: Asks, max_tokens: int) -> list[dict[str, Any]]:
+def requests(rig: ZooRig, work: Work, asks: Asks, max_tokens: int) -> list[dict[str, Any]]:
     """Put all requests of a workload, one after the other; what each was and what it cost. Units: seconds, tokens.
 
     `best_tokens` is the longest prefix that a request shares with an earlier one, floored to the block size and without
@@ -182,7 +183,7 @@ def requests(rig: Rig, work: Work, asks: Asks, max_tokens: int) -> list[dict[str
     return found
 
 
-def answered(rig: Rig, conversation: list[Any], max_tokens: int) -> Answer:
+def answered(rig: ZooRig, conversation: list[Any], max_tokens: int) -> Answer:
     """To a conversation as clients' messages where its pictures are URLs, else to a prompt with pictures."""
     if not any(part["type"] == "image_url" for part in parts_of(conversation)):
         return rig.ask(conversation, max_tokens=max_tokens)[0]

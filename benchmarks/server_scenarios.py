@@ -35,7 +35,7 @@ from benchmarks.results import ROOT
 from benchmarks.scenarios import Client, Counted, Life, Scenario, Seen, Step, Talk, asks, each, questions
 from benchmarks.servers import HEADERS, MODEL, PATH, Body, Reply, counters, image_part, read_reply, request, talk
 from vllm_mmcache.client import OnceTransport
-from vllm_mmcache.prove.scenarios import filler
+from vllm_mmcache.prove.conversations import filler
 
 NUM_WARM_UPS = 2
 SMALL_CACHES = {"MMCACHE_FEATURE_RAM_BYTES": "64MiB"}

@@ -12,8 +12,8 @@ from collections.abc import Generator
 from typing import Any
 
 from benchmarks.pictures import SCREEN, url_of
-from vllm_mmcache.prove.engines import Answer
-from vllm_mmcache.prove.scenarios import assistant, filler, picture, user
+from vllm_mmcache.prove.answers import Answer
+from vllm_mmcache.prove.conversations import assistant, filler, picture, user
 from vllm_mmcache.prove.workloads import Shape
 
 Asks = Generator[tuple[bool | str, list[Any]], Answer, None]

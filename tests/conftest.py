@@ -32,7 +32,7 @@ from tests.engine_configuration import CHOSEN
 from tests.sizes import LARGER_FAMILIES, WHOLE, larger, scaled
 
 if TYPE_CHECKING:
-    from vllm_mmcache.prove.engines import EnginePool
+    from mmcache_tools.harness.engines import EnginePool
 
 CHOSEN.apply()
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -55,7 +55,7 @@ settings.load_profile("scaled")
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
     """At most one engine alive; closed at the end of the session."""
-    from vllm_mmcache.prove.engines import EnginePool
+    from mmcache_tools.harness.engines import EnginePool
 
     engines = EnginePool(tmp_path_factory.mktemp("zoo"), CHOSEN.check)
     yield engines

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tests import runner_v2
 
 if TYPE_CHECKING:
-    from vllm_mmcache.prove.engines import Rig
+    from mmcache_tools.harness.engines import ZooRig
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class EngineConfiguration:
         if self.runner == 2:
             sys.path.insert(0, str(runner_v2.FOLDER))
 
-    def check(self, rig: Rig) -> None:
+    def check(self, rig: ZooRig) -> None:
         """Assert that an engine is of this configuration; elsewhere than on the CPU it is what vLLM takes."""
         from vllm.platforms import current_platform
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from vllm_mmcache import __version__
+from vllm_mmcache.environment.repair import PTH_LINE
 
 REPO = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -113,9 +114,11 @@ class Environment:
         done = run(sys.executable, "-m", "venv", "--without-pip", folder)
         assert done.returncode == 0, done.stderr
         self.folder = folder
+        (self.place,) = folder.glob("lib/python*/site-packages")
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MMCACHE_")}
-        # On PYTHONPATH its .pth files are not read, with which the package would come.
+        # On PYTHONPATH its .pth files are not read, with which the package would come; torchvision may need one.
         self.environ = {**kept, "PYTHONPATH": sysconfig.get_path("purelib")}
+        (self.place / "torchvision.pth").write_text(PTH_LINE)
 
     def pip(self, *arguments: str | Path) -> None:
         done = run(*PIP, "--python", str(self.folder), *map(str, arguments))
@@ -124,11 +127,40 @@ class Environment:
     def mmcache(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         return run(self.folder / "bin" / "mmcache", *arguments, env=self.environ, cwd=self.folder)
 
+    def python(self, code: str) -> "subprocess.CompletedProcess[str]":
+        return run(self.folder / "bin" / "python", "-c", code, env=self.environ, cwd=self.folder)
+
     def packages(self) -> set[str]:
         """The files of the installed packages, but for compiled ones."""
-        (place,) = self.folder.glob("lib/python*/site-packages")
-        found = (path for name in ("vllm_mmcache", "mmcache_tools") for path in (place / name).rglob("*"))
-        return {str(path.relative_to(place)) for path in found if path.is_file() and path.suffix != ".pyc"}
+        found = (path for name in ("vllm_mmcache", "mmcache_tools") for path in (self.place / name).rglob("*"))
+        return {str(path.relative_to(self.place)) for path in found if path.is_file() and path.suffix != ".pyc"}
+
+
+# Imports every module of a package, and says where the tools are and what is loaded of them.
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import {package} as package
+names = [one.name for one in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+for name in names:
+    importlib.import_module(name)
+print(importlib.util.find_spec("mmcache_tools"), *sorted(name for name in sys.modules if name.startswith({package!r})))
+"""
+
+
+def test_a_model_of_ones_own_is_proven_without_the_tools(wheels: list[Path], tmp_path: Path) -> None:
+    """All that `mmcache prove --own` runs can be imported, and the command gets as far as the model."""
+    here = Environment(tmp_path / "venv")
+    here.pip("install", "--no-deps", "--no-index", wheels[0])
+    done = here.python(IMPORT_ALL.format(package="vllm_mmcache.prove"))
+    assert done.returncode == 0, done.stderr
+    tools, *loaded = done.stdout.strip().splitlines()[-1].split()
+    assert tools == "None"
+    assert {f"vllm_mmcache.prove.{name}" for name in ("own_checks", "proving", "worker")} <= set(loaded)
+    done = here.mmcache("prove", str(tmp_path), "--own")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: the config of {tmp_path} can't be read"), done.stderr
+    done = here.mmcache("prove", str(tmp_path))
+    assert "a check on the zoo's models needs vllm-mmcache-tools, which is not installed" in done.stderr, done.stderr
 
 
 def test_tools_come_and_go(wheels: list[Path], tmp_path: Path) -> None:

@@ -13,14 +13,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mmcache_tools.prove_zoo.items import SWITCH
+
 from benchmarks.results import processor
 from vllm_mmcache import __version__
 from vllm_mmcache.base.errors import EnvironmentProblem
 from vllm_mmcache.base.versions import installed
-from vllm_mmcache.prove.items import SWITCH
 from vllm_mmcache.prove.look import see
 
 REPO = Path(__file__).parents[2]
+TOOLS = REPO / "tools"
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def make_plugin_path(folder: Path) -> str:
     with (info / "entry_points.txt").open("w") as file:
         for group, entries in project()["entry-points"].items():
             print(f"[{group}]", *(f"{name} = {target}" for name, target in entries.items()), sep="\n", file=file)
-    return os.pathsep.join([str(folder), str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.pathsep.join(map(str, [folder, REPO, TOOLS, *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
 def look(wanted: str) -> Found:
@@ -67,7 +69,7 @@ def look(wanted: str) -> Found:
             f"{sys.executable} -m pip install {' '.join(map(repr, missing))}"
         )
     try:
-        seen = see("", own=True, arguments=())
+        seen = see("", arguments=())
     except ImportError as error:
         raise EnvironmentProblem(f"vLLM can't be imported by {sys.executable}: {error!r}. Reinstall it.") from error
     if seen.platform != wanted:

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mmcache_tools.prove_zoo.items import plan
 from mmcache_tools.zoo import FIRST_FAMILIES
 
 from scripts.gpu_check.found import REPO, Found
 from vllm_mmcache.lifecycle import tested_engines
-from vllm_mmcache.prove.items import plan
 
 FOLDER = Path(__file__).parent / "results"
 

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mmcache_tools.prove_zoo.items import ZooHow, plan
 from mmcache_tools.zoo import FIRST_FAMILIES
 
 from benchmarks.catalogue import BENCHMARKS
@@ -31,7 +32,7 @@ from scripts.gpu_check import found as here
 from scripts.gpu_check import results
 from vllm_mmcache.base.errors import EnvironmentProblem
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
-from vllm_mmcache.prove.items import MORE, How, OutOfTime, plan
+from vllm_mmcache.prove.items import MORE, OutOfTime
 from vllm_mmcache.prove.runs import Runs
 
 BENCHMARK_S = 1800.0
@@ -119,7 +120,13 @@ class Run:
     def items(self) -> None:
         """What the options leave of the plan; stock comes before the items that are compared with it."""
         options, known = self._options, self.result["items"]
-        runs = Runs(How(options.precision, options.short, options.log, environments(self._found.platform)), self._end)
+        how = ZooHow(
+            short=options.short,
+            log=options.log,
+            precision=options.precision,
+            environments=environments(self._found.platform),
+        )
+        runs = Runs(how, self._end)
         runners = [one for one in self._found.runners if one in (options.runners or self._found.runners)]
         whole = plan(options.families, runners, self._found.platform != "cpu", options.short)
         for _, group in itertools.groupby(whole, key=lambda item: (item.runner, bool(item.rooms))):

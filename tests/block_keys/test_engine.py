@@ -5,25 +5,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 from vllm.v1.core import kv_cache_utils
 
 from tests.block_keys.test_layout import by_the_book
-from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import assert_exact
-from vllm_mmcache.prove.scenarios import filler, one, picture, user
+from vllm_mmcache.prove.answers import Answer
+from vllm_mmcache.prove.conversations import filler, one, picture, user
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 
 CONFIG = EngineConfig("qwen3-vl")
 
 
-def cached_keys(rig: Rig) -> set[str]:
+def cached_keys(rig: ZooRig) -> set[str]:
     """The keys in the engine's block pool, without the number of the KV group behind each."""
     pool: Any = rig.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     return {bytes(key)[:-4].hex() for key in pool.cached_block_hash_to_block._cache}
 
 
-def keys_of(rig: Rig, answer: Answer, names: Sequence[str]) -> set[str]:
+def keys_of(rig: ZooRig, answer: Answer, names: Sequence[str]) -> set[str]:
     """By the page of the layout: the keys of a prompt and its answer, as far as they were computed."""
     spans = zip(names, rig.image_spans(answer), strict=True)
     case = {
@@ -58,4 +58,4 @@ def test_keys_of_the_engine(pool: EnginePool, config: EngineConfig, monkeypatch:
     (start, _), *_ = rig.image_spans(other)
     assert other.num_cached_tokens <= start
     assert not keys_of(rig, first, ["another name"]) <= cached_keys(rig)
-    assert_exact(rig, [first, second, other])
+    rig.assert_exact([first, second, other])

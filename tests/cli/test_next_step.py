@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_commands import assert_one_line, mmcache
-from vllm_mmcache.base import extras
+from vllm_mmcache.base import distributions
 from vllm_mmcache.base.errors import EnvironmentProblem
 from vllm_mmcache.cli import preflight
 from vllm_mmcache.client import async_http_client, http_client
@@ -83,7 +83,7 @@ def test_doctor_without_vllm(without_vllm: str) -> None:
     outcome = mmcache("doctor", PYTHONPATH=without_vllm, COLUMNS="1000")
     assert outcome.returncode == 1
     assert "finding in vllm: not installed in " in outcome.stdout
-    assert f"cure: {extras.how('cpu')} on a machine without a GPU" in outcome.stdout
+    assert f"cure: {distributions.install_command('cpu')} on a machine without a GPU" in outcome.stdout
     assert "Traceback" not in outcome.stderr
 
 

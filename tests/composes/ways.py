@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mmcache_tools.harness.engines import ZooRig
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
 from tests.speculative.drafters import LETTERS
-from vllm_mmcache.prove.engines import NUM_LOGPROBS, Message, Rig
-from vllm_mmcache.prove.scenarios import filler, picture, user
+from vllm_mmcache.prove.answers import NUM_LOGPROBS, Message
+from vllm_mmcache.prove.conversations import filler, picture, user
 
 NUM_TOKENS = 8
 
@@ -38,7 +39,7 @@ class Said:
     vector: list[float] = field(default_factory=list)
 
 
-Way = Callable[[Rig, Sequence[Message]], Said]
+Way = Callable[[ZooRig, Sequence[Message]], Said]
 WAYS: dict[str, Way] = {}
 
 
@@ -48,7 +49,7 @@ def way(function: Way) -> Way:
     return function
 
 
-def prompt_of(rig: Rig, conversation: Sequence[Message]) -> Any:
+def prompt_of(rig: ZooRig, conversation: Sequence[Message]) -> Any:
     text, images = rig.render(conversation)
     return {"prompt": text, "multi_modal_data": {"image": list(images)}} if images else {"prompt": text}
 
@@ -60,19 +61,19 @@ def said(output: Any) -> Said:
     )
 
 
-def generate(rig: Rig, conversation: Sequence[Message], sampling: dict[str, Any] | None = None, **more: Any) -> Said:
+def generate(rig: ZooRig, conversation: Sequence[Message], sampling: dict[str, Any] | None = None, **more: Any) -> Said:
     chosen = {"max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": NUM_LOGPROBS, "ignore_eos": True}
     params = SamplingParams(**chosen | (sampling or {}))
     return said(rig.llm.generate([prompt_of(rig, conversation)], params, use_tqdm=False, **more)[0])
 
 
 @way
-def plain(rig: Rig, conversation: Sequence[Message]) -> Said:
+def plain(rig: ZooRig, conversation: Sequence[Message]) -> Said:
     return generate(rig, conversation)
 
 
 @way
-def letters(rig: Rig, conversation: Sequence[Message]) -> Said:
+def letters(rig: ZooRig, conversation: Sequence[Message]) -> Said:
     """An answer of three letters, so that something is drafted and accepted."""
     encode = rig.oracle.processor.tokenizer.encode
     allowed = [encode(letter, add_special_tokens=False)[0] for letter in LETTERS]
@@ -80,12 +81,12 @@ def letters(rig: Rig, conversation: Sequence[Message]) -> Said:
 
 
 @way
-def several(rig: Rig, conversation: Sequence[Message]) -> Said:
+def several(rig: ZooRig, conversation: Sequence[Message]) -> Said:
     return generate(rig, conversation, {"n": 3, "temperature": 1.0, "seed": 7})
 
 
 @way
-def structured(rig: Rig, conversation: Sequence[Message]) -> Said:
+def structured(rig: ZooRig, conversation: Sequence[Message]) -> Said:
     wanted = StructuredOutputsParams(regex="( red| cat| dog){12}")
     found = generate(rig, conversation, {"structured_outputs": wanted})
     tokenizer = rig.oracle.processor.tokenizer
@@ -95,7 +96,7 @@ def structured(rig: Rig, conversation: Sequence[Message]) -> Said:
 
 
 @way
-def beam(rig: Rig, conversation: Sequence[Message]) -> Said:
+def beam(rig: ZooRig, conversation: Sequence[Message]) -> Said:
     params = BeamSearchParams(beam_width=3, max_tokens=NUM_TOKENS, ignore_eos=True)
     (output,) = rig.llm.beam_search([prompt_of(rig, conversation)], params)
     return Said(
@@ -105,13 +106,13 @@ def beam(rig: Rig, conversation: Sequence[Message]) -> Said:
 
 
 @way
-def pooled(rig: Rig, conversation: Sequence[Message]) -> Said:
+def pooled(rig: ZooRig, conversation: Sequence[Message]) -> Said:
     (output,) = rig.llm.embed([prompt_of(rig, conversation)], use_tqdm=False)
     return Said(vector=[float(value) for value in output.outputs.embedding])
 
 
 @way
-def with_priority(rig: Rig, conversation: Sequence[Message]) -> Said:
+def with_priority(rig: ZooRig, conversation: Sequence[Message]) -> Said:
     """Behind three others of higher and lower priority."""
     others = [[user(picture(70 + n), "Another one." + filler(40))] for n in range(3)]
     prompts = [prompt_of(rig, one) for one in [*others, conversation]]
@@ -120,21 +121,21 @@ def with_priority(rig: Rig, conversation: Sequence[Message]) -> Said:
 
 
 @way
-def lora(rig: Rig, conversation: Sequence[Message]) -> Said:
+def lora(rig: ZooRig, conversation: Sequence[Message]) -> Said:
     """Without the adapter and with it: other answers, and neither reuses what the other left."""
     base, adapted = generate(rig, conversation), generate(rig, conversation, lora_request=adapter(rig))
     assert base.tokens != adapted.tokens, "the adapter changes nothing"
     return Said(base.tokens + adapted.tokens, base.logprobs + adapted.logprobs)
 
 
-def wait_until_weights_are_known(rig: Rig) -> None:
+def wait_until_weights_are_known(rig: ZooRig) -> None:
     """Before, no features are used."""
     if (features := rig.features) is not None:
         assert features.wait_until_known(600)
 
 
 @way
-def reloaded(rig: Rig, conversation: Sequence[Message]) -> Said:
+def reloaded(rig: ZooRig, conversation: Sequence[Message]) -> Said:
     """The weights are read once more before each question; the scheduler is told that the worker's cache is empty."""
     rig.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(rig.directory)})
     rig.llm.llm_engine.reset_encoder_cache()
@@ -143,7 +144,7 @@ def reloaded(rig: Rig, conversation: Sequence[Message]) -> Said:
 
 
 @way
-def transferred(rig: Rig, conversation: Sequence[Message]) -> Said:
+def transferred(rig: ZooRig, conversation: Sequence[Message]) -> Said:
     """Before each question weights are sent twice; with the second they are what they were."""
     for factor in (0.5, 2.0):
         rig.llm.start_weight_update()
@@ -154,7 +155,7 @@ def transferred(rig: Rig, conversation: Sequence[Message]) -> Said:
 
 
 @way
-def embeddings(rig: Rig, conversation: Sequence[Message]) -> Said:
+def embeddings(rig: ZooRig, conversation: Sequence[Message]) -> Said:
     """The question itself, and numbers in place of a prompt, other ones for each question."""
     found = generate(rig, conversation)
     text, images = rig.render(conversation)
@@ -166,7 +167,7 @@ def embeddings(rig: Rig, conversation: Sequence[Message]) -> Said:
     return Said(found.tokens + other.tokens, found.logprobs + other.logprobs)
 
 
-def adapter(rig: Rig) -> LoRARequest:
+def adapter(rig: ZooRig) -> LoRARequest:
     """A LoRA on the queries of the first layer, large enough to change answers; written once."""
     folder = rig.directory.with_name(rig.directory.name + "-lora")
     if not folder.exists():

@@ -23,14 +23,15 @@ from tests.engine_configuration import CHOSEN
 
 CHOSEN.apply()
 
+from mmcache_tools.harness.engines import EngineConfig, ZooRig  # noqa: E402
 from mmcache_tools.zoo import build_cached  # noqa: E402
 
 from tests.composes.draft import write_draft  # noqa: E402
 from tests.composes.transfer import register  # noqa: E402
 from tests.composes.ways import WAYS, Said  # noqa: E402
 from tests.speculative.drafters import speculative_config  # noqa: E402
-from vllm_mmcache.prove.engines import EngineConfig, Message, Rig  # noqa: E402
-from vllm_mmcache.prove.scenarios import filler, picture, user  # noqa: E402
+from vllm_mmcache.prove.answers import Message  # noqa: E402
+from vllm_mmcache.prove.conversations import filler, picture, user  # noqa: E402
 
 
 def main() -> None:
@@ -57,7 +58,7 @@ def run(feature: Feature, scratch: Path) -> dict[str, Any]:
         register()
     stage, began = "start", time.monotonic()
     try:
-        rig = Rig(EngineConfig(feature.family, more=tuple(arguments.items())), model)
+        rig = ZooRig(EngineConfig(feature.family, more=tuple(arguments.items())), model)
         rooms = rooms_of_engine()
         stage = "answers"
         found = ask(rig, feature, scratch)
@@ -78,7 +79,7 @@ def question(number: int, behind: int, words: str = "What is in this picture?") 
     return [user(filler(180), picture(number), words + filler(behind))]
 
 
-def ask(rig: Rig, feature: Feature, scratch: Path) -> dict[str, Any]:
+def ask(rig: ZooRig, feature: Feature, scratch: Path) -> dict[str, Any]:
     """Warm in each way that a room reuses something, then each question cold."""
     put = WAYS[feature.way]
 
@@ -118,7 +119,7 @@ def ask(rig: Rig, feature: Feature, scratch: Path) -> dict[str, Any]:
     }
 
 
-def tower_runs(rig: Rig) -> list[int]:
+def tower_runs(rig: ZooRig) -> list[int]:
     """Grows by one whenever the tower runs, from now on; the room's own counter stands still where it is off."""
     model, runs = rig.runner.model, []
     embed = model.embed_multimodal
@@ -131,7 +132,7 @@ def tower_runs(rig: Rig) -> list[int]:
     return runs
 
 
-def from_transformers(rig: Rig, conversation: list[Message], said: Said) -> float | None:
+def from_transformers(rig: ZooRig, conversation: list[Message], said: Said) -> float | None:
     """How far the first sequence's log-probabilities are from Transformers'; None where they need not be near."""
     if rig.dtype is not torch.float32 or rig.has_other_kv or not said.tokens:
         return None
@@ -144,11 +145,11 @@ def from_transformers(rig: Rig, conversation: list[Message], said: Said) -> floa
     )
 
 
-def counted(rig: Rig, *names: str) -> float:
+def counted(rig: ZooRig, *names: str) -> float:
     return sum(getattr(metric, "value", 0) for metric in rig.llm.get_metrics() if metric.name in names)
 
 
-def num_reused(rig: Rig) -> int:
+def num_reused(rig: ZooRig) -> int:
     """Tokens of prompts that were not computed, so far: of the KV cache, and of a connector."""
     return int(counted(rig, "vllm:prefix_cache_hits", "vllm:external_prefix_cache_hits"))
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+from mmcache_tools.harness.scenarios import full_blocks
 
 from tests.connectors import moving
 from tests.connectors.moving import KEPT, connector, plan
@@ -17,9 +19,8 @@ from tests.exactness.mixed import RememberingOracle, ask_mixed
 from tests.features.towers import Asked
 from tests.sizes import larger
 from vllm_mmcache.base import status
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import BF16_SELF_TOLERANCE, Inexact, assert_equals_answer, assert_exact
-from vllm_mmcache.prove.scenarios import filler, full_blocks, one, picture, user
+from vllm_mmcache.prove.answers import BF16_SELF_TOLERANCE, Inexact, assert_equals_answer
+from vllm_mmcache.prove.conversations import filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 
@@ -53,7 +54,7 @@ def kept() -> Iterator[None]:
     plan()
 
 
-def restart(rig: Rig) -> None:
+def restart(rig: ZooRig) -> None:
     """As behind a restart: nothing in the engine, all of it with the connector."""
     rig.make_cold()
     moving.PLAN.loaded.clear()
@@ -78,7 +79,7 @@ def test_another_question_goes_on_at_the_image(pool: EnginePool, config: EngineC
     third = one(rig, user(filler(180), picture(2), "And what is this?" + filler(60, 7)))
     start = full_blocks(rig, rig.image_spans(second)[0][0])
     assert third.num_cached_tokens <= start, "another picture"
-    assert_exact(rig, [first, second, third])
+    rig.assert_exact([first, second, third])
 
 
 @sparse
@@ -93,7 +94,7 @@ def test_without_checkpoints_nothing_is_found(
     second = one(rig, user(filler(180), picture(1), "And what is this?" + filler(60, 7)))
     assert moving.PLAN.loaded == []
     assert second.num_cached_tokens == 0
-    assert_exact(rig, [second])
+    rig.assert_exact([second])
 
 
 @every
@@ -108,7 +109,7 @@ def test_spoiled_bytes_are_noticed(pool: EnginePool, config: EngineConfig) -> No
     answer = one(rig, asked(1, 60))
     assert moving.PLAN.loaded
     with pytest.raises(Inexact):
-        assert_exact(rig, [answer])
+        rig.assert_exact([answer])
 
 
 @keeps_all
@@ -131,7 +132,7 @@ def test_wherever_it_ends(pool: EnginePool, config: EngineConfig, beside: bool) 
         answers.append(one(rig, asked(1, 90)))
         ((begin, _),) = moving.PLAN.loaded
         assert 0 < begin < most
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 @every
@@ -146,7 +147,7 @@ def test_a_load_beside_the_steps_that_fails(pool: EnginePool, config: EngineConf
     assert moving.PLAN.failed
     plan(most_tokens=0)
     warm = one(rig, asked(1, 60))  # nothing of what failed has stayed under its key
-    assert_exact(rig, [first, again, warm])
+    rig.assert_exact([first, again, warm])
 
 
 @larger
@@ -169,7 +170,7 @@ def test_preemption_while_loading(pool: EnginePool, config: EngineConfig) -> Non
         assert rig.num_preemptions() > preempted
         moving.PLAN.is_held = False
         answers = list(asking.until(6))
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 @larger
@@ -184,7 +185,7 @@ def test_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
         answers += ask_mixed(rig, NUM_BATCHES, (224, 224))
         assert len(moving.PLAN.loaded) > NUM_BATCHES
     plan(most_tokens=0)
-    assert_exact(rig, answers, RememberingOracle(rig.oracle))
+    rig.assert_exact(answers, RememberingOracle(rig.oracle))
 
 
 HYBRID = EngineConfig("qwen3.5", more=(*connector(), ("prefix_cache_retention_interval", None)))

@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mmcache_tools.harness.engines import EngineConfig, ZooRig
+from mmcache_tools.harness.oracle import step_deltas
 from mmcache_tools.zoo import build_cached
 from PIL import Image
 
 from tests.engine_configuration import CHOSEN
-from vllm_mmcache.prove.engines import Answer, EngineConfig, Rig
-from vllm_mmcache.prove.expect import step_deltas
-from vllm_mmcache.prove.scenarios import filler, picture, user
+from vllm_mmcache.prove.answers import Answer
+from vllm_mmcache.prove.conversations import filler, picture, user
 
 ENDS = ("inside", "end", "behind")
 """Where what the connector has ends: inside the image, at its end, behind it."""
@@ -35,7 +36,7 @@ def found_tokens(num_prompt_tokens: int, block_tokens: int) -> int:
     return (num_prompt_tokens - 2) // block_tokens * block_tokens
 
 
-def question(rig: Rig, ends: str, number: int) -> tuple[str, tuple[Image.Image, ...]]:
+def question(rig: ZooRig, ends: str, number: int) -> tuple[str, tuple[Image.Image, ...]]:
     """A prompt about the picture of a number, of a length such that what the connector has of it ends as asked."""
     tail = {"inside": "", "end": " lamp", "behind": filler(70)}[ends]
     for words in range(40, 40 + rig.block_tokens):
@@ -54,7 +55,7 @@ def question(rig: Rig, ends: str, number: int) -> tuple[str, tuple[Image.Image, 
     raise AssertionError(f"no prompt in which the connector's KV ends {ends}")
 
 
-def told(rig: Rig, answer: Answer) -> dict[str, Any]:
+def told(rig: ZooRig, answer: Answer) -> dict[str, Any]:
     """An answer as plain data, with its distance from Transformers on the cold prompt."""
     _, expected = rig.oracle.log_probabilities(answer.prompt, answer.images, answer.token_ids)
     chosen = expected[range(len(answer.token_ids)), list(answer.token_ids)]
@@ -73,7 +74,7 @@ def main() -> None:
     """Read a task from stdin, print its result as the last line."""
     task = json.load(sys.stdin)
     more = tier(Path(task["tier"])) + tuple(tuple(pair) for pair in task.get("more", []))
-    rig = Rig(EngineConfig(task["family"], more=more), build_cached(task["family"], Path(task["zoo"])))
+    rig = ZooRig(EngineConfig(task["family"], more=more), build_cached(task["family"], Path(task["zoo"])))
     CHOSEN.check(rig)
     answers = []
     for ask in task["asks"]:

@@ -67,14 +67,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def test_every_page_and_every_room_is_in_the_index() -> None:
+def test_every_page_and_every_package_is_in_the_index() -> None:
     index = (REPO / "docs" / "README.md").read_text()
     linked = set(re.findall(r"\]\(([\w./-]+\.md)\)", index))
     pages = {path.name for path in (REPO / "docs").glob("*.md")} - {"README.md"}
     assert pages <= linked, pages - linked
-    rooms = {path.parent.name for path in (REPO / "vllm_mmcache").glob("*/__init__.py")}
-    named = set(re.findall(r"`([a-z_]+)/`", index))
-    assert rooms <= named, rooms - named
+    places = ("vllm_mmcache", "vllm_mmcache/components", "tools/mmcache_tools")
+    packages = {path.parent.name for place in places for path in (REPO / place).glob("*/__init__.py")}
+    assert packages == set(re.findall(r"`([a-z_]+)/`", index))
     folders = {path.parent.name for path in (REPO / "tests").glob("*/test_*.py")}
     assert folders == set(re.findall(r"`([a-z_0-9]+)/", (REPO / "tests" / "README.md").read_text()))
 
@@ -92,10 +92,10 @@ def test_the_readme_has_the_two_commands_and_pages_name_targets_that_exist() -> 
 def test_the_three_hops_lead_to_a_line_and_a_test() -> None:
     """What docs/architecture.md walks through: the page, the line that decides, the test that would fail."""
     walk = (REPO / "docs" / "architecture.md").read_text().partition("## Three hops")[2]
-    checkpoints = REPO / "vllm_mmcache" / "image_checkpoints"
+    checkpoints = REPO / "vllm_mmcache" / "components" / "image_checkpoints"
     (line,) = re.findall(r"^ {7}(\S.*)$", walk, re.MULTILINE)
     assert f"    {line}\n" in (checkpoints / "positions.py").read_text()
-    assert "def keep_checkpoints(" in (checkpoints / "scheduler.py").read_text()
+    assert "def keep_checkpoints(" in (checkpoints / "hooks.py").read_text()
     tests = REPO / "tests" / "image_checkpoints"
     assert "def test_order(" in (tests / "test_positions.py").read_text()
     assert (tests / "test_checkpoints.py").exists()
@@ -103,7 +103,7 @@ def test_the_three_hops_lead_to_a_line_and_a_test() -> None:
 
 
 def test_no_name_is_promised_that_no_index_has() -> None:
-    """Until vllm-mmcache is on an index, it is installed from a clone or from git; extras.py knows which."""
+    """Until vllm-mmcache is on an index, it is installed from a clone or from git; distributions.py knows which."""
     promise = re.compile(r"pip install (?:[^\n`]*['\" ])?vllm-mmcache(?!(?:\[\w+\]|-tools) @ )")
     assert promise.search("    pip install 'vllm-mmcache[cuda]'")
     assert promise.search("pip install vllm-mmcache")

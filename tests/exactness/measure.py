@@ -12,14 +12,15 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from mmcache_tools.harness.engines import EngineConfig, ZooRig
+from mmcache_tools.harness.oracle import step_deltas
+from mmcache_tools.harness.scenarios import MAIN
 from mmcache_tools.zoo import ZooOptions, build_cached
 
-from vllm_mmcache.prove.engines import Answer, EngineConfig, Rig
-from vllm_mmcache.prove.expect import step_deltas
-from vllm_mmcache.prove.scenarios import MAIN
+from vllm_mmcache.prove.answers import Answer
 
 
-def judge(rig: Rig, answers: list[Answer]) -> list[tuple[float, bool]]:
+def judge(rig: ZooRig, answers: list[Answer]) -> list[tuple[float, bool]]:
     """Each answer's largest delta of a log-probability, and whether a greedy token differs from Transformers'."""
     found = []
     for answer in answers:
@@ -40,7 +41,7 @@ def main() -> None:
     names = options.scenarios.split(",") if options.scenarios else [scenario.__name__ for scenario in MAIN]
     with tempfile.TemporaryDirectory() as root:
         model = build_cached(options.family, Path(root), options=ZooOptions(sliding_window=options.window))
-        rig = Rig(EngineConfig(options.family, batched_tokens=options.batched_tokens), model)
+        rig = ZooRig(EngineConfig(options.family, batched_tokens=options.batched_tokens), model)
         judged: list[tuple[float, bool]] = []
         for scenario in MAIN:
             if scenario.__name__ in names:

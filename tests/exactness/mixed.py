@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from mmcache_tools.harness.engines import ZooRig
+from mmcache_tools.harness.oracle import Oracle
 from PIL import Image
 
-from vllm_mmcache.prove.engines import Answer, Rig
-from vllm_mmcache.prove.expect import assert_exact
-from vllm_mmcache.prove.oracle import Oracle
-from vllm_mmcache.prove.scenarios import filler, picture, user
+from vllm_mmcache.prove.answers import Answer
+from vllm_mmcache.prove.conversations import filler, picture, user
 
 BATCH = 6
 
 
-def ask_mixed(rig: Rig, batches: int, size: tuple[int, int]) -> list[Answer]:
+def ask_mixed(rig: ZooRig, batches: int, size: tuple[int, int]) -> list[Answer]:
     """The answers to so many batches, one after the other; few prefixes and pictures, so that many are shared."""
     rng = random.Random(4)
     pictures = [picture(number, size) for number in range(4)]
@@ -35,9 +35,9 @@ def ask_mixed(rig: Rig, batches: int, size: tuple[int, int]) -> list[Answer]:
     return answers
 
 
-def assert_all_cold(rig: Rig, answers: Sequence[Answer]) -> None:
+def assert_all_cold(rig: ZooRig, answers: Sequence[Answer]) -> None:
     """Every answer is that of a cold run; Transformers is asked once for each question and answer."""
-    print(assert_exact(rig, answers, RememberingOracle(rig.oracle)))
+    print(rig.assert_exact(answers, RememberingOracle(rig.oracle)))
 
 
 class RememberingOracle(Oracle):

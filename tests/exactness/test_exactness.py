@@ -10,28 +10,26 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from mmcache_tools.zoo import FIRST_FAMILIES
-
-from tests.sizes import larger
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.expect import Inexact, assert_detects, assert_exact
-from vllm_mmcache.prove.scenarios import (
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
+from mmcache_tools.harness.oracle import assert_detects
+from mmcache_tools.harness.scenarios import (  # fmt: skip
     MAIN,
     Scenario,
     eight_at_once,
     ends_around_block_edge,
-    filler,
     image_on_later_turn,
-    one,
-    picture,
     preempted,
     preempted_soon,
     same_again,
     swapped_image,
     swapped_order,
     text_turn,
-    user,
-)  # fmt: skip
+)
+from mmcache_tools.zoo import FIRST_FAMILIES
+
+from tests.sizes import larger
+from vllm_mmcache.prove.answers import Inexact
+from vllm_mmcache.prove.conversations import filler, one, picture, user  # fmt: skip
 
 pytestmark = pytest.mark.engine
 
@@ -79,7 +77,7 @@ CASES = [
 @pytest.mark.parametrize(("config", "scenario"), CASES)
 def test_equals_cold_run(pool: EnginePool, config: EngineConfig, scenario: Scenario) -> None:
     rig = pool.get(config)
-    delta = assert_exact(rig, scenario(rig))
+    delta = rig.assert_exact(scenario(rig))
     print(f"max |delta logprob| {delta:.1e}")  # shown by pytest -rP
 
 
@@ -90,7 +88,7 @@ def test_wrong_picture_is_detected(pool: EnginePool, config: EngineConfig) -> No
     rig = pool.get(config)
     asks = [[user(filler(60), picture(n), "What is in this picture?")] for n in (30, 31)]
     answers = rig.ask(*asks)
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
     assert_detects(answers[0], answers[1], rig.oracle)
     assert_detects(answers[1], answers[0], rig.oracle)
 
@@ -101,13 +99,13 @@ def test_spoiled_kv_is_detected(pool: EnginePool, config: EngineConfig) -> None:
     """Negative control: a hit on blocks that hold other values fails, so hits really read the cache."""
     rig = pool.get(config)
     ask = user(filler(100), picture(32), "What is in this picture?")
-    assert_exact(rig, [one(rig, ask)])
+    rig.assert_exact([one(rig, ask)])
     for layer in rig.kv_tensors():
         layer.mul_(0.9)
     hit = one(rig, ask)
     assert hit.num_cached_tokens > 0
     with pytest.raises(Inexact):
-        assert_exact(rig, [hit])
+        rig.assert_exact([hit])
 
 
 @pytest.mark.any_engine
@@ -119,7 +117,7 @@ def test_causal_images_are_detected(pool: EnginePool, config: EngineConfig, monk
     monkeypatch.setattr(vllm_backend, "cut_step", lambda starts, ends, spans: None)
     rig = pool.get(config)
     with pytest.raises(Inexact):
-        assert_exact(rig, [one(rig, user(filler(60), picture(33), "What is in this picture?"))])
+        rig.assert_exact([one(rig, user(filler(60), picture(33), "What is in this picture?"))])
 
 
 @pytest.mark.parametrize("config", [EngineConfig("gemma3")], ids=["gemma3"])
@@ -134,4 +132,4 @@ def test_reference_form_is_exact(pool: EnginePool, config: EngineConfig, monkeyp
     warm = one(rig, ask)
     assert warm.num_cached_tokens > 0
     rig.make_cold()
-    assert_exact(rig, [fast, warm, one(rig, ask)])
+    rig.assert_exact([fast, warm, one(rig, ask)])

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from mmcache_tools.harness.oracle import assert_equals_oracle
 
-from vllm_mmcache.prove.engines import Answer
-from vllm_mmcache.prove.expect import TIE, TOLERANCE, Inexact, assert_equals_oracle
+from vllm_mmcache.prove.answers import TIE, TOLERANCE, Answer, Inexact
 
 PROMPT_IDS = (5, 6)
 

@@ -7,22 +7,20 @@
 from __future__ import annotations
 
 import pytest
-from mmcache_tools.zoo import MORE_FAMILIES
-
-from tests.sizes import WHOLE
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.expect import assert_detects, assert_exact
-from vllm_mmcache.prove.scenarios import (
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
+from mmcache_tools.harness.oracle import assert_detects
+from mmcache_tools.harness.scenarios import (
     MAIN,
     Scenario,
-    filler,
     other_image_after_cached,
-    picture,
     same_again,
     swapped_image,
     text_turn,
-    user,
 )
+from mmcache_tools.zoo import MORE_FAMILIES
+
+from tests.sizes import WHOLE
+from vllm_mmcache.prove.conversations import filler, picture, user
 
 pytestmark = pytest.mark.engine
 
@@ -39,7 +37,7 @@ CASES = [
 @pytest.mark.parametrize(("config", "scenario"), CASES)
 def test_equals_cold_run(pool: EnginePool, config: EngineConfig, scenario: Scenario) -> None:
     rig = pool.get(config)
-    delta = assert_exact(rig, scenario(rig))
+    delta = rig.assert_exact(scenario(rig))
     print(f"max |delta logprob| {delta:.1e}")  # shown by pytest -rP
 
 
@@ -48,5 +46,5 @@ def test_wrong_picture_is_detected(pool: EnginePool, config: EngineConfig) -> No
     """Negative control: an answer about one picture, judged as one about another, is far out of tolerance."""
     rig = pool.get(config)
     answers = rig.ask(*([user(filler(60), picture(n), "What is in this picture?")] for n in (30, 31)))
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
     assert_detects(answers[0], answers[1], rig.oracle)

@@ -7,10 +7,10 @@ Gemma 3 and Qwen3.5 have the same load in image_checkpoints. CI runs one family,
 from __future__ import annotations
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 
 from tests.exactness.mixed import ask_mixed, assert_all_cold
 from tests.sizes import SCALE, scaled
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 

@@ -11,11 +11,12 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+from mmcache_tools.harness.oracle import step_deltas
 from mmcache_tools.zoo.seeing.pictures import Thing, stream
 from mmcache_tools.zoo.seeing.prompts import SYSTEMS, Conversation, Turn, converse, held_out, right_answer
 
-from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import TOLERANCE, step_deltas
+from vllm_mmcache.prove.answers import TOLERANCE, Answer
 
 pytestmark = pytest.mark.engine
 
@@ -26,7 +27,7 @@ NUM_PAIRS = 200
 _SALTS = (f"cold {number}" for number in itertools.count())
 
 
-def ask(rig: Rig, asked: Sequence[Conversation], cold: bool = False) -> list[Answer]:
+def ask(rig: ZooRig, asked: Sequence[Conversation], cold: bool = False) -> list[Answer]:
     """An answer to each, as long as the right one and its end of turn; submitted together."""
     tokenizer = rig.oracle.processor.tokenizer
     lengths = [len(tokenizer(one.answer)["input_ids"]) + 1 for one in asked]
@@ -37,7 +38,7 @@ def ask(rig: Rig, asked: Sequence[Conversation], cold: bool = False) -> list[Ans
     return answers
 
 
-def words(rig: Rig, answer: Answer) -> str | None:
+def words(rig: ZooRig, answer: Answer) -> str | None:
     """What was said up to the end of the turn; None if it was not ended."""
     tokenizer = rig.oracle.processor.tokenizer
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -46,7 +47,7 @@ def words(rig: Rig, answer: Answer) -> str | None:
     return str(tokenizer.decode(answer.token_ids[: answer.token_ids.index(end)]))
 
 
-def rights(rig: Rig, asked: Sequence[Conversation], answers: Sequence[Answer]) -> list[bool]:
+def rights(rig: ZooRig, asked: Sequence[Conversation], answers: Sequence[Answer]) -> list[bool]:
     return [words(rig, answer) == one.answer for one, answer in zip(asked, answers, strict=True)]
 
 
@@ -105,7 +106,7 @@ def test_cached_picture_and_new_picture(pool: EnginePool) -> None:
     assert sum(right) >= SHARE_RIGHT * NUM_PAIRS
 
 
-def assert_as_cold(rig: Rig, asked: Sequence[Conversation]) -> None:
+def assert_as_cold(rig: ZooRig, asked: Sequence[Conversation]) -> None:
     """Without what a negative control has broken, all is well."""
     right = rights(rig, asked, ask(rig, asked))
     assert right == rights(rig, asked, ask(rig, asked, cold=True))

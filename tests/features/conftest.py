@@ -18,7 +18,7 @@ from vllm_mmcache.base import settings, status
 from vllm_mmcache.lifecycle.registry import ROOMS
 
 if TYPE_CHECKING:
-    from vllm_mmcache.prove.engines import EnginePool
+    from mmcache_tools.harness.engines import EnginePool
 
 Put = Callable[..., None]
 PATIENCE_S = 10.0

@@ -8,12 +8,12 @@ from typing import Any
 
 from mmcache_tools import zoo
 from mmcache_tools.harness import videos
+from mmcache_tools.harness.engines import EngineConfig, ZooRig
 from mmcache_tools.zoo import BY_NAME
 from vllm import SamplingParams
 
-from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, EngineConfig, Rig
-from vllm_mmcache.prove.expect import assert_equals_answer, tolerance_of
-from vllm_mmcache.prove.scenarios import filler
+from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer, assert_equals_answer
+from vllm_mmcache.prove.conversations import filler
 
 LIMITS = (("limit_mm_per_prompt", {"image": 2, "video": 2}),)
 
@@ -50,7 +50,7 @@ def text(words: str) -> Part:
     return {"type": "text", "text": words}
 
 
-def chat(rig: Rig, *parts: Part, question: str = "What happens?", max_tokens: int = 8) -> Answer:
+def chat(rig: ZooRig, *parts: Part, question: str = "What happens?", max_tokens: int = 8) -> Answer:
     """The answer to a question about videos, after some text."""
     content: list[Any] = [text(filler(40)), *parts, text(question)]
     params = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=NUM_LOGPROBS, ignore_eos=True)
@@ -60,9 +60,9 @@ def chat(rig: Rig, *parts: Part, question: str = "What happens?", max_tokens: in
     return Answer.of("", (), output)
 
 
-def assert_as_cold(rig: Rig, answer: Answer, *parts: Part, question: str = "What happens?") -> None:
+def assert_as_cold(rig: ZooRig, answer: Answer, *parts: Part, question: str = "What happens?") -> None:
     """The answer is that of the same engine with nothing kept, but what is known of the bytes."""
     rig.make_cold()
     cold = chat(rig, *parts, question=question)
     assert cold.num_cached_tokens == 0
-    assert_equals_answer(answer, cold, tolerance_of(rig), "the own cold run")
+    assert_equals_answer(answer, cold, rig.tolerance, "the own cold run")

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+from mmcache_tools.harness.oracle import Oracle
 from mmcache_tools.zoo import build_cached
 
 from tests.features.conftest import Put
@@ -19,9 +21,7 @@ from tests.features.towers import Runs, ask_about, ask_named, features_by_image,
 from vllm_mmcache.components.features.engine import hooks as engine_hooks
 from vllm_mmcache.components.features.worker import hooks as worker_hooks
 from vllm_mmcache.components.features.worker.hooks import Side
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import Inexact, assert_exact
-from vllm_mmcache.prove.oracle import Oracle
+from vllm_mmcache.prove.answers import Inexact
 
 pytestmark = pytest.mark.engine
 
@@ -54,7 +54,7 @@ def other(pool: EnginePool) -> Iterator[Path]:
     reload_weights(pool.rig, pool.rig.directory)
 
 
-def load(rig: Rig, directory: Path) -> None:
+def load(rig: ZooRig, directory: Path) -> None:
     """Other weights in place, while a request is on its way."""
     rig.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
 
@@ -87,14 +87,14 @@ def test_weights_that_change_before_a_rank_takes_features(
     if not looks:
         assert runs.new() == 0
         with pytest.raises(Inexact):
-            assert_exact(rig, new, Oracle(other))
+            rig.assert_exact(new, Oracle(other))
         return
     assert runs.new() == 1
-    assert_exact(rig, new, Oracle(other))
+    rig.assert_exact(new, Oracle(other))
     reload_weights(rig, rig.directory)
     old += ask_about(rig, 660)
     assert runs.new() == 0
-    assert_exact(rig, old)
+    rig.assert_exact(old)
 
 
 @pytest.mark.any_engine
@@ -107,13 +107,13 @@ def test_weights_that_change_before_a_rank_gives_features(
     in_between(lambda: load(rig, other))
     new = ask_about(rig, 661)
     assert not features_by_image(rig)
-    assert_exact(rig, new, Oracle(other))
+    rig.assert_exact(new, Oracle(other))
     reload_weights(rig, rig.directory)
     runs.new()
     old = ask_about(rig, 661)
     assert runs.new() == 1
     assert len(features_by_image(rig)) == 1
-    assert_exact(rig, old)
+    rig.assert_exact(old)
 
 
 @pytest.mark.any_engine
@@ -141,7 +141,7 @@ def test_sleep(pool: EnginePool, config: EngineConfig) -> None:
     rig.forget_all_but_features()
     answers += ask_about(rig, 662)
     assert runs.new() == 0
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
     weights.mark_unknown()
     assert weights.wait(60)
@@ -205,4 +205,4 @@ def test_who_looks_at_pixels(
     else:
         assert looked_in
         assert all(name.startswith("mmcache-digest-") for name in looked_in)
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)

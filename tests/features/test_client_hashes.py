@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 from mmcache_tools.harness.server import CPU_ARGS, serve
 from mmcache_tools.zoo import build_cached
 from vllm import SamplingParams
@@ -15,7 +16,6 @@ from tests.features.tiers import LONG_S, within
 from tests.features.towers import Runs, question, slots
 from tests.lifted_bodies.test_server import MODEL, chat, counters, image_url, picture
 from vllm_mmcache.content import client_hashes
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 pytestmark = pytest.mark.engine
 

@@ -5,12 +5,11 @@ Every answer is that of a cold run. The control, features that are spoiled, is i
 """
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 from mmcache_tools.zoo import MORE_FAMILIES
 
 from tests.features.towers import Runs
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.expect import assert_exact
-from vllm_mmcache.prove.scenarios import assistant, filler, one, picture, user
+from vllm_mmcache.prove.conversations import assistant, filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 
@@ -30,4 +29,4 @@ def test_one_run_of_the_tower_per_image(pool: EnginePool, config: EngineConfig) 
     rig.forget_all_but_features()
     answers += rig.ask(*([user(picture(n), f"Number {n}." + filler(n - 500))] for n in (530, 532, 530)))
     assert runs.new() == 0
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)

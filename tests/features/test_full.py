@@ -7,13 +7,12 @@ Each test is its own control: with room again, or from a tier below, the same im
 from pathlib import Path
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 
 from tests.features.conftest import Put
 from tests.features.tiers import LONG_S
 from tests.features.towers import Runs, ask_about, slots
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.expect import assert_exact
-from vllm_mmcache.prove.scenarios import one, picture, user
+from vllm_mmcache.prove.conversations import one, picture, user
 
 pytestmark = pytest.mark.engine
 
@@ -46,7 +45,7 @@ def test_an_image_larger_than_the_arena(alone: EnginePool, put: Put, tmp_path: P
     assert counts["ram"]["held_bytes"] <= size
     assert counts["disk"]["dropped"] == 2
     assert counts["disk"]["hits"] == 0
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 @pytest.mark.any_engine
@@ -76,7 +75,7 @@ def test_an_arena_whose_slots_are_all_held(alone: EnginePool, put: Put) -> None:
         rig.forget_all_but_features()
         answers += ask_about(rig, 644)
         assert runs.new() == expected
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 @pytest.mark.any_engine
@@ -94,4 +93,4 @@ def test_nothing_is_kept_in_ram(alone: EnginePool, put: Put, tmp_path: Path) -> 
         assert rig.features.store.counts()["disk"]["hits"] == hits
         assert not slots(rig)
         assert rig.features.store.counts()["ram"]["held_bytes"] == 0
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 
 from tests.deployments.deployment import plant
 from tests.features.towers import ask_about, slots, spoil
 from tests.sizes import larger
 from vllm_mmcache.base import status
 from vllm_mmcache.prove import workers
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import Inexact, assert_exact
+from vllm_mmcache.prove.answers import Inexact
 
 pytestmark = pytest.mark.engine
 
@@ -49,7 +49,7 @@ def ranks(alone: EnginePool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine
     alone.close()
 
 
-def runs(rig: Rig) -> list[int]:
+def runs(rig: ZooRig) -> list[int]:
     """Images that each rank's tower has run for."""
     return list(rig.in_workers(workers.tower_images))
 
@@ -70,11 +70,11 @@ def test_one_copy(ranks: EnginePool, mode: str) -> None:
     rig.make_cold()  # what is lost is lost for both
     answers += ask_about(rig, 700)
     assert runs(rig) == [count + 3 for count in start]
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
     assert spoil(rig) == 1  # the control: both take it from there
     rig.forget_all_but_features()
     with pytest.raises(Inexact):
-        assert_exact(rig, ask_about(rig, 700))
+        rig.assert_exact(ask_about(rig, 700))
     assert runs(rig) == [count + 3 for count in start]
 
 
@@ -97,4 +97,4 @@ def test_a_rank_whose_tower_gives_other_features(
         rig.forget_all_but_features()
         answers += ask_about(rig, 700)
         assert runs(rig) == [count + number_of_runs for count in start]
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)

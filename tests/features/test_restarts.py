@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 from mmcache_tools.zoo import FIRST_FAMILIES
 
 from tests.features.conftest import TIMEOUT_S, Put, Server
 from tests.features.tiers import LONG_S
 from tests.features.towers import Runs, ask_about, ask_named, features_by_image, slots
 from tests.sizes import larger
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.expect import assert_exact
 
 pytestmark = pytest.mark.engine
 
@@ -45,7 +44,7 @@ def test_a_restart_with_a_filled_disk(alone: EnginePool, put: Put, tmp_path: Pat
     assert_same_features(features_by_image(second), saved)
     assert second.features.store.counts()["disk"]["hits"] == 2
     assert [one.token_ids for one in after] == [one.token_ids for one in reversed(before)]
-    assert_exact(second, after)
+    second.assert_exact(after)
 
 
 def test_a_second_replica(alone: EnginePool, put: Put, server: Server) -> None:
@@ -60,7 +59,7 @@ def test_a_second_replica(alone: EnginePool, put: Put, server: Server) -> None:
     answers = ask_about(second, 602, 603)
     assert runs.new() == 0
     assert_same_features(features_by_image(second), saved)
-    assert_exact(second, answers)
+    second.assert_exact(answers)
 
 
 @larger
@@ -88,11 +87,11 @@ def test_a_restart_with_an_encrypted_store(alone: EnginePool, put: Put, server: 
         assert runs.new() == 0
         assert second.features.store.counts()[tier]["hits"] == 2
         assert_same_features(features_by_image(second), saved)
-        assert_exact(second, answers)
+        second.assert_exact(answers)
         alone.close()
     put(store=f"{tmp_path / 'store'} {server.url}", store_remote_timeout_s=TIMEOUT_S)
     without, runs = alone.get(QWEN), Runs()
-    assert_exact(without, ask_about(without, 613, 614))
+    without.assert_exact(ask_about(without, 613, 614))
     assert runs.new() == 2, "the control: without the key the tower runs"
     assert {name: counts["set_aside"] for name, counts in without.features.store.counts().items()} == {
         "ram": 0,
@@ -114,7 +113,7 @@ def test_a_server_that_dies(alone: EnginePool, put: Put, server: Server) -> None
         server.start()
     rig.make_cold()
     answers += ask_about(rig, 604, 605)
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 def test_spoiled_files(alone: EnginePool, put: Put, tmp_path: Path) -> None:
@@ -133,7 +132,7 @@ def test_spoiled_files(alone: EnginePool, put: Put, tmp_path: Path) -> None:
     answers = ask_about(rig, 606, 607)
     assert runs.new() == 2
     assert rig.features.store.counts()["disk"]["set_aside"] == 2
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 def test_hostile_names_reach_no_path(alone: EnginePool, put: Put, tmp_path: Path) -> None:
@@ -146,7 +145,7 @@ def test_hostile_names_reach_no_path(alone: EnginePool, put: Put, tmp_path: Path
     assert {path.parts[:3] for path in files} == {("in", "store", "features")}
     assert len(packages) == 3  # the name of 1 MB is too long to be kept
     assert all(len(path.stem) == 64 and set(path.stem) <= set("0123456789abcdef") for path in packages)
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 def test_a_ram_budget_below_the_images(alone: EnginePool, put: Put) -> None:
@@ -164,4 +163,4 @@ def test_a_ram_budget_below_the_images(alone: EnginePool, put: Put) -> None:
     assert runs.new() == 6
     assert rig.features.store.counts()["ram"]["evictions"] == 4
     assert rig.features.store.counts()["ram"]["held_bytes"] <= 2 * size
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 
 from vllm_mmcache.components.features.worker.tower import Tower, watched
 from vllm_mmcache.components.features.worker.vllm_probe import Unfit, probe
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 WEIGHT = torch.arange(4.0)
 

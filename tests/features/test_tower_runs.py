@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+from mmcache_tools.harness.oracle import Oracle
 from mmcache_tools.zoo import FAMILIES, FIRST_FAMILIES, build_cached
 
 from tests.features.conftest import Put
 from tests.features.towers import Runs, ask_about, ask_named, features_by_image, side, slots, spoil
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import Inexact, assert_exact
-from vllm_mmcache.prove.oracle import Oracle
-from vllm_mmcache.prove.scenarios import assistant, filler, one, picture, user
+from vllm_mmcache.prove.answers import Inexact
+from vllm_mmcache.prove.conversations import assistant, filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 
@@ -42,7 +42,7 @@ def test_the_tower_runs_once_per_image(pool: EnginePool, config: EngineConfig) -
     rig.forget_all_but_features()
     second = one(rig, user(filler(40), image, "And what is at its edge?"))
     assert runs.new() == 0
-    assert_exact(rig, [first, second])
+    rig.assert_exact([first, second])
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -58,7 +58,7 @@ def test_a_hit_that_ends_inside_the_image(pool: EnginePool, config: EngineConfig
     if rig.family.keeps_all_kv:
         assert start < second.num_cached_tokens < end
     assert runs.new() == 1
-    assert_exact(rig, [first, second])
+    rig.assert_exact([first, second])
 
 
 @pytest.mark.parametrize("forget_kv", [False, True], ids=["kv-cached", "kv-evicted"])
@@ -73,7 +73,7 @@ def test_only_the_new_image_of_a_later_turn(pool: EnginePool, config: EngineConf
     talk += [assistant(answers[0].text), user("And this one?", picture(504), "Well?")]
     answers.append(one(rig, *talk))
     assert runs.new() == 1
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 @pytest.mark.parametrize("config", TWO_TOO)
@@ -85,7 +85,7 @@ def test_known_and_new_images_in_one_batch(pool: EnginePool, config: EngineConfi
     asks = [[user(picture(n), f"Number {n}." + filler(n - 500))] for n in (505, 507, 506, 507)]
     answers = rig.ask(*asks)
     assert runs.new() == 1
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 @pytest.mark.parametrize("config", ALL)
@@ -97,7 +97,7 @@ def test_spoiled_features_are_noticed(pool: EnginePool, config: EngineConfig) ->
     assert spoil(rig) == 1
     rig.forget_all_but_features()
     with pytest.raises(Inexact):
-        assert_exact(rig, [one(rig, ask)])
+        rig.assert_exact([one(rig, ask)])
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -105,7 +105,7 @@ def test_a_swapped_image_runs_the_tower(pool: EnginePool, config: EngineConfig) 
     rig, runs = pool.get(config), Runs()
     answers = [one(rig, user(filler(40), picture(n), "What is it?")) for n in (509, 510)]
     assert runs.new() == 2
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 @pytest.mark.any_engine
@@ -170,7 +170,7 @@ def test_a_package_that_is_evicted_meanwhile(
             patched.setattr(store, "find", find_and_lose)
             answers.append(one(rig, ask))
         assert runs.new() == expected
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_lookup_that_fails_is_a_miss(
     rig.forget_all_but_features()
     answers += ask_about(rig, 513, 513)
     assert runs.new() <= 1
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 @pytest.mark.parametrize("name", ["../../x", "a\0b", "x" * 1024**2], ids=["path", "nul", "1MB"])
@@ -198,9 +198,9 @@ def test_a_lookup_that_fails_is_a_miss(
 def test_hostile_names(pool: EnginePool, config: EngineConfig, name: str, put: Put) -> None:
     put(identity=False)  # the store must do without that room
     rig = pool.get(config)
-    assert_exact(rig, [ask_named(rig, 514, name)])
+    rig.assert_exact([ask_named(rig, 514, name)])
     rig.forget_all_but_features()
-    assert_exact(rig, [ask_named(rig, 514, name)])
+    rig.assert_exact([ask_named(rig, 514, name)])
 
 
 @pytest.mark.parametrize("config", QWEN)
@@ -212,7 +212,7 @@ def test_a_name_that_is_given_to_another_image(pool: EnginePool, config: EngineC
     rig.forget_all_but_features()
     answers.append(ask_named(rig, 516, "image-1"))
     assert runs.new() == 2
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -229,19 +229,19 @@ def test_weights_that_are_replaced_in_place(pool: EnginePool, config: EngineConf
             answers.append(one(rig, ask))
             assert runs.new() == expected
         first, second, third = answers
-        assert_exact(rig, [first, third])
+        rig.assert_exact([first, third])
         reload_weights(rig, other)
         if config.family == "gemma3":  # vLLM 0.32 reloads it wrongly on the CPU: also text alone is far off
             rig.make_cold()
             put(features=False)
             assert one(rig, ask).token_ids == second.token_ids
         else:
-            assert_exact(rig, [second], Oracle(other))
+            rig.assert_exact([second], Oracle(other))
     finally:
         reload_weights(rig, rig.directory)
 
 
-def reload_weights(rig: Rig, directory: Path) -> None:
+def reload_weights(rig: ZooRig, directory: Path) -> None:
     """As an update in place, without a restart."""
     rig.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
     rig.forget_all_but_features()
@@ -261,4 +261,4 @@ def test_image_by_image(pool: EnginePool, config: EngineConfig, put: Put) -> Non
     again = features_by_image(rig)
     assert len(found) == len(again) == len(sizes)
     assert all(torch.equal(features, again[name]) for name, features in found.items())
-    assert_exact(rig, [together, *alone])
+    rig.assert_exact([together, *alone])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from mmcache_tools.harness import videos
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 from mmcache_tools.zoo import FIRST_FAMILIES, MORE_FAMILIES
 
 from tests.features.conftest import Put
@@ -18,9 +19,8 @@ from tests.features.films import Part, assert_as_cold, chat, file_of, frames_of,
 from tests.features.tiers import LONG_S
 from tests.features.towers import Runs, features_by_image, spoil
 from tests.sizes import larger
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import Inexact, assert_equals_answer, tolerance_of
-from vllm_mmcache.prove.scenarios import picture
+from vllm_mmcache.prove.answers import Inexact, assert_equals_answer
+from vllm_mmcache.prove.conversations import picture
 
 pytestmark = pytest.mark.engine
 
@@ -74,15 +74,15 @@ def test_spoiled_features_are_noticed(pool: EnginePool, config: EngineConfig) ->
         assert_as_cold(rig, wrong, film)
 
 
-def changed_frame(rig: Rig, patched: pytest.MonkeyPatch) -> Part:
+def changed_frame(rig: ZooRig, patched: pytest.MonkeyPatch) -> Part:
     frames = videos.frames("video 4", 6)
     return part("video/jpeg", videos.jpegs([*frames[:3], frames[0], *frames[4:]]))
 
 
-def loading(**options: Any) -> Callable[[Rig, pytest.MonkeyPatch], Part]:
+def loading(**options: Any) -> Callable[[ZooRig, pytest.MonkeyPatch], Part]:
     """As with other --media-io-kwargs, or those of a request: the bytes are the same."""
 
-    def change(rig: Rig, patched: pytest.MonkeyPatch) -> Part:
+    def change(rig: ZooRig, patched: pytest.MonkeyPatch) -> Part:
         patched.setattr(rig.vllm_config.model_config.multimodal_config, "media_io_kwargs", {"video": options})
         return frames_of("video 4")
 
@@ -96,7 +96,7 @@ def loading(**options: Any) -> Callable[[Rig, pytest.MonkeyPatch], Part]:
 def test_another_video_runs_the_tower(
     pool: EnginePool,
     config: EngineConfig,
-    change: Callable[[Rig, pytest.MonkeyPatch], Part],
+    change: Callable[[ZooRig, pytest.MonkeyPatch], Part],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig, runs, film = pool.get(config), Runs(), frames_of("video 4")
@@ -173,5 +173,5 @@ def test_a_restart_with_a_filled_disk(alone: EnginePool, put: Put, tmp_path: Pat
     found = features_by_image(second)
     assert found.keys() == saved.keys()
     assert all(torch.equal(features, saved[name]) for name, features in found.items())
-    assert_equals_answer(after, before, tolerance_of(second), "before")
+    assert_equals_answer(after, before, second.tolerance, "before")
     assert_as_cold(second, after, film)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 
 from tests.features.conftest import TIMEOUT_S, Put, Server
 from tests.features.test_remote import server_that
@@ -18,9 +19,7 @@ from tests.features.tiers import LONG_S, within
 from tests.features.towers import Asked, Runs, ask_about, forget_outputs, question, side, slots
 from vllm_mmcache.components.features import lasting
 from vllm_mmcache.components.features.engine import store
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import assert_exact
-from vllm_mmcache.prove.scenarios import filler, user
+from vllm_mmcache.prove.conversations import filler, user
 
 pytestmark = pytest.mark.engine
 
@@ -60,7 +59,7 @@ def gate() -> Iterator[Gate]:
     made.open()
 
 
-def on_disk(rig: Rig, *numbers: int) -> None:
+def on_disk(rig: ZooRig, *numbers: int) -> None:
     """Have features of these pictures in the store's directory, and nowhere else."""
     ask_about(rig, *numbers)
     assert rig.features.flush(LONG_S)
@@ -107,7 +106,7 @@ def test_others_go_on(
             assert asked.until(1)[0].images
             asked.until(3)
     assert runs.new() == 0
-    assert_exact(rig, asked.answers)
+    rig.assert_exact(asked.answers)
 
 
 @pytest.mark.any_engine
@@ -128,10 +127,10 @@ def test_an_image_that_comes_again_while_it_is_saved(alone: EnginePool, put: Put
         gate.open()
         asked.until(2)
     assert runs.new() == (0 if waits else 1)
-    assert_exact(rig, asked.answers)
+    rig.assert_exact(asked.answers)
 
 
-def hang(rig: Rig, monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+def hang(rig: ZooRig, monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
     """From now on a load from disk comes back when the gate is open."""
     (tier,) = rig.features.store.below
     monkeypatch.setattr(tier.directory, "open", gate.before(tier.directory.open))
@@ -178,7 +177,7 @@ def test_a_tier_that_hangs(
         answers += asked.answers
     assert runs.new() == 2
     assert gate.num_waiting == 1
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
     alone.close()
     assert [thread.name for thread in threading.enumerate() if "mmcache-read" in thread.name], "one still hangs"
 
@@ -204,7 +203,7 @@ def test_a_server_that_never_answers(alone: EnginePool, put: Put) -> None:
             assert asked.num_running() == 1
             asked.until(2)
         assert runs.new() == 1
-        assert_exact(rig, asked.answers)
+        rig.assert_exact(asked.answers)
         alone.close()
 
 
@@ -227,7 +226,7 @@ def test_a_server_that_answers_late(
     rig.forget_all_but_features()
     answers += ask_about(rig, 627)
     assert runs.new() == 0
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 def test_a_save_that_a_late_miss_overtakes(
@@ -255,4 +254,4 @@ def test_a_save_that_a_late_miss_overtakes(
         gate.open()
         asked.until(2)
     assert runs.new() == 0
-    assert_exact(rig, asked.answers)
+    rig.assert_exact(asked.answers)

@@ -4,14 +4,15 @@
 from typing import Any
 
 import torch
+from mmcache_tools.harness.engines import ZooRig
 from PIL import Image
 from vllm import SamplingParams
 
 from vllm_mmcache.components.features.engine.arena_cache import Slot
 from vllm_mmcache.components.features.message import SEAL_BYTES
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, Rig
-from vllm_mmcache.prove.scenarios import filler, one, picture, user
+from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer
+from vllm_mmcache.prove.conversations import filler, one, picture, user
 
 
 class Runs:
@@ -29,7 +30,7 @@ class Runs:
         return int(counters.TOWER_IMAGES.value)
 
 
-def ask_about(rig: Rig, *numbers: int) -> list[Answer]:
+def ask_about(rig: ZooRig, *numbers: int) -> list[Answer]:
     """A question about each of these pictures, one after the other."""
     return [one(rig, question(number)) for number in numbers]
 
@@ -39,7 +40,7 @@ def question(number: int) -> dict[str, Any]:
     return user(filler(40), picture(number), "What is it?")
 
 
-def ask_named(rig: Rig, number: int, name: str) -> Answer:
+def ask_named(rig: ZooRig, number: int, name: str) -> Answer:
     """A question about a picture that the client calls `name`."""
     prompt, images = rig.render([question(number)])
     (answer,) = rig.ask_rendered([(prompt, images)], [8], uuids=[[name]])
@@ -49,7 +50,7 @@ def ask_named(rig: Rig, number: int, name: str) -> Answer:
 class Asked:
     """Questions to an engine whose steps the test makes. As a context; what is unanswered at its end is given up."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: ZooRig) -> None:
         self.rig = rig
         self.answers: list[Answer] = []
         """In the order in which they ended."""
@@ -87,18 +88,18 @@ class Asked:
         return len(self.rig.scheduler.running)
 
 
-def slots(rig: Rig) -> dict[str, Slot]:
+def slots(rig: ZooRig) -> dict[str, Slot]:
     """What the RAM tier holds, by the key of its identity; the ranks are done with it."""
     assert rig.features.copying.wait(60)
     return dict(rig.features.store.ram._slots)
 
 
-def features_by_image(rig: Rig) -> dict[str, torch.Tensor]:
+def features_by_image(rig: ZooRig) -> dict[str, torch.Tensor]:
     """A copy of the features in RAM, by the key of their identity. Shapes: (num_tokens * width,)."""
     return {key: _view(rig, slot).clone() for key, slot in slots(rig).items()}
 
 
-def spoil(rig: Rig) -> int:
+def spoil(rig: ZooRig) -> int:
     """Give all features in RAM other values. Returns how many images they are of."""
     found = slots(rig)
     for slot in found.values():
@@ -106,7 +107,7 @@ def spoil(rig: Rig) -> int:
     return len(found)
 
 
-def forget_outputs(rig: Rig) -> None:
+def forget_outputs(rig: ZooRig) -> None:
     """Empty vLLM's own caches, without saying that weights may have changed, as its resets do."""
     assert rig.llm.reset_prefix_cache()
     rig.scheduler.encoder_cache_manager.reset()
@@ -114,11 +115,11 @@ def forget_outputs(rig: Rig) -> None:
     getattr(cache, "encoder_outputs", cache).clear()  # of runner V2, or of V1
 
 
-def side(rig: Rig) -> Any:
+def side(rig: ZooRig) -> Any:
     """The rank's side of the store, where the worker is in this process."""
     return rig.runner._mmcache_features
 
 
-def _view(rig: Rig, slot: Slot) -> torch.Tensor:
+def _view(rig: ZooRig, slot: Slot) -> torch.Tensor:
     features = rig.features.store._arena.buffer(slot.offset, slot.num_bytes - SEAL_BYTES)
     return torch.frombuffer(features, dtype=getattr(torch, rig.features.ranks.dtype))

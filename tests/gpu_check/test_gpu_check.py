@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+from mmcache_tools.prove_zoo.items import plan
 from mmcache_tools.zoo import FIRST_FAMILIES
 
 from benchmarks import summary
@@ -30,7 +32,6 @@ from vllm_mmcache.lifecycle import tested_engines
 from vllm_mmcache.lifecycle.activation import foresee
 from vllm_mmcache.metrics import transport
 from vllm_mmcache.prove import items
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 
 PASSED = {"state": "passed", "reason": "4 checks", "engine": {"async_scheduling": True}}
 FAILED = {"state": "failed", "reason": "same_again: log-probabilities differ"}
@@ -121,22 +122,24 @@ def test_the_checkout_is_a_plugin_and_nothing_is_installed(tmp_path: Path) -> No
 @pytest.mark.parametrize("config", [EngineConfig("qwen3-vl")], ids=["qwen3-vl"])
 def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hits on other KV, a room that is off, one that should be, no use of a room, and controls that see nothing."""
+    from mmcache_tools.prove_zoo import checks as zoo_checks
+
     from tests.features.towers import features_by_image
     from vllm_mmcache.base import status
     from vllm_mmcache.prove import checks, workers
-    from vllm_mmcache.prove.scenarios import filler, one, picture, user
+    from vllm_mmcache.prove.conversations import filler, one, picture, user
 
     rig = pool.get(config)
 
-    def spoiled(rig: Rig) -> Any:
+    def spoiled(rig: ZooRig) -> Any:
         ask = user(filler(100), picture(60), "What is in this picture?")
         one(rig, ask)
         for tensor in rig.kv_tensors():
             tensor.mul_(-2)
         return [one(rig, ask)]
 
-    monkeypatch.setattr(checks, "SHORT", (spoiled,))
-    rows = {row.check: row for row in checks.rows_of(rig, tested_engines.ENGINE_ROOMS, short=True)}
+    monkeypatch.setattr(zoo_checks, "SHORT", (spoiled,))
+    rows = {row.check: row for row in zoo_checks.rows_of(rig, tested_engines.ENGINE_ROOMS, short=True)}
     assert [name for name, row in rows.items() if row.state == "failed"] == ["spoiled"]
     assert rows["spoiled"].inexact
     said = {"engine": {}, "rows": [asdict(row) for row in rows.values()]}
@@ -145,13 +148,13 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
     assert (outcome["state"], outcome["reason"].partition(" ")[0]) == ("failed", "spoiled:")
     assert run.exit_code({item.name: outcome}) == 1
 
-    row = checks.row_of("engine", lambda: checks.assert_engine(rig, "V2"))
+    row = checks.row_of("engine", lambda: zoo_checks.assert_engine(rig, "V2"))
     assert (row.state, "not V2: vllm.v1.worker.cpu_model_runner" in row.reason) == ("failed", True), row
     with monkeypatch.context() as patch:
-        patch.setattr(checks, "schedules_ahead", lambda rig: False)
+        patch.setattr(zoo_checks, "schedules_ahead", lambda rig: False)
         patch.setattr(type(rig.llm.llm_engine.vllm_config), "use_v2_model_runner", True)
         patch.setattr(type(rig.runner), "__module__", "vllm.v1.worker.gpu.model_runner")
-        row = checks.row_of("engine", lambda: checks.assert_engine(rig, "V2"))
+        row = checks.row_of("engine", lambda: zoo_checks.assert_engine(rig, "V2"))
     assert (row.state, "without async scheduling" in row.reason) == ("failed", True), row
     with monkeypatch.context() as patch:
         for place in ("engine 0", "worker 0 of engine 0"):
@@ -210,12 +213,12 @@ def test_stock_is_not_counted_and_excuses_a_room_alone() -> None:
 
 def result_of(platform: str) -> dict[str, Any]:
     """A result in which everything passed."""
-    plan = items.plan(tuple(FIRST_FAMILIES), ("V1", "V2"), platform != "cpu", short=False)
+    whole = plan(tuple(FIRST_FAMILIES), ("V1", "V2"), platform != "cpu", short=False)
     return {
         "platform": platform,
         "vllm": "0.33.0",
         "runners": ["V1", "V2"],
-        "items": {item.name: dict(PASSED) for item in plan},
+        "items": {item.name: dict(PASSED) for item in whole},
     }
 
 

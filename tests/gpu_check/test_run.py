@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.prove_zoo.items import SWITCH, ZooHow, plan
 
 from scripts.gpu_check import found, run
 from vllm_mmcache.base.errors import EnvironmentProblem
@@ -29,8 +30,8 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def how(platform: str) -> items.How:
-    return items.How(None, short=True, environments=run.environments(platform))
+def how(platform: str) -> ZooHow:
+    return ZooHow(short=True, environments=run.environments(platform))
 
 
 def test_the_order_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +39,7 @@ def test_the_order_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     started: list[items.Item] = []
     stop_at = "gemma3, all rooms, V2, compiled"
 
-    def put(item: items.Item, how: items.How, stock: Any, left_s: float) -> dict[str, Any]:
+    def put(item: items.Item, how: ZooHow, stock: Any, left_s: float) -> dict[str, Any]:
         if item.name == stop_at or (started and started[-1].runner == "V1" and stop_at):
             raise items.OutOfTime
         started.append(item)
@@ -47,7 +48,7 @@ def test_the_order_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(items, "run", put)
     options = argparse.Namespace(**OPTIONS)
-    plan = items.plan(options.families, FOUND.runners, compiled=True, short=False)
+    whole = plan(options.families, FOUND.runners, compiled=True, short=False)
 
     def call() -> tuple[dict[str, Any], list[str]]:
         started.clear()
@@ -57,7 +58,7 @@ def test_the_order_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     ran, not_reached = call()
     assert stop_at in not_reached
-    assert sorted([*ran, *not_reached]) == sorted(item.name for item in plan)
+    assert sorted([*ran, *not_reached]) == sorted(item.name for item in whole)
     assert json.loads((tmp_path / "result.json").read_text())["items"] == ran
     first = [item.runner == "V2" and not item.rooms for item in started]
     assert first[:4] == [True] * 4
@@ -65,12 +66,12 @@ def test_the_order_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     stop_at = ""
     ran, none = call()
-    assert (len(ran), none) == (len(plan), []), "what an earlier call found counts as well"
+    assert (len(ran), none) == (len(whole), []), "what an earlier call found counts as well"
     assert {item.name for item in started} == set(not_reached)
     assert (*call(), started) == (ran, [], [])
     options.seconds = None
     call()
-    assert len(started) == len(plan), "without a limit everything is run again"
+    assert len(started) == len(whole), "without a limit everything is run again"
 
 
 def test_no_time_left() -> None:
@@ -86,13 +87,13 @@ def test_no_time_left() -> None:
 
 def test_the_variables_of_an_item() -> None:
     """On the CPU the second runner is the tests' one, with async scheduling; on a GPU vLLM is only told which one."""
-    environ = items.environment(items.Item("gemma3", ("features",), "V2"), how("cuda"))
-    assert environ[items.SWITCH] == "1"
+    environ = how("cuda").environment(items.Item("gemma3", ("features",), "V2"))
+    assert environ[SWITCH] == "1"
     assert not {"TEST_ENGINE", "TRITON_INTERPRET"} & set(environ)
-    environ = items.environment(items.Item("gemma3", ("features",), "V2"), how("cpu"))
+    environ = how("cpu").environment(items.Item("gemma3", ("features",), "V2"))
     assert (environ["TEST_ENGINE"], environ["TEST_ASYNC_SCHEDULING"]) == ("v2-async", "1")
     assert [environ[f"MMCACHE_{room.upper()}"] for room in ("features", "metrics")] == ["1", "0"]
-    assert items.environment(items.Item("gemma3", (), "V1"), how("cpu"))[items.SWITCH] == "0"
+    assert how("cpu").environment(items.Item("gemma3", (), "V1"))[SWITCH] == "0"
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0rc1", "0.33.1.dev2+gabc", "0.34.0"])

@@ -4,14 +4,13 @@
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from tests.features.towers import Runs, ask_named
 from vllm_mmcache.base import settings
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import assert_exact
-from vllm_mmcache.prove.scenarios import filler, picture, user
+from vllm_mmcache.prove.conversations import filler, picture, user
 
 pytestmark = pytest.mark.engine
 
@@ -23,7 +22,7 @@ def as_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_current", settings.Settings())
 
 
-def alone(rig: Rig, uuid: Any, salt: str | None = None) -> Any:
+def alone(rig: ZooRig, uuid: Any, salt: str | None = None) -> Any:
     """The output for a uuid without its picture."""
     prompt, _ = rig.render([user(filler(40), picture(700), "What is it?")])
     request: dict[str, Any] = {
@@ -37,7 +36,7 @@ def alone(rig: Rig, uuid: Any, salt: str | None = None) -> Any:
     return output
 
 
-def salted(rig: Rig, number: int, uuid: str, salt: str) -> Any:
+def salted(rig: ZooRig, number: int, uuid: str, salt: str) -> Any:
     prompt, images = rig.render([user(filler(40), picture(number), "What is it?")])
     (answer,) = rig.ask_rendered([(prompt, images)], [8], salts=[salt], uuids=[[uuid]])
     return answer
@@ -53,7 +52,7 @@ def test_a_uuid_is_an_alias(pool: EnginePool, config: EngineConfig) -> None:
     second = ask_named(rig, 702, "x")
     assert first.token_ids != second.token_ids
     assert tuple(alone(rig, ["x"]).outputs[0].token_ids) == second.token_ids
-    assert_exact(rig, [first, second])
+    rig.assert_exact([first, second])
 
 
 @pytest.mark.any_engine
@@ -67,7 +66,7 @@ def test_another_tenant_costs_the_whole_image(pool: EnginePool, config: EngineCo
     rig.forget_all_but_features()
     answers += [salted(rig, 703, "y", "a"), salted(rig, 703, "x", "d")]
     assert runs.new() == 1  # for d: a's features are kept for a
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 @pytest.mark.any_engine
@@ -90,7 +89,7 @@ def test_refusals(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.Mo
     answer = salted(rig, 704, "mine", "a")
     (text,) = rig.llm.generate(["Text needs no salt."], SamplingParams(max_tokens=1), use_tqdm=False)
     assert text.outputs
-    assert_exact(rig, [answer])
+    rig.assert_exact([answer])
 
 
 @pytest.mark.parametrize("config", QWEN)

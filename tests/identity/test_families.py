@@ -8,13 +8,13 @@ the picture in its own prefix) goes through the same wrappers.
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 from mmcache_tools.zoo import MORE_FAMILIES
 from vllm import SamplingParams
 
 from vllm_mmcache.base import settings
-from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import assert_exact
-from vllm_mmcache.prove.scenarios import filler, picture, user
+from vllm_mmcache.prove.answers import Answer
+from vllm_mmcache.prove.conversations import filler, picture, user
 
 pytestmark = pytest.mark.engine
 
@@ -26,16 +26,16 @@ def as_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_current", settings.Settings())
 
 
-def prompt_of(rig: Rig, number: int) -> Any:
+def prompt_of(rig: ZooRig, number: int) -> Any:
     return rig.render([user(filler(180), picture(number), "What is it?" + filler(20))])
 
 
-def named(rig: Rig, number: int, name: str, salt: str | None = None) -> Answer:
+def named(rig: ZooRig, number: int, name: str, salt: str | None = None) -> Answer:
     (answer,) = rig.ask_rendered([prompt_of(rig, number)], [8], salts=[salt], uuids=[[name]])
     return answer
 
 
-def alone(rig: Rig, number: int, name: str) -> Answer:
+def alone(rig: ZooRig, number: int, name: str) -> Answer:
     """The answer to a request that names the picture and doesn't bring it."""
     prompt, images = prompt_of(rig, number)
     request = {"prompt": prompt, "multi_modal_data": {"image": [None]}, "multi_modal_uuids": {"image": [name]}}
@@ -59,7 +59,7 @@ def test_names_are_aliases(pool: EnginePool, config: EngineConfig) -> None:
         assert min(renamed.num_cached_tokens, unsent.num_cached_tokens) > start
     assert swapped.num_cached_tokens <= start
     assert first.token_ids == renamed.token_ids == unsent.token_ids != swapped.token_ids
-    assert_exact(rig, [first, renamed, unsent, swapped])
+    rig.assert_exact([first, renamed, unsent, swapped])
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -67,7 +67,7 @@ def test_tenants_share_nothing(pool: EnginePool, config: EngineConfig) -> None:
     rig = pool.get(config)
     answers = [named(rig, 912, "x", salt) for salt in ("a", "b", "a")]
     assert [answer.num_cached_tokens > 0 for answer in answers] == [False, False, True]
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mmcache_tools.harness.engines import EngineConfig, ZooRig
 from mmcache_tools.zoo import build_cached
 from vllm import SamplingParams
 
@@ -19,7 +20,7 @@ from tests.engine_configuration import CHOSEN
 from tests.speculative.drafters import LETTERS, speculative_config
 from tests.speculative.worker import against_transformers, counters
 from vllm_mmcache.base import status
-from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, EngineConfig, Rig
+from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer
 from vllm_mmcache.prove.workloads import Shape, contents, put, questions, reusable, shared
 
 NUM_ANSWERED = 24  # tokens of each answer
@@ -32,7 +33,7 @@ def main() -> None:
     scratch = Path(task["scratch"])
     model = build_cached(task["family"], scratch)
     directory, speculative = speculative_config(task["drafter"], model, scratch)
-    rig = Rig(EngineConfig(task["family"], max_tokens=1024, more=(("speculative_config", speculative),)), directory)
+    rig = ZooRig(EngineConfig(task["family"], max_tokens=1024, more=(("speculative_config", speculative),)), directory)
     CHOSEN.check(rig)
     found = {}
     for name, is_on in (("on", status.is_on("image_checkpoints")), ("off", False)):
@@ -41,7 +42,7 @@ def main() -> None:
     print(json.dumps(found), flush=True)
 
 
-def asked(rig: Rig, proof_tokens: int) -> dict[str, Any]:
+def asked(rig: ZooRig, proof_tokens: int) -> dict[str, Any]:
     """What three questions about each of two images, on empty caches, reused and answered, and what was drafted.
 
     proof_tokens: what an EAGLE head needs to be equal behind a hit.
@@ -66,7 +67,7 @@ def asked(rig: Rig, proof_tokens: int) -> dict[str, Any]:
     return {"cached": cached, "best": best, "errors": errors, "tokens": [a.token_ids for a in answers], **drafted}
 
 
-def ask(rig: Rig, conversation: Any) -> Answer:
+def ask(rig: ZooRig, conversation: Any) -> Answer:
     """An answer made of LETTERS, so that a drafter can be right."""
     prompt, images = rig.render(conversation)
     params = SamplingParams(
@@ -80,7 +81,7 @@ def ask(rig: Rig, conversation: Any) -> Answer:
     return Answer.of(prompt, images, rig.llm.generate(asked_for, params, use_tqdm=False)[0])
 
 
-def letters(rig: Rig) -> list[int]:
+def letters(rig: ZooRig) -> list[int]:
     """The tokens of LETTERS."""
     tokenizer = rig.oracle.processor.tokenizer
     return [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in LETTERS]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 
 from benchmarks.workloads import demos, interleaved
 from tests.engine_configuration import CHOSEN
@@ -16,9 +17,7 @@ from tests.exactness.mixed import BATCH, ask_mixed, assert_all_cold
 from tests.sizes import WHOLE, larger, scaled
 from vllm_mmcache.base import settings, status
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.expect import assert_exact
-from vllm_mmcache.prove.scenarios import assistant, filler, one, picture, user
+from vllm_mmcache.prove.conversations import assistant, filler, one, picture, user
 from vllm_mmcache.prove.workloads import Asks, Shape, questions, reuse, run
 
 pytestmark = pytest.mark.engine
@@ -84,7 +83,7 @@ def test_workloads_hit_and_are_exact(pool: EnginePool, config: EngineConfig, wor
     answers = run(rig, WORKLOADS[workload](SHAPES[config.family]))
     found = reuse(rig, answers)
     assert found["cached_tokens"] >= 0.98 * found["best_tokens"] > 0, found
-    assert_exact(rig, [answer for _, answer in answers])
+    rig.assert_exact([answer for _, answer in answers])
 
 
 @pytest.mark.parametrize("config", configs("dense", "interval", "chunks", "match_unit"))
@@ -93,7 +92,7 @@ def test_other_configurations(pool: EnginePool, config: EngineConfig) -> None:
     answers = run(rig, questions(SHAPES[config.family], 2, 2))
     found = reuse(rig, answers)
     assert found["cached_tokens"] >= 0.98 * found["best_tokens"] > 0, found
-    assert_exact(rig, [answer for _, answer in answers])
+    rig.assert_exact([answer for _, answer in answers])
 
 
 @pytest.mark.any_engine
@@ -118,8 +117,8 @@ def test_nothing_behind_a_swapped_image_is_reused(pool: EnginePool, config: Engi
     for place in (1, 3):
         swapped = one(rig, user(*parts[:place], picture(3, shape.size), *parts[place + 1 :]))
         assert swapped.num_cached_tokens <= rig.image_spans(swapped)[place // 2][0] < again.num_cached_tokens
-        assert_exact(rig, [swapped])
-    assert_exact(rig, [first, again])
+        rig.assert_exact([swapped])
+    rig.assert_exact([first, again])
 
 
 @pytest.mark.parametrize("config", configs("main"))

@@ -17,7 +17,7 @@ import pytest
 from tests.engine_configuration import CHOSEN
 from tests.sizes import larger
 from vllm_mmcache.components.image_checkpoints.rules import state_in
-from vllm_mmcache.prove.expect import TIE, TOLERANCE
+from vllm_mmcache.prove.answers import TIE, TOLERANCE
 
 
 def asked(family: str, drafter: str, scratch: Path) -> Any:

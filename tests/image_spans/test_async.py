@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+from mmcache_tools.harness.scenarios import full_blocks
 
 from tests.engine_configuration import CHOSEN
 from tests.image_spans.admission.arrivals import Arrival, Engine, limited
-from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import assert_exact
+from vllm_mmcache.prove.answers import Answer
+from vllm_mmcache.prove.conversations import filler, picture, user
 from vllm_mmcache.prove.load import counted
-from vllm_mmcache.prove.scenarios import filler, full_blocks, picture, user
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 
@@ -60,7 +61,7 @@ def test_the_second_question_is_a_hit_while_the_first_is_answered(pool: EnginePo
     assert answers[1].num_cached_tokens == full_blocks(rig, end) > start
     assert answers[2].num_cached_tokens <= start
     assert (counts["ahead"] > 0) == CHOSEN.is_async
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 @pytest.mark.parametrize("config", IN_CHUNKS[:2], ids=ids(IN_CHUNKS[:2]))
@@ -71,10 +72,10 @@ def test_chunks_and_images(pool: EnginePool, config: EngineConfig) -> None:
         answers = rig.ask(*([user(filler(20), picture(n), picture(n + 1), "Compare.")] for n in (92, 93)), max_tokens=4)
     assert (counts["split"] > 0) == (config.family == "qwen3-vl")
     assert (counts["ahead"] > 0) == CHOSEN.is_async
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
-def held(rig: Rig) -> tuple[int, int]:
+def held(rig: ZooRig) -> tuple[int, int]:
     """KV blocks and encoder outputs that requests hold."""
     scheduler = Engine(rig).scheduler
     pool = scheduler.kv_cache_manager.block_pool
@@ -109,4 +110,4 @@ def test_aborted_requests(pool: EnginePool, config: EngineConfig, when: str) -> 
     answers = answers_of(*ones, *again)
     assert held(rig) == before
     assert any(answer.num_cached_tokens for answer in answers)
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)

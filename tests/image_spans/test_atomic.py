@@ -6,14 +6,14 @@ preempted. The negative control lets the same engine split spans: then it does, 
 """
 
 import pytest
+from mmcache_tools.harness.engines import LOAD, EngineConfig, EnginePool
 
 from tests.engine_configuration import CHOSEN
 from tests.sizes import SCALE, scaled
 from vllm_mmcache.components.image_spans import hooks_engine
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.expect import TOLERANCE, Inexact, assert_exact
-from vllm_mmcache.prove.load import LOAD, counted, run
-from vllm_mmcache.prove.scenarios import picture, user
+from vllm_mmcache.prove.answers import TOLERANCE, Inexact
+from vllm_mmcache.prove.conversations import picture, user
+from vllm_mmcache.prove.load import counted, run
 
 pytestmark = pytest.mark.engine
 
@@ -30,7 +30,7 @@ def test_no_span_is_split_under_load(pool: EnginePool) -> None:
     assert counts["split"] == 0
     assert rig.num_preemptions() > before, "the KV cache is not small enough for this test to mean anything"
     assert any(answer.num_cached_tokens for answer in answers)
-    assert assert_exact(rig, answers) <= TOLERANCE
+    assert rig.assert_exact(answers) <= TOLERANCE
 
 
 @pytest.mark.any_engine
@@ -42,7 +42,7 @@ def test_without_atomic_spans_answers_are_wrong(pool: EnginePool, monkeypatch: p
         answers = run(rig, 64 if CHOSEN.runner == 1 else 24, seed=1)
     assert counts["split"] > 0
     with pytest.raises(Inexact):
-        assert_exact(rig, answers)
+        rig.assert_exact(answers)
 
 
 @pytest.mark.any_engine
@@ -53,4 +53,4 @@ def test_adjacent_images_with_a_small_encoder_cache_finish(pool: EnginePool) -> 
     assert engine.engine_core.engine_core.scheduler.encoder_cache_manager.cache_size < 2 * 64
     for count in (2, 4):
         answers = rig.ask([user(*(picture(i) for i in range(count)), "compare")])
-        assert assert_exact(rig, answers) <= TOLERANCE
+        assert rig.assert_exact(answers) <= TOLERANCE

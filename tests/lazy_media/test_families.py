@@ -9,14 +9,14 @@ import base64
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 from mmcache_tools.zoo import MORE_FAMILIES
 from vllm import SamplingParams
 
 from tests.lazy_media import files
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, EngineConfig, EnginePool, Message, Rig
-from vllm_mmcache.prove.expect import assert_exact
-from vllm_mmcache.prove.scenarios import filler, picture, user
+from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer, Message
+from vllm_mmcache.prove.conversations import filler, picture, user
 
 pytestmark = pytest.mark.engine
 
@@ -28,7 +28,7 @@ def question(number: int) -> Message:
     return user(filler(180), picture(number), QUESTION)
 
 
-def chat(rig: Rig, number: int) -> tuple[Answer, int]:
+def chat(rig: ZooRig, number: int) -> tuple[Answer, int]:
     """The answer about a picture sent as base64, and how many images were decoded for it."""
     prompt, images = rig.render([question(number)])
     text = base64.b64encode(files.saved(picture(number), "PNG")).decode()
@@ -62,4 +62,4 @@ def test_a_known_image_is_not_decoded(pool: EnginePool, config: EngineConfig) ->
     assert late.num_cached_tokens == 0
     (direct,) = rig.ask([question(900)])
     assert direct.prompt_ids == cold.prompt_ids == warm.prompt_ids == late.prompt_ids
-    assert_exact(rig, [cold, warm, other, late, direct])
+    rig.assert_exact([cold, warm, other, late, direct])

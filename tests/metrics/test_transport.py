@@ -3,10 +3,10 @@
 
 import prometheus_client
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 
 from vllm_mmcache.metrics import counters, table_sizes
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.scenarios import filler, one, picture, user
+from vllm_mmcache.prove.conversations import filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 from PIL import Image
 
 from tests.lazy_media import files
@@ -21,7 +22,6 @@ from vllm_mmcache.components.observe.record.recorder import RECORDER
 from vllm_mmcache.components.observe.record.schema import Reason, Record, Segment
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle.registry import parts
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
 from vllm_mmcache.prove.pictures import ellipses
 
 
@@ -99,7 +99,7 @@ class Asked:
 class Observed:
     """Puts requests to an engine, and checks of each record what must hold for all."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: ZooRig) -> None:
         self.rig = rig
 
     def chat(self, *messages: dict[str, Any], max_tokens: int = 4, more: Any = None, **params: Any) -> Asked:
@@ -151,6 +151,6 @@ def observing(pool: EnginePool, config: EngineConfig) -> Iterator[Observed]:
 
 
 def words(count: int, start: int = 0) -> str:
-    from vllm_mmcache.prove.scenarios import filler
+    from vllm_mmcache.prove.conversations import filler
 
     return filler(count, start)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 from vllm import SamplingParams
 
 from tests.observe.observing import Observed, assert_whole, observing
@@ -17,9 +18,8 @@ from tests.observe.test_scenarios import kv_cache_manager
 from vllm_mmcache.base import failsafe
 from vllm_mmcache.components.observe.record.recorder import RECORDER
 from vllm_mmcache.components.observe.record.schema import Reason
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.scenarios import filler, picture
-from vllm_mmcache.prove.scenarios import user as turn
+from vllm_mmcache.prove.conversations import filler, picture
+from vllm_mmcache.prove.conversations import user as turn
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 

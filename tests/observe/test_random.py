@@ -8,12 +8,12 @@ import random
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 
 from tests.observe.observing import assistant, observing, picture, system, user, words
 from tests.sizes import SCALE, scaled
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.observe.record.schema import Reason
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 pytestmark = pytest.mark.engine
 

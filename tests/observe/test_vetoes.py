@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 
 from tests.observe.observing import Observed, observing, picture, user, words
 from vllm_mmcache.base import status
 from vllm_mmcache.components.observe.record.schema import Reason
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
 
 pytestmark = pytest.mark.engine
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from mmcache_tools.harness.engines import ZooRig
 from PIL import Image
 from vllm import SamplingParams
 from vllm.multimodal.media.image import ImageMediaIO
 
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, Message, Rig
+from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer, Message
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Work:
 class Asking:
     """Puts questions to an engine, and tells what it did for each lot of them."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: ZooRig) -> None:
         self.rig = rig
         self.answers: list[Answer] = []
         self._seen = Work.so_far()
@@ -64,7 +65,7 @@ class Asking:
         return self._seen - before
 
 
-def finish_reasons(rig: Rig, *conversations: Sequence[Message]) -> list[str | None]:
+def finish_reasons(rig: ZooRig, *conversations: Sequence[Message]) -> list[str | None]:
     """Why the answers ended."""
     prompts = [prompt_of(*rig.render(messages)) for messages in conversations]
     outputs = rig.llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), use_tqdm=False)
@@ -88,7 +89,7 @@ def png(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def forget_processed(rig: Rig) -> None:
+def forget_processed(rig: ZooRig) -> None:
     """As if images had fallen out of vLLM's processor cache; their features are kept."""
     assert rig.features.copying.wait(60)
     rig.llm.llm_engine.reset_mm_cache()

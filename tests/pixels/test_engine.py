@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 from mmcache_tools.zoo import FAMILIES
 
 from tests.features.films import Part, chat, file_of, frames_of, takes_videos
@@ -17,9 +18,8 @@ from vllm_mmcache.components.features.engine.hooks import Connector
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
 from vllm_mmcache.components.lazy_media.video.video_info import VIDEOS
 from vllm_mmcache.components.lazy_processing.vllm_pixels import Maker
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.expect import assert_equals_answer, assert_exact, tolerance_of
-from vllm_mmcache.prove.scenarios import assistant, filler, picture, user
+from vllm_mmcache.prove.answers import assert_equals_answer
+from vllm_mmcache.prove.conversations import assistant, filler, picture, user
 from vllm_mmcache.storage import records
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
@@ -47,7 +47,7 @@ def test_pixels_are_made_only_for_the_tower(pool: EnginePool, config: EngineConf
     talk += [assistant(asking.answers[0].text), user("And this one?", picture(732), "Well?")]
     forget_processed(rig)
     assert asking.ask(talk) == Work(deferred=2, processed=1, tower=1)
-    assert_exact(rig, asking.answers)
+    rig.assert_exact(asking.answers)
 
 
 @ONE
@@ -62,7 +62,7 @@ def test_what_is_cached_by_vllm_is_not_deferred(pool: EnginePool, config: Engine
     assert asking.ask(talk) == Work()  # what vLLM has now is the deferred item
     rig.make_cold()
     asking.ask(talk)
-    assert_exact(rig, asking.answers)
+    rig.assert_exact(asking.answers)
 
 
 @ONE
@@ -77,7 +77,7 @@ def test_features_that_went_away_cost_time_alone(
     # The engine takes them for there, so that the request goes on: as if they were evicted in the same moment.
     monkeypatch.setattr(Connector, "_needs_pixels", lambda self, wanted: False)
     assert asking.ask(talk) == Work(deferred=2, made=2, late=2, tower=2)
-    assert_exact(rig, asking.answers)
+    rig.assert_exact(asking.answers)
 
 
 @ONE
@@ -94,7 +94,7 @@ def test_kv_needs_no_pixels(pool: EnginePool, config: EngineConfig) -> None:
     forget_processed(rig)
     rig.llm.llm_engine.reset_encoder_cache()
     assert asking.ask(talk) == Work(deferred=1, made=1, tower=1)
-    assert_exact(rig, asking.answers)
+    rig.assert_exact(asking.answers)
 
 
 @ONE
@@ -137,7 +137,7 @@ def test_pixels_that_can_not_be_made_fail_their_request_alone(
     assert "the pixels of an image can't be made: nothing to decode with" in caplog.text
     # The server forgets what it knew of the image, and processes it anew.
     assert asking.ask(talk, other) == Work(deferred=1, processed=2, tower=2)
-    assert_exact(rig, asking.answers)
+    rig.assert_exact(asking.answers)
 
 
 @ONE
@@ -151,7 +151,7 @@ def test_images_with_names_of_their_own(pool: EnginePool, config: EngineConfig) 
     assert asking.ask(talk, multi_modal_uuids={"image": ["another"]}) == Work(deferred=1)
     forget_processed(rig)
     assert asking.ask(talk) == Work(deferred=1)
-    assert_exact(rig, asking.answers)
+    rig.assert_exact(asking.answers)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_videos(pool: EnginePool, config: EngineConfig, make: Callable[..., Part
     late = chat(rig, make(name))
     assert asking.work() == Work(deferred=1, made=1, tower=1)
     for answer in (warm, late):
-        assert_equals_answer(answer, cold, tolerance_of(rig), "the cold run")
+        assert_equals_answer(answer, cold, rig.tolerance, "the cold run")
     other = chat(rig, make(name, num_frames=4))
     assert asking.work() == Work(processed=1, tower=1)
     assert other.prompt_ids != cold.prompt_ids

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 from mmcache_tools.zoo import build_cached
 from vllm.tokenizers import registry
 from vllm.transformers_utils import processor
@@ -19,9 +20,8 @@ from tests.features.tiers import LONG_S
 from tests.pixels.asking import Asking, Work
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
 from vllm_mmcache.content.base64_image import TEXTS
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.expect import assert_equals_answer, tolerance_of
-from vllm_mmcache.prove.scenarios import picture, user
+from vllm_mmcache.prove.answers import assert_equals_answer
+from vllm_mmcache.prove.conversations import picture, user
 from vllm_mmcache.storage import records
 
 pytestmark = pytest.mark.engine
@@ -50,7 +50,7 @@ class Servers:
         work = asking.ask(TALK)
         rig.make_cold()
         (cold,) = rig.ask(TALK)  # an image without a file has neither record nor the file's name
-        assert_equals_answer(asking.answers[0], cold, tolerance_of(rig), "a cold run")
+        assert_equals_answer(asking.answers[0], cold, rig.tolerance, "a cold run")
         assert records.current().flush(LONG_S)
         assert rig.features.flush(LONG_S)
         return work

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mmcache_tools.zoo import FIRST_FAMILIES, architecture_of
+from mmcache_tools.prove_zoo.items import ZooHow, families_of
+from mmcache_tools.zoo import architecture_of
 from rich.console import Console
 
 from vllm_mmcache import __version__
@@ -20,7 +21,7 @@ from vllm_mmcache.lifecycle import user_proofs
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
 from vllm_mmcache.lifecycle.user_proofs import Place
 from vllm_mmcache.prove import arguments, items, look, proving
-from vllm_mmcache.prove.items import How, Item
+from vllm_mmcache.prove.items import Item, OwnHow
 from vllm_mmcache.prove.runs import Runs
 
 PLACE = Place("0.33.0", "cuda", 2, "async", "2.14.0", __version__, "Some GPU", architecture_of("qwen3-vl"), 1, 1)
@@ -41,7 +42,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Item]]:
     def start(change: Callable[[Item, Said], Any] = lambda item, said: None, place: Place = PLACE) -> list[Item]:
         ran: list[Item] = []
 
-        def run(item: Item, how: How, stock: Any, left_s: float) -> Said:
+        def run(item: Item, how: Any, stock: Any, left_s: float) -> Said:
             ran.append(item)
             said: Said = {"state": "passed", "reason": "9 checks", "engine": {}, "place": asdict(place)}
             said |= {"proven": ["metrics", "image_spans"], "of_use": OF_USE}
@@ -56,7 +57,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Item]]:
 
 
 def prove(rooms: tuple[str, ...] = ENGINE_ROOMS, compiled: bool = False) -> proving.Verdict:
-    return proving.prove(Runs(How()), "qwen3-vl", "zoo family qwen3-vl", rooms, compiled=compiled)
+    return proving.prove(Runs(ZooHow()), "qwen3-vl", "zoo family qwen3-vl", rooms, compiled=compiled)
 
 
 def fail(*rooms: str, together: bool = False) -> Callable[[Item, Said], Any]:
@@ -180,7 +181,7 @@ def test_ctrl_c_keeps_what_has_passed(
     started: Callable[..., list[Item]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stop(item: Item, said: Said) -> None:
-        if item.family == "gemma3":
+        if item.subject == "gemma3":
             raise KeyboardInterrupt
 
     started(stop)
@@ -201,17 +202,17 @@ def test_the_users_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MMCACHE_DISABLE", "1")
     monkeypatch.setenv("PYTHONOPTIMIZE", "1")
     item = Item("gemma3", ("features",), None)
-    environ = items.environment(item, How())
+    environ = ZooHow().environment(item)
     assert environ["VLLM_ATTENTION_BACKEND"] == "SOME"
     assert [environ[f"MMCACHE_{room}"] for room in ("FEATURES", "METRICS")] == ["1", "0"]
     gone = {"MMCACHE_STORE", "MMCACHE_DISABLE", "PYTHONOPTIMIZE", "VLLM_PLUGINS", "VLLM_USE_V2_MODEL_RUNNER"}
     assert not gone & set(environ)
     assert environ["HF_HUB_OFFLINE"] == "1"
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    assert "HF_HUB_OFFLINE" not in items.environment(item, How(own="some/model")), "its files may not be here yet"
+    assert "HF_HUB_OFFLINE" not in OwnHow(model="some/model").environment(item), "its files may not be here yet"
     monkeypatch.setenv("VLLM_PLUGINS", "another")
-    assert items.environment(item, How())["VLLM_PLUGINS"] == "another,mmcache"
-    assert items.environment(replace(item, rooms=()), How())["MMCACHE_DISABLE"] == "1"
+    assert ZooHow().environment(item)["VLLM_PLUGINS"] == "another,mmcache"
+    assert ZooHow().environment(replace(item, rooms=()))["MMCACHE_DISABLE"] == "1"
 
 
 def test_vllms_arguments() -> None:
@@ -219,12 +220,12 @@ def test_vllms_arguments() -> None:
     pytest.importorskip("vllm")
     found = arguments.given(["--no-enforce-eager", "--max_model_len", "2k", "-tp", "2", "--seed", "7"])
     assert found == {"enforce_eager": False, "max_model_len": 2000, "tensor_parallel_size": 2, "seed": 7}
-    kept, (line,) = arguments.taken(found, own=False)
+    kept, (line,) = arguments.taken(found, ZooHow.fixed_arguments)
     assert kept == {"enforce_eager": False, "tensor_parallel_size": 2}
     assert line.startswith("left out of vLLM's arguments: --max-model-len, --seed; the zoo's model and")
-    assert "max_model_len" in arguments.taken(found, own=True)[0]
+    assert "max_model_len" in arguments.taken(found)[0]
     more = arguments.given(["--additional-config", json.dumps({"mmcache": {"features": True}, "other": 1})])
-    kept, (line,) = arguments.taken(more, own=True)
+    kept, (line,) = arguments.taken(more)
     assert (kept, "each item switches rooms itself" in line) == ({"additional_config": {"other": 1}}, True)
     for wrong, words in (
         (["--port", "80"], "unrecognized arguments: --port 80: give those of its engine"),
@@ -240,24 +241,20 @@ def test_a_vllm_where_nothing_would_be_on(version: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("vllm_mmcache.base.versions.vllm_version", lambda: version)
     monkeypatch.delenv(items.UNTESTED, raising=False)
     with pytest.raises(EnvironmentProblem, match=re.escape(f"vLLM {version} is outside")):
-        look.see("", False, [])
+        look.see("", [])
 
 
 @pytest.mark.parametrize("version", ["0.32.0+cpu", "0.33.1"])
 def test_a_vllm_that_can_be_proven(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_mmcache.base.versions.vllm_version", lambda: version)
     monkeypatch.delenv(items.UNTESTED, raising=False)
-    assert look.see("", False, []).vllm == version
-
-
-def test_the_zoos_names_are_known_without_it() -> None:
-    assert items.FIRST_FAMILIES == FIRST_FAMILIES
+    assert look.see("", []).vllm == version
 
 
 def test_without_the_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its models can't be checked, and the error names both ways on; a model of one's own can."""
     monkeypatch.setattr(distributions, "are_here", lambda module=distributions.ZOO: False)
-    monkeypatch.setattr(verb.needs, "check_vllm", lambda: None)
+    monkeypatch.setattr(verb.preflight, "check_vllm", lambda: None)
     needed = "needs vllm-mmcache-tools, which is not installed: pip install "
     for model in (None, "/m"):
         with pytest.raises(EnvironmentProblem, match=rf"{needed}.*; .* mmcache prove {model or 'MODEL'} --own$"):
@@ -266,14 +263,14 @@ def test_without_the_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EnvironmentProblem, match="can't be read"):
         look.architecture_in("/no/such/model", {})
     with pytest.raises(EnvironmentProblem, match=needed):
-        look.families_of("Gemma3ForConditionalGeneration")
+        verb.subjects_of("/m", False, (), "Gemma3ForConditionalGeneration")
 
 
 def test_the_zoos_family_of_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Gemma3ForConditionalGeneration"]}')
     assert look.architecture_in(str(tmp_path), {}) == "Gemma3ForConditionalGeneration"
-    assert look.families_of("Gemma3ForConditionalGeneration") == ["gemma3"]
-    assert look.families_of("Gemma4ForConditionalGeneration") == ["gemma4", "gemma4-causal"]
+    assert families_of("Gemma3ForConditionalGeneration") == ["gemma3"]
+    assert families_of("Gemma4ForConditionalGeneration") == ["gemma4", "gemma4-causal"]
     with pytest.raises(EnvironmentProblem, match="mmcache prove /m --own"):
         verb.subjects_of("/m", False, (), "LlavaForConditionalGeneration")
     for text in ("", "[]", "{}", '{"architectures": []}'):

@@ -10,13 +10,12 @@ import pickle
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 from vllm.v1.core.sched.output import CachedRequestData
 
 from tests.engine_configuration import CHOSEN
 from vllm_mmcache.base import status
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.expect import assert_exact
-from vllm_mmcache.prove.scenarios import resume_without_blocks
+from vllm_mmcache.prove.checks import resume_without_blocks
 
 pytestmark = pytest.mark.engine
 
@@ -26,7 +25,7 @@ CONFIG = EngineConfig("gemma3")
 @pytest.mark.any_engine
 def test_a_resumed_request_has_its_images(pool: EnginePool) -> None:
     rig = pool.get(CONFIG)
-    assert_exact(rig, resume_without_blocks(rig))
+    rig.assert_exact(resume_without_blocks(rig))
 
 
 @pytest.mark.any_engine
@@ -51,7 +50,7 @@ def test_the_second_runner_is_sent_the_images_again(
     answers = resume_without_blocks(rig)
     cold, hit, resumed = sent
     assert hit < cold == resumed
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 @pytest.mark.skipif(CHOSEN.runner != 1, reason="model runner V2 is sent a resumed request anew")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mmcache_tools.harness.engines import EngineConfig, ZooRig
 from mmcache_tools.zoo import build_cached
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -23,8 +24,7 @@ from vllm import SamplingParams
 from tests.speculative import hybrid_vllm
 from tests.speculative.drafters import write_mtp
 from tests.speculative.worker import counters
-from vllm_mmcache.prove.engines import EngineConfig, Rig
-from vllm_mmcache.prove.scenarios import filler
+from vllm_mmcache.prove.conversations import filler
 
 NUM_WORDS = 8  # of which answers are made
 LEANING = 40.0  # how much the model leans to the word that its head drafts: most drafts are accepted, not all
@@ -55,7 +55,7 @@ def main() -> None:
 def run(task: Task) -> dict[str, Any]:
     """Start, converse, compare, close."""
     witness = hybrid_vllm.prepare(task.change)
-    rig = Rig(config(task), with_head(Path(task.scratch)))
+    rig = ZooRig(config(task), with_head(Path(task.scratch)))
     try:
         answers = converse(rig, task)
         found: dict[str, Any] = {**counters(rig), "preemptions": rig.num_preemptions()}
@@ -118,7 +118,7 @@ def with_head(scratch: Path) -> Path:
     return directory
 
 
-def converse(rig: Rig, task: Task) -> list[dict[str, Any]]:
+def converse(rig: ZooRig, task: Task) -> list[dict[str, Any]]:
     """All rounds. Of each answer the prompt, the tokens, their log-probabilities, and how much was cached."""
     tokenizer = rig.oracle.processor.tokenizer
     allowed = words(Path(task.scratch))
@@ -144,7 +144,7 @@ def converse(rig: Rig, task: Task) -> list[dict[str, Any]]:
     return answers
 
 
-def errors(rig: Rig, prompt: list[int], tokens: list[int], said: list[float]) -> list[float]:
+def errors(rig: ZooRig, prompt: list[int], tokens: list[int], said: list[float]) -> list[float]:
     """Per token of an answer, how far its log-probability is from the cold one."""
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
     (output,) = rig.llm.generate([{"prompt_token_ids": prompt + tokens}], params, use_tqdm=False)

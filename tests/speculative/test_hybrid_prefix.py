@@ -20,7 +20,7 @@ from tests.engine_configuration import EngineConfiguration
 from tests.patches.tree import apply, copy_installed
 from tests.runner_v2 import environment as interpreter
 from tests.sizes import larger
-from vllm_mmcache.prove.expect import BF16_SELF_TOLERANCE
+from vllm_mmcache.prove.answers import BF16_SELF_TOLERANCE
 
 pytestmark = pytest.mark.engine
 

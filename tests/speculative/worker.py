@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mmcache_tools.harness.engines import EngineConfig, ZooRig
 from mmcache_tools.zoo import build_cached
 from vllm import SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from tests.engine_configuration import CHOSEN
 from tests.speculative.drafters import LETTERS, speculative_config
-from vllm_mmcache.prove.engines import NUM_LOGPROBS, EngineConfig, Message, Rig
-from vllm_mmcache.prove.scenarios import filler, picture, user
+from vllm_mmcache.prove.answers import NUM_LOGPROBS, Message
+from vllm_mmcache.prove.conversations import filler, picture, user
 
 NUM_ANSWERED = 24  # tokens of each answer
 
@@ -42,7 +43,7 @@ def run(family: str, drafter: str, prefix_caching: bool, model: Path, scratch: P
     more = (("speculative_config", speculative), ("enable_prefix_caching", prefix_caching))
     stage, rig = "start", None
     try:
-        rig = Rig(EngineConfig(family, max_tokens=1024, more=more), directory)
+        rig = ZooRig(EngineConfig(family, max_tokens=1024, more=more), directory)
         CHOSEN.check(rig)
         stage = "answers"
         answers = questions(rig)
@@ -57,7 +58,7 @@ def run(family: str, drafter: str, prefix_caching: bool, model: Path, scratch: P
         cleanup_dist_env_and_memory()
 
 
-def questions(rig: Rig) -> list[dict[str, Any]]:
+def questions(rig: ZooRig) -> list[dict[str, Any]]:
     """A picture, the same question again, then three together: another picture beside it, text alone, one picture."""
     first = [user(filler(60), picture(50), "What is in this picture?")]
     both = [user(filler(60), picture(50), picture(51), "Compare." + filler(20))]
@@ -65,7 +66,7 @@ def questions(rig: Rig) -> list[dict[str, Any]]:
     return [answer for turn in ([first], [first], [both, text, other]) for answer in ask(rig, turn)]
 
 
-def ask(rig: Rig, conversations: list[list[Message]]) -> list[dict[str, Any]]:
+def ask(rig: ZooRig, conversations: list[list[Message]]) -> list[dict[str, Any]]:
     """Answers made of LETTERS; their log-probabilities are those of the whole vocabulary."""
     tokenizer = rig.oracle.processor.tokenizer
     letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in LETTERS]
@@ -90,7 +91,7 @@ def ask(rig: Rig, conversations: list[list[Message]]) -> list[dict[str, Any]]:
 
 
 def against_transformers(
-    rig: Rig, prompt: str, images: Any, tokens: list[int], steps: list[dict[int, float]], letters: list[int]
+    rig: ZooRig, prompt: str, images: Any, tokens: list[int], steps: list[dict[int, float]], letters: list[int]
 ) -> dict[str, float]:
     """The largest error of a log-probability, and by how much a chosen letter is worse than the best one."""
     _, expected = rig.oracle.log_probabilities(prompt, images, tokens)
@@ -99,7 +100,7 @@ def against_transformers(
     return {"error": max(errors), "worse": float(worse.max())}
 
 
-def counters(rig: Rig) -> dict[str, int]:
+def counters(rig: ZooRig) -> dict[str, int]:
     """vLLM's own counts of drafts, of the tokens drafted, and of those accepted."""
     names = ("drafts", "draft_tokens", "accepted_tokens")
     values = {metric.name: getattr(metric, "value", 0) for metric in rig.llm.get_metrics()}

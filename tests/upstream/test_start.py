@@ -315,8 +315,8 @@ from vllm_mmcache.base import status
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle import tested_engines
 tested_engines.TABLE[:] = []
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.scenarios import one, picture, user
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.conversations import one, picture, user
 from vllm_mmcache.lifecycle.registry import hooks_of
 pool = EnginePool(pathlib.Path({str(tmp_path)!r}))
 rig = pool.get(EngineConfig("qwen2-vl"))

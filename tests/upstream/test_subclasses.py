@@ -23,9 +23,8 @@ import os
 from pathlib import Path
 from tests.engine_configuration import CHOSEN
 CHOSEN.apply()
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.expect import assert_exact
-from vllm_mmcache.prove.scenarios import same_again
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
+from mmcache_tools.harness.scenarios import same_again
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -39,7 +38,7 @@ if __name__ == "__main__":
     import sys
     pool = EnginePool(Path(sys.argv[1]), CHOSEN.check)
     rig = pool.get(EngineConfig("gemma3", more=(("scheduler_cls", Own),)))
-    assert_exact(rig, same_again(rig))
+    rig.assert_exact(same_again(rig))
     scheduler = rig.llm.llm_engine.engine_core.engine_core.scheduler
     from vllm_mmcache.hooking.subclasses import SchedulerMixin
     assert [one.__name__ for one in type(scheduler).__mro__[:3]] == ["Own", "SchedulerMixin", "Own"], type(scheduler)

@@ -5,7 +5,7 @@ import base64
 import binascii
 import importlib.util
 
-from vllm_mmcache.base import extras
+from vllm_mmcache.base import distributions
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.secret_files import read_secret, shown
 
@@ -19,7 +19,7 @@ def read_key(key_file: str) -> bytes:
     """
     if importlib.util.find_spec("cryptography") is None:
         where = f"store_key_file {shown(key_file)}"
-        raise SettingsError(f"{where} needs the package cryptography: {extras.how('encryption')}")
+        raise SettingsError(f"{where} needs the package cryptography: {distributions.install_command('encryption')}")
     return read_32_bytes(key_file, "store_key_file")
 
 

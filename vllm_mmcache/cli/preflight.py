@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from vllm_mmcache.base import extras
+from vllm_mmcache.base import distributions
 from vllm_mmcache.base.errors import EnvironmentProblem
 
 
@@ -23,8 +23,8 @@ def has_vllm() -> bool:
 def vllm_cure() -> str:
     """How vLLM is installed beside this package."""
     return (
-        f"{extras.how('cpu')} on a machine without a GPU (pip must find torch's CPU wheel, see docs/first_minutes.md), "
-        f"{extras.how('cuda')} with one"
+        f"{distributions.install_command('cpu')} on a machine without a GPU (pip must find torch's CPU wheel, see "
+        f"docs/first_minutes.md), {distributions.install_command('cuda')} with one"
     )
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm_mmcache.prove.items import RESULT, Item
     from vllm_mmcache.prove.proving import Verdict
 
-ZOO_TIMEOUT_S, OWN_TIMEOUT_S = 900.0, 3600.0  # of an item; large models load for minutes
+ON_THE_ZOO = "a check on the zoo's models"
 
 
 def prove(
@@ -71,7 +71,7 @@ def check_choice(
         raise EnvironmentProblem(f"--families and the model {model} are both given: give one of the two")
     if not own:
         instead = f"; or check a model itself: mmcache prove {model or 'MODEL'} --own"
-        zoo = distributions.load(distributions.ZOO, "a check on the zoo's models", instead)
+        zoo = distributions.load(distributions.ZOO, ON_THE_ZOO, instead)
     preflight.check_vllm()
     found = tuple(listed("--rooms", rooms, ENGINE_ROOMS)) or ENGINE_ROOMS
     if own:
@@ -101,21 +101,24 @@ def run(
     from rich.console import Console
 
     from vllm_mmcache import __version__
-    from vllm_mmcache.prove.items import How
+    from vllm_mmcache.prove.items import How, OwnHow
     from vllm_mmcache.prove.look import look
     from vllm_mmcache.prove.proving import exit_code
     from vllm_mmcache.prove.proving import prove as prove_one
     from vllm_mmcache.prove.runs import Runs
 
     console = Console(stderr=as_json, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    seen = look(model or "", own, arguments)
+    shared: dict[str, Any] = {"short": short, "log": log, "arguments": tuple(arguments)}
+    how: How
+    if own:
+        how = OwnHow(model=str(model), **shared)
+    else:
+        how = distributions.load(distributions.PROVE_ZOO, ON_THE_ZOO).ZooHow(**shared)
+    seen = look(model or "", arguments, how.fixed_arguments)
     console.print(f"vLLM {seen.vllm} on {seen.platform} ({seen.device}), mmcache {__version__}")
     for line in seen.lines:
         console.print(line)
     subjects = subjects_of(model, own, families, seen.architecture)
-    whose = str(model) if own else ""
-    timeout_s = OWN_TIMEOUT_S if own else ZOO_TIMEOUT_S
-    how = How(short=short, log=log, arguments=tuple(arguments), own=whose, timeout_s=timeout_s)
     runs = Runs(how)
     compiled = not own and seen.platform != "cpu" and not seen.is_eager
     verdicts: list[Verdict] = []
@@ -137,12 +140,10 @@ def run(
 
 def subjects_of(model: str | None, own: bool, families: Sequence[str], architecture: str) -> list[tuple[str, str]]:
     """What is checked, and each in words. Raises: EnvironmentProblem where the zoo has nothing like the model."""
-    from vllm_mmcache.prove.look import families_of
-
     if own:
         return [(Path(str(model)).name, f"own model {model}")]
     if not families:
-        families = families_of(architecture)
+        families = distributions.load(distributions.PROVE_ZOO, ON_THE_ZOO).families_of(architecture)
         if not families:
             raise EnvironmentProblem(
                 f"the zoo has no model of {architecture}, the architecture of {model}: check the model itself with "

@@ -5,7 +5,7 @@ from importlib import import_module
 
 import typer
 
-from vllm_mmcache.base import distributions, extras
+from vllm_mmcache.base import distributions
 
 VERBS = {
     "demo": "stock and plugin in one conversation",
@@ -22,7 +22,7 @@ def add_to(app: typer.Typer) -> None:
         if distributions.are_here(module):
             import_module(module).add_to(app)
         else:
-            app.command(verb, help=f"Needs {extras.TOOLS}: {what}.", context_settings=ANYTHING)(missing)
+            app.command(verb, help=f"Needs {distributions.TOOLS}: {what}.", context_settings=ANYTHING)(missing)
 
 
 def missing(context: typer.Context) -> None:

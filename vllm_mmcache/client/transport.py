@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from blake3 import blake3
 
-from vllm_mmcache.base import extras
+from vllm_mmcache.base import distributions
 from vllm_mmcache.base.errors import EnvironmentProblem
 from vllm_mmcache.client.images import Images, find_images
 from vllm_mmcache.client.sent import Sent
@@ -165,7 +165,9 @@ def _openai() -> Any:
     try:
         return importlib.import_module("openai")
     except ImportError as error:
-        raise EnvironmentProblem(f"the client needs the package openai ({error}): {extras.how('client')}") from error
+        raise EnvironmentProblem(
+            f"the client needs the package openai ({error}): {distributions.install_command('client')}"
+        ) from error
 
 
 def _defaults(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How rooms that touch the engine are shown to be exact: on the zoo's models against Transformers, cold against warm.
+"""How rooms that touch the engine are shown to be exact: on the user's own model, against stock and cold against warm.
 
-What is in here starts engines, and runs in processes of its own: the command's items (items.py starts them, checks.py
-is what they do), the project's tests and its benchmarks. Importing this package alone loads nothing.
+The command's process loads no vLLM (proving.py, runs.py, items.py); an item has one of its own, with an engine
+(worker.py, own_checks.py). What tiny models and Transformers add is in vllm-mmcache-tools, which builds on this.
+Importing this package alone loads nothing.
 """

@@ -7,14 +7,6 @@ from typing import Any
 
 from vllm_mmcache.base.errors import EnvironmentProblem
 
-# What is said of a model's weights and of the room that it has; a zoo model has its own.
-_THE_ZOOS = (
-    "tokenizer", "tokenizer_mode", "tokenizer_revision", "revision", "code_revision", "hf_config_path", "hf_token",
-    "hf_overrides", "load_format", "download_dir", "quantization", "config_format", "skip_tokenizer_init",
-    "max_model_len", "limit_mm_per_prompt", "max_num_batched_tokens", "max_num_seqs", "num_gpu_blocks_override",
-    "gpu_memory_utilization", "kv_cache_memory_bytes", "mm_processor_kwargs", "generation_config",
-    "override_generation_config", "trust_remote_code", "speculative_config",
-)  # fmt: skip
 # What the checks themselves must have as it is.
 _THE_CHECKS = (
     "served_model_name", "seed", "max_logprobs", "logprobs_mode", "disable_log_stats", "enable_prefix_caching",
@@ -46,14 +38,17 @@ def given(arguments: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def taken(found: dict[str, Any], *, own: bool) -> tuple[dict[str, Any], list[str]]:
-    """What an item's engine gets of them, and a line about what it does not get."""
-    left_out = [name for name in found if name in _THE_CHECKS or (not own and name in _THE_ZOOS)]
+def taken(found: dict[str, Any], fixed: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """What an item's engine gets of them, and a line about what it does not get.
+
+    `fixed`: names of those that a model of the zoo has its own of.
+    """
+    left_out = [name for name in found if name in _THE_CHECKS or name in fixed]
     kept = {name: value for name, value in found.items() if name not in left_out}
     lines = []
     if left_out:
         options = ", ".join("--" + name.replace("_", "-") for name in left_out)
-        whose = "the checks have their own" if own else "the zoo's model and the checks have their own"
+        whose = "the zoo's model and the checks have their own" if fixed else "the checks have their own"
         lines.append(f"left out of vLLM's arguments: {options}; {whose}")
     additional = kept.get("additional_config")
     if isinstance(additional, dict) and "mmcache" in additional:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of one item: one engine, some rooms switched on, in a process of its own.
+"""What the checks of an item share, whichever model it is on: rooms in force, rooms at work, and a control.
 
 Each check is passed, failed or not checked, with a reason. A pass needs more than right answers: the rooms are really
 in force, what they are for really happened, and two controls show that a wrong answer would have been seen.
@@ -9,28 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from prometheus_client import REGISTRY
-from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_mmcache.base import status
 from vllm_mmcache.lifecycle import activation, user_proofs
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS, why_unproven
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.prove import load, scenarios, workers, workloads
-from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import Inexact, assert_detects, assert_exact
-from vllm_mmcache.prove.scenarios import filler, one, picture, user
+from vllm_mmcache.prove import load, workers, workloads
+from vllm_mmcache.prove.answers import Answer, Inexact
+from vllm_mmcache.prove.arguments import given, taken
+from vllm_mmcache.prove.conversations import filler, one, picture, user
+from vllm_mmcache.prove.rig import Rig
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
-
-SHORT = (scenarios.same_again, scenarios.swapped_image)
-SHAPES = {"qwen3.5": workloads.Shape((448, 448), 180), "gemma3": workloads.Shape((224, 224), 150)}
-KV_BYTES = 1 << 30
-SMALL_STEPS, WHOLE_STEPS = 96, 2048  # tokens; an image of 64 fits a small one, two don't
 
 
 class NotChecked(Exception):
@@ -61,22 +55,6 @@ def row_of(check: str, run: Callable[[], Any]) -> Row:
     return Row(check, PASSED)
 
 
-def check(
-    pool: EnginePool,
-    family: str,
-    rooms: Sequence[str],
-    runner: str | None,
-    precision: str | None,
-    compiled: bool,
-    short: bool,
-    arguments: Sequence[str] = (),
-) -> dict[str, Any]:
-    """All checks of an item on a zoo model. No rooms is stock vLLM; no runner is the one that vLLM takes."""
-    rig = pool.get(config_of(family, rooms, precision, compiled, arguments))
-    rows = [row_of("engine", lambda: assert_engine(rig, runner)), *rows_of(rig, rooms, short)]
-    return {"engine": engine_of(rig), "rows": [asdict(row) for row in rows], **place_of(rig)}
-
-
 def engine_of(rig: Rig) -> dict[str, Any]:
     """What the item ran on."""
     return {
@@ -104,25 +82,9 @@ def place_of(rig: Rig) -> dict[str, Any]:
     }
 
 
-def arguments_of(arguments: Sequence[str], *, own: bool) -> dict[str, Any]:
+def arguments_of(arguments: Sequence[str], fixed: Sequence[str] = ()) -> dict[str, Any]:
     """What the item's engine takes of vLLM's arguments, by name; what is left out was said before the first item."""
-    if not arguments:
-        return {}
-    from vllm_mmcache.prove.arguments import given, taken
-
-    return taken(given(arguments), own=own)[0]
-
-
-def config_of(
-    family: str, rooms: Sequence[str], precision: str | None, compiled: bool, arguments: Sequence[str] = ()
-) -> EngineConfig:
-    """The engine of an item; spans are whole or split only where steps are small."""
-    small = SMALL_STEPS if alone_on_small_steps(rooms) else WHOLE_STEPS
-    more: tuple[tuple[str, Any], ...] = (("enforce_eager", False),) if compiled else ()
-    if not current_platform.is_cpu():  # several engines share a GPU; the models are tiny
-        more += (("gpu_memory_utilization", 0.05), ("kv_cache_memory_bytes", KV_BYTES))
-    more += tuple(arguments_of(arguments, own=False).items())
-    return EngineConfig(family, batched_tokens=small, precision=precision, more=more)
+    return taken(given(arguments), fixed)[0] if arguments else {}
 
 
 def alone_on_small_steps(rooms: Sequence[str]) -> bool:
@@ -130,42 +92,9 @@ def alone_on_small_steps(rooms: Sequence[str]) -> bool:
     return tuple(rooms) == ("image_spans",)
 
 
-def rows_of(rig: Rig, rooms: Sequence[str], short: bool) -> list[Row]:
-    """Rooms in force, what they are for, answers of the scenarios, and the controls, which spoil the cache.
-
-    What they are for comes first: checkpoints are given up where they don't pay, as in many of the scenarios.
-    """
-    rows = [row_of(f"{room} is on", partial(assert_on, rig, room)) for room in rooms]
-    rows.append(row_of("nothing else is on", lambda: assert_off(set(ENGINE_ROOMS) - set(rooms))))
-
-    def put(scenario: scenarios.Scenario) -> None:
-        rig.make_cold()
-        assert_exact(rig, scenario(rig))
-
-    for room in rooms:
-        if room in USES:
-            rows.append(row_of(f"use of {room}", partial(USES[room], rig)))
-    for scenario in SHORT if short else scenarios.MAIN:
-        rows.append(row_of(scenario.__name__, partial(put, scenario)))
-    rows.append(row_of("control: other image", lambda: assert_other_image_is_seen(rig)))
-    rows.append(row_of("control: spoiled KV", lambda: assert_spoiled_kv_is_seen(rig)))
-    return rows
-
-
 def schedules_ahead(rig: Rig) -> bool:
     """Whether the next step is scheduled before the last one's tokens are known."""
     return isinstance(rig.scheduler, AsyncScheduler)
-
-
-def assert_engine(rig: Rig, runner: str | None) -> None:
-    """Assert that vLLM took the model runner asked for, and with V2 async scheduling, as it does for users."""
-    if runner is None:
-        return
-    module = type(rig.runner).__module__
-    assert rig.vllm_config.use_v2_model_runner == (runner == "V2"), f"not {runner}: {module}"
-    is_v2 = module.startswith(("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu."))
-    assert is_v2 == (runner == "V2"), f"not {runner}: {module}"
-    assert schedules_ahead(rig) or runner == "V1", "V2 without async scheduling is not the engine that users run"
 
 
 def assert_on(rig: Rig, room: str) -> None:
@@ -201,14 +130,14 @@ def use_image_spans(rig: Rig) -> None:
     """Mixed requests on small steps: no step ends inside an image, and every answer is exact."""
     if not rig.images_attend_both_ways:
         raise NotChecked("the model's images don't attend both ways")
-    if rig.config.batched_tokens in (None, WHOLE_STEPS):
+    if not rig.has_small_steps:
         raise NotChecked("this item's steps hold whole prompts")
     rig.make_cold()
     with load.counted(rig) as counts:
         answers = load.run(rig, 16, seed=1)
     assert counts["split"] == 0, f"{counts['split']} images were split in {counts['steps']} steps"
     assert counts["steps"] > len(answers), "the steps are too large for this check to mean anything"
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 def use_resumed_images(rig: Rig) -> None:
@@ -216,21 +145,47 @@ def use_resumed_images(rig: Rig) -> None:
     if rig.vllm_config.model_config.is_hybrid:
         raise NotChecked("this model's hit does not cover the image in this check")
     rig.make_cold()
-    assert_exact(rig, scenarios.resume_without_blocks(rig))
+    rig.assert_exact(resume_without_blocks(rig))
 
 
-def use_image_checkpoints(rig: Rig) -> None:
-    """The second question about an image resumes at a checkpoint behind it."""
+def resume_without_blocks(rig: Rig) -> list[Answer]:
+    """A request that starts on a hit over its picture loses its KV blocks and the encoder output, and comes back.
+
+    Features would stand in for the picture, if they are there in time: there are none.
+    """
+    engine = rig.llm.llm_engine
+    ask = [user(picture(70), "What is in this picture?" + filler(max(80, rig.block_tokens * 5 // 4)))]
+    (cold,) = rig.ask(ask)
+    rig.forget_features()
+    rig.enqueue(ask, max_tokens=8)
+    outputs: list[Any] = []
+    try:
+        while not any(request.num_output_tokens for request in rig.scheduler.running):
+            outputs += engine.step()
+        assert rig.llm.reset_prefix_cache(reset_running_requests=True)
+        engine.reset_encoder_cache()
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+    finally:
+        engine.abort_request(list(rig.scheduler.requests), internal=True)
+    assert outputs[-1].num_cached_tokens >= rig.image_spans(cold)[0][1], "its first hit must cover the image"
+    resumed = tuple(outputs[-1].outputs[0].token_ids)
+    assert resumed == cold.token_ids, f"{resumed} after it came back, {cold.token_ids} cold"
+    return [cold]
+
+
+def use_image_checkpoints(rig: Rig, shape: workloads.Shape | None = None) -> None:
+    """The second question about an image resumes at a checkpoint behind it. `shape` is of the questions."""
     if rig.keeps_all_kv:
         raise NotChecked("the model keeps every block; there is nothing to checkpoint")
     rig.make_cold()
     before = counters.CHECKPOINTS_USED.value
-    shape = SHAPES.get(rig.config.family) or workloads.Shape((448, 448), words_before(rig))
+    shape = shape or workloads.Shape((448, 448), words_before(rig))
     answers = workloads.run(rig, workloads.questions(shape, 3, 2))
     assert counters.CHECKPOINTS_USED.value > before, "no hit ended on a checkpoint"
     found = workloads.reuse(rig, answers)
     assert found["cached_tokens"] >= 0.98 * found["best_tokens"] > 0, f"reused: {found}"
-    assert_exact(rig, [answer for _, answer in answers])
+    rig.assert_exact([answer for _, answer in answers])
 
 
 def use_metrics(rig: Rig) -> None:
@@ -254,7 +209,7 @@ def use_features(rig: Rig) -> None:
         answers.append(one(rig, user(filler(60), picture(42), question)))
         runs.append(max(rig.in_workers(workers.tower_images)) - before)
     assert runs == [1, 0], f"runs of the vision tower: {runs}"
-    assert_exact(rig, answers)
+    rig.assert_exact(answers)
 
 
 USES: dict[str, Callable[[Rig], None]] = {
@@ -267,27 +222,18 @@ USES: dict[str, Callable[[Rig], None]] = {
 }
 
 
-def assert_other_image_is_seen(rig: Rig) -> None:
-    """Answers about two pictures are exact; each, judged as one about the other, is far out of tolerance."""
-    rig.make_cold()
-    answers = rig.ask(*[[user(filler(60), picture(number), "What is in this picture?")] for number in (30, 31)])
-    assert_exact(rig, answers)
-    assert_detects(answers[0], answers[1], rig.oracle)
-    assert_detects(answers[1], answers[0], rig.oracle)
-
-
 def assert_spoiled_kv_is_seen(rig: Rig) -> None:
     """A hit on blocks that hold other values is judged wrong, so hits really read the cache, and wrong ones fail."""
     rig.make_cold()
     ask = user(filler(words_before(rig)), picture(32), "What is in this picture?" + filler(20))
-    assert_exact(rig, [one(rig, ask)])
+    rig.assert_exact([one(rig, ask)])
     one(rig, ask)  # what is compared with an own cold run has emptied the cache
     if not all(rig.in_workers(workers.spoil_kv)):
         raise NotChecked("this model runner does not show its KV cache")
     hit = one(rig, ask)
     assert hit.num_cached_tokens > 0, "the request was no hit"
     try:
-        assert_exact(rig, [hit])
+        rig.assert_exact([hit])
     except Inexact:
         return
     finally:

@@ -1,67 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked: families, rooms one by one and together, model runners; and what the states of an item mean."""
+"""Items of `mmcache prove`: one engine each, with some rooms on, in a process of its own; and what its states mean."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
 
-FIRST_FAMILIES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "gemma3")  # the zoo's, which need not be installed
-# The families on which a room does something; together with the others it is on for every family.
-WHERE: dict[str, tuple[str, ...]] = {
-    "block_keys": FIRST_FAMILIES,
-    "image_spans": ("gemma3",),
-    "resumed_images": ("qwen3-vl", "gemma3"),
-    "image_checkpoints": ("qwen3.5", "gemma3"),
-    "metrics": ("qwen3-vl",),
-    "features": FIRST_FAMILIES,
-}
-SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
-WORKER = "vllm_mmcache.prove.worker"
 UNTESTED = "MMCACHE_ALLOW_UNTESTED_VLLM"
 MORE = ("place", "proven", "of_use", "answers", "image_tokens")  # what an item's process says for `mmcache prove`
-
-
-@dataclass(frozen=True)
-class How:
-    """What the items of a run share."""
-
-    precision: str | None = None
-    short: bool = False
-    log: Path | None = None
-    """A file that gets what the items' processes say on stderr."""
-    environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Further variables by model runner, for a platform that needs them."""
-    arguments: tuple[str, ...] = ()
-    """vLLM's, as on its command line."""
-    own: str = ""
-    """The user's own model, in place of the families' zoo models."""
-    timeout_s: float = 900.0
-    """An item that takes longer has failed."""
+RESULT = dict[str, Any]  # state, reason, checks: name -> {state, reason}, engine; and what else the process said
 
 
 class OutOfTime(Exception):
     """The time that the command was given ended before an item did; nothing is known of it."""
 
 
-RESULT = dict[str, Any]  # state, reason, checks: name -> {state, reason}, engine; and what else the process said
-
-
 @dataclass(frozen=True)
 class Item:
-    """One engine: a family, the rooms that are on, the model runner, and whether it is compiled.
+    """One engine: what it is checked on, the rooms that are on, the model runner, and whether it is compiled.
 
     Without a runner it is the one that vLLM takes by itself, in the user's environment.
     """
 
-    family: str
+    subject: str
+    """The user's own model, or a family of the zoo."""
     rooms: tuple[str, ...]
     runner: str | None
     compiled: bool = False
@@ -71,7 +41,7 @@ class Item:
     @property
     def setting(self) -> tuple[str, str | None, bool]:
         """What it shares with the stock item that it is compared with."""
-        return self.family, self.runner, self.compiled
+        return self.subject, self.runner, self.compiled
 
     @property
     def what(self) -> str:
@@ -87,60 +57,68 @@ class Item:
 
     @property
     def name(self) -> str:
-        """The item on one line, as reports and logs name it: family, rooms, runner, eager or compiled."""
+        """The item on one line, as reports and logs name it: subject, rooms, runner, eager or compiled."""
         engine = "compiled" if self.compiled else "eager" if self.runner else ""  # else it is as the arguments say
-        return ", ".join(part for part in (self.family, self.what, self.runner, engine) if part)
+        return ", ".join(part for part in (self.subject, self.what, self.runner, engine) if part)
 
 
-def plan(families: Sequence[str], runners: Sequence[str], compiled: bool, short: bool) -> list[Item]:
-    """The items in the order in which they are run: stock first, with which the others are compared; then all rooms."""
-    items = []
-    for runner in runners:
-        if short:
-            items += [Item(family, ENGINE_ROOMS, runner) for family in families]
-            continue
-        for rooms in ((), ENGINE_ROOMS):
-            for is_compiled in (False, True) if compiled else (False,):
-                items += [Item(family, rooms, runner, is_compiled) for family in families]
-        items += [
-            Item(family, (room,), runner) for room in ENGINE_ROOMS for family in families if family in WHERE[room]
-        ]
-    return items
+@dataclass(frozen=True)
+class How(ABC):
+    """What the items of a run share, and what an item's process is given."""
+
+    short: bool = False
+    log: Path | None = None
+    """A file that gets what the items' processes say on stderr."""
+    arguments: tuple[str, ...] = ()
+    """vLLM's, as on its command line."""
+    timeout_s: float = 900.0
+    """An item that takes longer has failed."""
+
+    worker: ClassVar[str]
+    """The module that an item's process runs."""
+    fixed_arguments: ClassVar[tuple[str, ...]] = ()
+    """Of vLLM's arguments those that the subject has its own of."""
+
+    @abstractmethod
+    def task(self, item: Item, stock: RESULT | None) -> dict[str, Any]:
+        """What the item's process is to do; `stock` is what the same engine said without the plugin."""
+
+    def environment(self, item: Item) -> dict[str, str]:
+        """The variables of an item's process: those of the user, and the plugin where VLLM_PLUGINS leaves it out."""
+        environ = users_environment("MMCACHE_")
+        if "mmcache" not in (plugins := environ.get("VLLM_PLUGINS", "mmcache").split(",")):
+            environ["VLLM_PLUGINS"] = ",".join([*filter(None, plugins), "mmcache"])
+        return environ | switches(item)
 
 
-def environment(item: Item, how: How) -> dict[str, str]:
-    """The variables of an item's process: the rooms one by one, no other setting of the user's, one process.
+@dataclass(frozen=True)
+class OwnHow(How):
+    """How items on the user's own model are run; large models load for minutes."""
 
-    With a model runner, that one and no other plugin; without one what the user has, and the plugin where
-    VLLM_PLUGINS leaves it out.
-    """
-    not_the_users = ("MMCACHE_", "BENCH_", "TEST_") if item.runner else ("MMCACHE_",)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(not_the_users) and k != "PYTHONOPTIMIZE"}
-    if UNTESTED in os.environ:
-        environ[UNTESTED] = os.environ[UNTESTED]
-    if item.runner is not None:
-        environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_PLUGINS": "mmcache"}
-        environ[SWITCH] = "1" if item.runner == "V2" else "0"
-        environ |= how.environments.get(item.runner, {})
-    elif "mmcache" not in (plugins := environ.get("VLLM_PLUGINS", "mmcache").split(",")):
-        environ["VLLM_PLUGINS"] = ",".join([*filter(None, plugins), "mmcache"])
-    if not how.own:
-        environ["HF_HUB_OFFLINE"] = "1"
-    environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if not item.rooms:
-        return environ | {"MMCACHE_DISABLE": "1"}
-    return environ | {f"MMCACHE_{room.upper()}": str(int(room in item.rooms)) for room in ENGINE_ROOMS}
+    timeout_s: float = 3600.0
+    model: str = ""
 
+    worker: ClassVar[str] = "vllm_mmcache.prove.worker"
 
-def task_of(item: Item, how: How, stock: RESULT | None) -> dict[str, Any]:
-    """What the item's process is to do; see checks.py and own_checks.py."""
-    shared = {"rooms": item.rooms, "short": how.short, "arguments": how.arguments}
-    if how.own:
+    def task(self, item: Item, stock: RESULT | None) -> dict[str, Any]:
+        """The arguments of own_checks.check."""
         known = stock or {}
-        seen = {"stock": known.get("answers"), "image_tokens": known.get("image_tokens")}
-        return {"kind": "own", "model": how.own, **shared, **seen}
-    zoo = {"family": item.family, "runner": item.runner, "precision": how.precision, "compiled": item.compiled}
-    return {"kind": "check", **zoo, **shared}
+        shared = {"rooms": item.rooms, "short": self.short, "arguments": self.arguments}
+        return {"model": self.model, **shared, "stock": known.get("answers"), "image_tokens": known.get("image_tokens")}
+
+
+def users_environment(*without: str) -> dict[str, str]:
+    """The user's variables but for those that begin so, and without assertions being off."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(without) and k != "PYTHONOPTIMIZE"}
+    return environ | ({UNTESTED: os.environ[UNTESTED]} if UNTESTED in os.environ else {})
+
+
+def switches(item: Item) -> dict[str, str]:
+    """Variables for the item's rooms, one by one, and an engine in the item's own process."""
+    one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if not item.rooms:
+        return one_process | {"MMCACHE_DISABLE": "1"}
+    return one_process | {f"MMCACHE_{room.upper()}": str(int(room in item.rooms)) for room in ENGINE_ROOMS}
 
 
 def run(item: Item, how: How, stock: RESULT | None, left_s: float) -> RESULT:
@@ -154,9 +132,9 @@ def run(item: Item, how: How, stock: RESULT | None, left_s: float) -> RESULT:
         return unrunnable(stock)
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", WORKER],
-            input=json.dumps(task_of(item, how, stock)),
-            env=environment(item, how),
+            [sys.executable, "-P", "-m", how.worker],
+            input=json.dumps(how.task(item, stock)),
+            env=how.environment(item),
             capture_output=True,
             text=True,
             check=False,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that share prefixes and pictures, on a small budget and a tiny KV cache; spans that steps split are counted.
+"""Requests that share prefixes and pictures; the image spans that steps split are counted.
 
 For the checks, tests and benchmarks.
 """
@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_mmcache.components.image_spans.spans import image_spans
-from vllm_mmcache.prove.engines import Answer, EngineConfig, Rig
-from vllm_mmcache.prove.scenarios import filler, picture, user
-
-LOAD = EngineConfig("gemma3", batched_tokens=96, num_blocks=64, num_seqs=8, max_tokens=512)
+from vllm_mmcache.prove.answers import Answer
+from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.prove.rig import Rig
 
 
 def conversations(count: int, seed: int) -> list[Any]:

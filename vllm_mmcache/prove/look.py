@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `mmcache prove` must know before the first item, from a process of its own: vLLM, the arguments, the model.
 
-python -P -m vllm_mmcache.prove.look, with {"model", "own", "arguments"} as JSON on stdin; says a Seen as JSON.
+python -P -m vllm_mmcache.prove.look, with {"model", "arguments", "fixed"} as JSON on stdin; says a Seen as JSON.
 """
 
 import json
@@ -33,11 +33,14 @@ class Seen:
     """Empty without a model."""
 
 
-def look(model: str, own: bool, arguments: Sequence[str]) -> Seen:
-    """Look, in a process of its own. Raises: EnvironmentProblem where nothing can be checked."""
+def look(model: str, arguments: Sequence[str], fixed: Sequence[str] = ()) -> Seen:
+    """Look, in a process of its own. Raises: EnvironmentProblem where nothing can be checked.
+
+    `fixed`: names of vLLM's arguments that a model of the zoo has its own of.
+    """
     done = subprocess.run(
         [sys.executable, "-P", "-m", __name__],
-        input=json.dumps({"model": model, "own": own, "arguments": list(arguments)}),
+        input=json.dumps({"model": model, "arguments": list(arguments), "fixed": list(fixed)}),
         env=os.environ | {"MMCACHE_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
         capture_output=True,
         text=True,
@@ -52,13 +55,7 @@ def look(model: str, own: bool, arguments: Sequence[str]) -> Seen:
     return Seen(**seen | {"lines": tuple(seen["lines"])})
 
 
-def families_of(architecture: str) -> list[str]:
-    """The zoo's families of an architecture. Raises: EnvironmentProblem where the zoo is not installed."""
-    zoo = distributions.load(distributions.ZOO, "a check on the zoo's models")
-    return [family for family in zoo.FAMILIES if zoo.architecture_of(family) == architecture]
-
-
-def see(model: str, own: bool, arguments: Sequence[str]) -> Seen:
+def see(model: str, arguments: Sequence[str], fixed: Sequence[str] = ()) -> Seen:
     """In the process of its own. Raises: EnvironmentProblem."""
     from vllm.platforms import current_platform
 
@@ -76,7 +73,7 @@ def see(model: str, own: bool, arguments: Sequence[str]) -> Seen:
             f"or set {UNTESTED}=1 to try it all the same"
         )
     found = given(arguments)
-    kept, lines = taken(found, own=own)
+    kept, lines = taken(found, fixed)
     return Seen(
         vllm=version,
         platform=platform_name(),

@@ -16,8 +16,9 @@ from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, EngineConfig, Message, Rig
-from vllm_mmcache.prove.scenarios import assistant, filler, picture, user
+from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer, Message
+from vllm_mmcache.prove.conversations import assistant, filler, picture, user
+from vllm_mmcache.prove.rig import Rig
 
 SIZE = (448, 448)  # pixels of a picture
 FIRST, AGAIN, OTHER = "the first question", "the same again", "another image"
@@ -27,8 +28,7 @@ class OwnRig(Rig):
     """One engine of the user's model, with the user's arguments; `overrides` are the check's, and win."""
 
     def __init__(self, model: str, arguments: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-        self.config = EngineConfig(model, batched_tokens=overrides.get("max_num_batched_tokens"))
-        self.oracle = None
+        self.has_small_steps = "max_num_batched_tokens" in overrides
         needed = {
             "enable_prefix_caching": True,
             "max_logprobs": NUM_LOGPROBS,
@@ -68,18 +68,14 @@ class OwnRig(Rig):
         self,
         rendered: Sequence[tuple[str, tuple[Image.Image, ...]]],
         lengths: Sequence[int],
-        salts: Sequence[str | None] | None = None,
-        uuids: Sequence[Sequence[str]] | None = None,
     ) -> list[Answer]:
-        """As the rig's; salts and uuids are not for these checks."""
-        assert salts is None
-        assert uuids is None
+        """Answers through vLLM's own chat code."""
         conversations = [_for_chat(prompt, images) for prompt, images in rendered]
         outputs = self.llm.chat(conversations, [_greedy(length) for length in lengths], use_tqdm=False)
         return [Answer.of(prompt, images, output) for (prompt, images), output in zip(rendered, outputs, strict=True)]
 
     def enqueue(self, conversation: Sequence[Message], max_tokens: int) -> None:
-        """As the rig's, through vLLM's own chat code."""
+        """Add a conversation to the engine's queue, through vLLM's own chat code."""
         self.llm.enqueue_chat([_for_chat(*self.render(conversation))], _greedy(max_tokens), use_tqdm=False)
 
     def image_spans(self, answer: Answer) -> list[tuple[int, int]]:

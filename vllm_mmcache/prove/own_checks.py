@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
 from vllm_mmcache.prove import own
+from vllm_mmcache.prove.answers import Answer, Inexact, Message, assert_equals_answer
 from vllm_mmcache.prove.checks import (
     USES,
     NotChecked,
@@ -25,13 +26,11 @@ from vllm_mmcache.prove.checks import (
     place_of,
     row_of,
 )
-from vllm_mmcache.prove.engines import Answer, EnginePool, Message, Rig
-from vllm_mmcache.prove.expect import Inexact, assert_equals_answer, tolerance_of
-from vllm_mmcache.prove.scenarios import one, picture, user
+from vllm_mmcache.prove.conversations import one, picture, user
+from vllm_mmcache.prove.rig import Rig
 
 
 def check(
-    pool: EnginePool,
     model: str,
     rooms: Sequence[str],
     short: bool,
@@ -46,18 +45,20 @@ def check(
     overrides: dict[str, Any] = {}
     if alone_on_small_steps(rooms) and image_tokens is not None:  # one picture fits a step, two don't
         overrides = {"max_num_batched_tokens": image_tokens * 3 // 2, "max_num_seqs": 8}
-    pool.rig = rig = own.OwnRig(model, arguments_of(arguments, own=True), overrides)
+    rig = own.OwnRig(model, arguments_of(arguments), overrides)
     if stock is not None and rig.images_attend_both_ways and current_platform.is_cpu():
         stock = None  # there its images are causal, which is wrong: docs/image_attention.md
     rows, answers = rows_of(rig, rooms, short, stock)
     (small,) = rig.image_spans(one(rig, user(picture(0), "What is it?"), max_tokens=1))
-    return {
+    found = {
         "engine": engine_of(rig),
         "rows": [asdict(row) for row in rows],
         "answers": answers,
         "image_tokens": small[1] - small[0],
         **place_of(rig),
     }
+    rig.close()
+    return found
 
 
 def rows_of(
@@ -90,7 +91,7 @@ class Answers:
         self.rig = rig
         self.asks = asks
         self.stock = None if stock is None else {name: own.from_json(said) for name, said in stock.items()}
-        self.tolerance = tolerance_of(rig)
+        self.tolerance = rig.tolerance
         self.cold: dict[str, Answer] = {}
         self.warm: dict[str, Answer] = {}
 

@@ -1,21 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main function of a worker whose tasks each need an engine pool of their own: checks and benchmarks."""
+"""The main function of the process of one item: its task comes as JSON on stdin, and what it found goes to stdout."""
 
 import json
 import sys
-import tempfile
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from vllm_mmcache.prove.engines import EnginePool
 
-
-def run_task(kinds: Mapping[str, Callable[..., Any]]) -> None:
-    """Read a task from stdin, call what its kind names with the pool and the rest; the result is the last line."""
-    task = json.load(sys.stdin)
-    with tempfile.TemporaryDirectory() as root:
-        pool = EnginePool(Path(root))
-        result = kinds[task.pop("kind")](pool, **task)
-        print(json.dumps(result), flush=True)
-        pool.close()
+def run_task(check: Callable[..., dict[str, Any]]) -> None:
+    """Call `check` with the task's values by name; its result is the last line of stdout."""
+    if not __debug__:
+        sys.exit("AssertionError: Python runs with -O, without which no check could fail: unset PYTHONOPTIMIZE")
+    print(json.dumps(check(**json.load(sys.stdin))), flush=True)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from vllm_mmcache.prove.engines import Answer, Rig
-from vllm_mmcache.prove.scenarios import filler, picture, user
+from vllm_mmcache.prove.answers import Answer
+from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.prove.rig import Rig
 
 Tag = TypeVar("Tag")  # what a workload says of a request beside its conversation
 Asks = Generator[tuple[bool, list[Any]], Answer, None]

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmcache_tools.harness.engines import ZooRig
 from vllm import SamplingParams
 
 from vllm_mmcache.components.image_spans.spans import image_spans
-from vllm_mmcache.prove.engines import NUM_LOGPROBS, Answer, Message, Rig
+from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer, Message
 
 _numbers = itertools.count()
 
@@ -50,7 +51,7 @@ class Arrival:
 class Engine:
     """The engine of a rig, stepped by hand."""
 
-    rig: Rig
+    rig: ZooRig
     arrivals: dict[str, Arrival] = field(default_factory=dict)
     num_steps: int = 0
 
@@ -131,7 +132,7 @@ class Engine:
 
 
 @contextmanager
-def limited(rig: Rig, **values: int) -> Iterator[Engine]:
+def limited(rig: ZooRig, **values: int) -> Iterator[Engine]:
     """The engine with these settings of vLLM's scheduler, and as it was afterwards."""
     engine = Engine(rig)
     scheduler = engine.scheduler

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 from mmcache_tools.zoo import FAMILIES
 from transformers import Gemma3Config, Gemma4Config, PaliGemmaConfig
 
@@ -17,9 +18,8 @@ from tests.image_spans.admission.arrivals import Engine, limited
 from tests.sizes import larger
 from vllm_mmcache.base.errors import UnschedulableImage
 from vllm_mmcache.components.image_spans import hooks_api, step_limits, waiting
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import TOLERANCE, assert_exact
-from vllm_mmcache.prove.scenarios import filler, picture, user
+from vllm_mmcache.prove.answers import TOLERANCE
+from vllm_mmcache.prove.conversations import filler, picture, user
 
 pytestmark = pytest.mark.engine
 
@@ -40,7 +40,7 @@ OTHER = user(picture(51), "And this?" + filler(70))
 TEXT = user("Say something." + filler(30))
 
 
-def longest_span(rig: Rig) -> int:
+def longest_span(rig: ZooRig) -> int:
     """Of the two conversations above. Leaves the engine cold: a hit that ends inside a span makes it shorter."""
     engine = Engine(rig)
     span = max(engine.span_tokens(IMAGE), engine.span_tokens(OTHER))
@@ -68,7 +68,7 @@ def test_all_are_answered_or_refused(pool: EnginePool, config: EngineConfig, set
             if value < span:
                 assert f"image 1 of 1 has {span} tokens" in one.refusal
                 assert f"{setting} is {value}, needed are {span}" in one.refusal
-    assert assert_exact(rig, answers) <= TOLERANCE
+    assert rig.assert_exact(answers) <= TOLERANCE
 
 
 @pytest.mark.parametrize("config", CONFIGS[:1], ids=PREFIX_LM[:1])
@@ -110,10 +110,10 @@ def test_offline_it_is_a_value_error_and_the_engine_goes_on(pool: EnginePool, co
         with pytest.raises(ValueError, match="max_num_scheduled_tokens"):
             rig.ask([TEXT], [IMAGE])
         assert not engine.engine.has_unfinished_requests()
-        assert assert_exact(rig, rig.ask([TEXT])) <= TOLERANCE
+        assert rig.assert_exact(rig.ask([TEXT])) <= TOLERANCE
 
 
-def stream(rig: Rig, num_steps: int) -> tuple[int, list[Any]]:
+def stream(rig: ZooRig, num_steps: int) -> tuple[int, list[Any]]:
     """An image with a span as long as a step, behind long answers that never stop coming. Returns: steps, answers."""
     span = longest_span(rig)
     with limited(rig, max_num_batched_tokens=span) as engine:
@@ -139,7 +139,7 @@ def test_an_image_as_long_as_a_step_gets_its_turn(pool: EnginePool, config: Engi
     waited, answers = stream(rig, 300)
     print(f"{config.family}: first token after {waited} steps")
     assert 0 < waited <= 4 * (waiting.FIRST_PATIENCE + 2)
-    assert assert_exact(rig, answers) <= TOLERANCE
+    assert rig.assert_exact(answers) <= TOLERANCE
 
 
 @pytest.mark.any_engine
@@ -176,4 +176,4 @@ def test_it_does_start_at_the_span(pool: EnginePool) -> None:
     """Negative control of the one above, and every limit at once in an engine that was started with them."""
     values = {"max_num_batched_tokens": 64, "max_num_scheduled_tokens": 64, "long_prefill_token_threshold": 64}
     rig = pool.get(EngineConfig("gemma3", more=tuple(values.items())))
-    assert assert_exact(rig, rig.ask([IMAGE], [OTHER], [TEXT])) <= TOLERANCE
+    assert rig.assert_exact(rig.ask([IMAGE], [OTHER], [TEXT])) <= TOLERANCE

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 from mmcache_tools.zoo import BY_NAME, ZooOptions, build_cached
 from packaging.version import Version
 
@@ -19,9 +20,8 @@ from tests.exactness.measure import judge
 from tests.image_spans.attention import reference
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.versions import vllm_version
-from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import TOLERANCE, Inexact, assert_exact
-from vllm_mmcache.prove.scenarios import filler, picture, user
+from vllm_mmcache.prove.answers import TOLERANCE, Answer, Inexact
+from vllm_mmcache.prove.conversations import filler, picture, user
 
 pytestmark = pytest.mark.engine
 
@@ -35,12 +35,12 @@ in_spans = pytest.mark.skipif(LEFT_OUT, reason="such images are refused: vLLM 0.
 @pytest.fixture
 def start(pool: EnginePool, tmp_path: Path) -> Iterator[Any]:
     """Starts an engine with a window; it is closed at the end, and no other is alive."""
-    rigs: list[Rig] = []
+    rigs: list[ZooRig] = []
 
-    def make(window: int, **arguments: Any) -> Rig:
+    def make(window: int, **arguments: Any) -> ZooRig:
         pool.close()
         model = build_cached("gemma4", tmp_path, options=ZooOptions(sliding_window=window))
-        rigs.append(Rig(EngineConfig("gemma4", **arguments), model))
+        rigs.append(ZooRig(EngineConfig("gemma4", **arguments), model))
         CHOSEN.check(rigs[-1])
         return rigs[-1]
 
@@ -49,7 +49,7 @@ def start(pool: EnginePool, tmp_path: Path) -> Iterator[Any]:
         rig.close()
 
 
-def ask(rig: Rig) -> list[Answer]:
+def ask(rig: ZooRig) -> list[Answer]:
     """Answers cold, from a prefix that ends at, before and after an image, and several at once."""
     one = [user("See" + filler(30), picture(60), "What is it?" + filler(20))]
     two = [user(picture(61), picture(62), "Which is larger?" + filler(12))]
@@ -60,7 +60,7 @@ def ask(rig: Rig) -> list[Answer]:
     return answers
 
 
-def builders(rig: Rig) -> list[Any]:
+def builders(rig: ZooRig) -> list[Any]:
     """The metadata builder of each group of layers."""
     return [group.get_metadata_builder() for groups in rig.runner.attn_groups for group in groups]
 
@@ -74,17 +74,17 @@ def windows(*tokens: int) -> Any:
 def test_windows(start: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both forms are Transformers'; in the fast form images longer than the window are computed again."""
     rig = start(window)
-    assert_exact(rig, ask(rig))
+    rig.assert_exact(ask(rig))
     reference.put_in_place(monkeypatch)
     rig.make_cold()
-    assert_exact(rig, ask(rig))
+    rig.assert_exact(ask(rig))
 
 
 @windows(SHORT, LONG)
 def test_small_steps(start: Any, window: int) -> None:
     """A step holds one image and a little text."""
     rig = start(window, batched_tokens=80)
-    assert_exact(rig, ask(rig))
+    rig.assert_exact(ask(rig))
 
 
 def test_rule_ignored_in_full_layers(start: Any) -> None:
@@ -95,7 +95,7 @@ def test_rule_ignored_in_full_layers(start: Any) -> None:
     full[0].has_images, full[0].causal_layers = True, frozenset()
     answers = ask(rig)
     with pytest.raises(Inexact):
-        assert_exact(rig, answers)
+        rig.assert_exact(answers)
     assert max(delta for delta, _ in judge(rig, answers)) > WRONG
 
 
@@ -149,4 +149,4 @@ def test_one_group_with_both_kinds_of_layers(start: Any, monkeypatch: pytest.Mon
     rig = start(SHORT, more=(("disable_hybrid_kv_cache_manager", True),))
     (builder,) = builders(rig)
     assert (len(builder.layer_names), len(builder.causal_layers), builder.image_window) == (5, 2, SHORT)
-    assert_exact(rig, ask(rig))
+    rig.assert_exact(ask(rig))

@@ -2,12 +2,12 @@
 """Gemma 3 with unusual images: crops of one picture, more pictures than allowed, pictures in a text-only deployment."""
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_mmcache.prove.engines import NUM_LOGPROBS, EngineConfig, EnginePool
-from vllm_mmcache.prove.expect import TOLERANCE, assert_exact
-from vllm_mmcache.prove.scenarios import filler, one, picture, user
+from vllm_mmcache.prove.answers import NUM_LOGPROBS, TOLERANCE
+from vllm_mmcache.prove.conversations import filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 
@@ -39,7 +39,7 @@ def test_more_images_than_allowed(pool: EnginePool) -> None:
     rig = pool.get(CONFIG)
     with pytest.raises(VLLMValidationError, match=r"At most 8 image\(s\) may be provided in one prompt"):
         rig.ask([user(*(picture(i) for i in range(9)), "count")])
-    assert_exact(rig, [one(rig, user(picture(0), "And now?"))])
+    rig.assert_exact([one(rig, user(picture(0), "And now?"))])
 
 
 def test_an_image_in_a_text_only_deployment(pool: EnginePool) -> None:
@@ -47,4 +47,4 @@ def test_an_image_in_a_text_only_deployment(pool: EnginePool) -> None:
     rig = pool.get(TEXT_ONLY)
     with pytest.raises(ValueError, match="Multi-modal processor not available for text-only models"):
         rig.ask([user(picture(0), "What is it?")])
-    assert_exact(rig, [one(rig, user("Only words." + filler(70)))])
+    rig.assert_exact([one(rig, user("Only words." + filler(70)))])

@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 from mmcache_tools.zoo import build_cached
 from vllm import SamplingParams
 
 from tests.engine_configuration import CHOSEN
 from vllm_mmcache.base import settings
-from vllm_mmcache.prove.engines import NUM_LOGPROBS, EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import TOLERANCE
-from vllm_mmcache.prove.scenarios import filler, picture
+from vllm_mmcache.prove.answers import NUM_LOGPROBS, TOLERANCE
+from vllm_mmcache.prove.conversations import filler, picture
 
 pytestmark = pytest.mark.engine
 
 
 @torch.no_grad()
-def worst(rig: Rig, number: int) -> float:
+def worst(rig: ZooRig, number: int) -> float:
     """The largest delta of a log-probability of one answer to Transformers."""
     image, text = picture(number, (112, 112)), "What is in this picture?" + filler(10 + number)
     params = SamplingParams(max_tokens=6, temperature=0, logprobs=NUM_LOGPROBS, ignore_eos=True)
@@ -40,7 +40,7 @@ def worst(rig: Rig, number: int) -> float:
 def test_run_all_the_same_it_is_wrong(pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool.close()
     monkeypatch.setattr(settings, "_current", settings.load_settings({"allow_causal_images": True}))
-    rig = Rig(EngineConfig("paligemma", num_images=1), build_cached("paligemma", tmp_path))
+    rig = ZooRig(EngineConfig("paligemma", num_images=1), build_cached("paligemma", tmp_path))
     try:
         CHOSEN.check(rig)
         deltas = [worst(rig, number) for number in range(4)]

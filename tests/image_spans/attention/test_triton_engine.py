@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 from packaging.version import Version
 
 from tests.exactness.measure import judge
 from tests.image_spans.attention.triton_backend import ARGUMENTS, granted
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.image_spans import hooks_engine
-from vllm_mmcache.prove.engines import Answer, EngineConfig, EnginePool, Rig
-from vllm_mmcache.prove.expect import Inexact, assert_exact
+from vllm_mmcache.prove.answers import Answer, Inexact
+from vllm_mmcache.prove.conversations import filler, picture, user
 from vllm_mmcache.prove.load import counted
-from vllm_mmcache.prove.scenarios import filler, picture, user
 
 pytestmark = [pytest.mark.engine, pytest.mark.interpreter]
 
@@ -35,7 +35,7 @@ GEMMA3, GEMMA4 = (
 def engine(pool: EnginePool) -> Iterator[Any]:
     """An engine of the pool whose attention is vLLM's Triton backend."""
 
-    def get(config: EngineConfig) -> Rig:
+    def get(config: EngineConfig) -> ZooRig:
         rig = pool.get(config)
         groups = [group for groups in rig.runner.attn_groups for group in groups]
         assert {group.backend.get_name() for group in groups} == {"TRITON_ATTN"}
@@ -45,7 +45,7 @@ def engine(pool: EnginePool) -> Iterator[Any]:
         yield get
 
 
-def three_at_once(rig: Rig) -> list[Answer]:
+def three_at_once(rig: ZooRig) -> list[Answer]:
     """Adjacent images, and one of them after text of two lengths."""
     adjacent = [user(picture(60), picture(61), "Compare.")]
     later = ([user(filler(n), picture(61), "What is it?" + filler(12))] for n in (3, 24))
@@ -60,7 +60,7 @@ def test_equals_cold_run(engine: Any, config: EngineConfig) -> None:
     assert counts["split"] == 0
     again = rig.ask([user(picture(60), picture(61), "Compare.")], max_tokens=2)[0]
     assert any(first < again.num_cached_tokens < end for first, end in rig.image_spans(again)), again.num_cached_tokens
-    delta = assert_exact(rig, [*answers, again])
+    delta = rig.assert_exact([*answers, again])
     print(f"max |delta logprob| {delta:.1e}")  # shown by pytest -rP
 
 
@@ -77,4 +77,4 @@ def test_vllm_alone_splits_images_and_is_wrong(
     assert counts["split"] > 0
     print(f"split {counts['split']}, max |delta logprob| {max(delta for delta, _ in judge(rig, answers)):.1e}")
     with pytest.raises(Inexact):
-        assert_exact(rig, answers)
+        rig.assert_exact(answers)

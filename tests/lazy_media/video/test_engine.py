@@ -2,11 +2,11 @@
 """Known videos on real engines: they are not decoded, and the answer stays the same."""
 
 import pytest
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
 
 from tests.features.films import Part, chat, file_of, frames_of, takes_videos
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.prove.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.expect import assert_equals_answer, tolerance_of
+from vllm_mmcache.prove.answers import assert_equals_answer
 
 pytestmark = pytest.mark.engine
 
@@ -45,4 +45,4 @@ def test_a_known_video_is_not_decoded(pool: EnginePool, config: EngineConfig, fi
     assert late.num_cached_tokens == 0
     assert other.token_ids != cold.token_ids
     for answer in (warm, late):
-        assert_equals_answer(answer, cold, tolerance_of(rig), "the cold run")
+        assert_equals_answer(answer, cold, rig.tolerance, "the cold run")

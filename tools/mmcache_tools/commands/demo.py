@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mmcache demo`: one conversation about pictures, on stock vLLM and with the plugin, compared with cold runs.
 
-Runs the client; the servers are processes of their own, one after the other. What it does is in
-vllm_mmcache/demo.
+Runs the client; the servers are processes of their own, one after the other. What it does is in mmcache_tools/demo.
 """
 
 from pathlib import Path

@@ -231,7 +231,7 @@ def check_tools() -> None:
     """Raises: EnvironmentProblem when something is missing that the demo needs beyond the server."""
     import importlib.util
 
-    from vllm_mmcache.base import extras
+    from vllm_mmcache.base import distributions
     from vllm_mmcache.base.settings import load_settings
     from vllm_mmcache.environment import check
 
@@ -239,8 +239,8 @@ def check_tools() -> None:
     needed = {"vllm": "cpu", "openai": "dev", "skimage": "dev"}
     missing = {name: extra for name, extra in needed.items() if importlib.util.find_spec(name) is None}
     if missing:
+        install = distributions.install_command(*sorted(set(missing.values())))
         raise EnvironmentProblem(
-            f"the demo needs {', '.join(missing)}: {extras.how(*sorted(set(missing.values())))}, or run `make demo`, "
-            "which does that, too"
+            f"the demo needs {', '.join(missing)}: {install}, or run `make demo`, which does that, too"
         )
     check()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests, benchmarks and the demo share: servers and their input."""
+"""What checks, tests, benchmarks and the demo share: engines on the zoo's models, servers, and what they are asked."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a vLLM server as a process group of its own, waits until it is healthy, and stops all of it at the end.
 
-Runs in a client process: the demo, a benchmark or a test. The server is started through `mmcache serve`, as
-users do. It must never leave a process behind: the engine is a child of the server and holds the memory.
+Runs in a client process: the demo, a benchmark or a test. `serve` starts `mmcache serve`, as users do. A server must
+never leave a process behind: the engine is a child of the server and holds the memory.
 """
 
 import contextlib

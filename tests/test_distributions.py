@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_mmcache.base import extras
+from vllm_mmcache.base import distributions
 
 REPO = Path(__file__).parents[1]
 
@@ -51,9 +51,9 @@ def origin(monkeypatch: pytest.MonkeyPatch, said: str | None) -> None:
         (["nonsense"], "pip install '.[cpu]' in a clone of vllm-mmcache"),
     ],
 )
-def test_how(said: Any, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_command(said: Any, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     origin(monkeypatch, None if said is None else json.dumps(said))
-    assert extras.how("cpu") == command
+    assert distributions.install_command("cpu") == command
 
 
 def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,9 +61,9 @@ def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clone.mkdir()
     (clone / "pyproject.toml").write_text("")
     origin(monkeypatch, json.dumps({"url": clone.as_uri(), "dir_info": {}}))
-    assert extras.how("cpu", "dev") == f"pip install '{clone}[cpu,dev]'"
+    assert distributions.install_command("cpu", "dev") == f"pip install '{clone}[cpu,dev]'"
     origin(monkeypatch, json.dumps({"url": clone.as_uri(), "dir_info": {"editable": True}}))
-    assert extras.how("cuda") == f"pip install -e '{clone}[cuda]'"
+    assert distributions.install_command("cuda") == f"pip install -e '{clone}[cuda]'"
 
 
 @pytest.mark.parametrize(
@@ -83,26 +83,28 @@ def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["nonsense"], "pip install ./tools in a clone of vllm-mmcache"),
     ],
 )
-def test_how_tools(said: Any, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_install_command(said: Any, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     origin(monkeypatch, None if said is None else json.dumps(said))
-    assert extras.how_tools() == command
+    assert distributions.tools_install_command() == command
 
 
 def test_the_tools_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clone = tmp_path / "my clone"
-    (clone / extras.FOLDER).mkdir(parents=True)
+    (clone / distributions.FOLDER).mkdir(parents=True)
     origin(monkeypatch, json.dumps({"url": clone.as_uri(), "dir_info": {}}))
-    assert extras.how_tools() == "pip install ./tools in a clone of vllm-mmcache", "a clone from before the tools"
-    (clone / extras.FOLDER / "pyproject.toml").write_text("")
+    assert distributions.tools_install_command() == "pip install ./tools in a clone of vllm-mmcache", (
+        "a clone from before the tools"
+    )
+    (clone / distributions.FOLDER / "pyproject.toml").write_text("")
     for how in ({}, {"editable": True}):
         origin(monkeypatch, json.dumps({"url": clone.as_uri(), "dir_info": how}))
-        assert extras.how_tools() == f"pip install '{clone}/tools'"
+        assert distributions.tools_install_command() == f"pip install '{clone}/tools'"
 
 
 def test_not_installed_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in ([], [SOURCES]):
         monkeypatch.setattr(metadata, "distributions", lambda name, found=found: iter(found))
-        assert extras.how("client") == "pip install '.[client]' in a clone of vllm-mmcache"
+        assert distributions.install_command("client") == "pip install '.[client]' in a clone of vllm-mmcache"
 
 
 def test_every_extra_that_is_named_exists() -> None:
@@ -113,12 +115,14 @@ def test_every_extra_that_is_named_exists() -> None:
     named = {
         name
         for path in (REPO / "vllm_mmcache").rglob("*.py")
-        for name in re.findall(r'extras\.how\(["\'](\w+)', path.read_text())
+        for name in re.findall(r'distributions\.install_command\(["\'](\w+)', path.read_text())
     }
     assert named >= {"cpu", "cuda", "client", "encryption"}
     assert named <= set(known)
 
 
 def test_it_is_cheap() -> None:
-    code = "import sys, vllm_mmcache.base.extras; print({'typer', 'vllm', 'torch', 'pydantic'} & set(sys.modules))"
+    code = (
+        "import sys, vllm_mmcache.base.distributions; print({'typer', 'vllm', 'torch', 'pydantic'} & set(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

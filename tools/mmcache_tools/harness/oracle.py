@@ -4,6 +4,10 @@
 One forward pass over prompt and answer gives the log-probabilities of every step, and the answer is the greedy
 one exactly when each token is the argmax of its step. A Transformers cache is never continued: doing that with a
 second image is itself wrong for Qwen's positions.
+
+float32 answers are within 1e-3 of it, and their greedy tokens are its own but for ties. For bfloat16 (qwen3.5 and
+qwen3.5-moe, whose GDN kernel wants it on the CPU) it gives a coarse bound alone. What a wrong picture does is measured
+by `assert_detects`: it must exceed these bounds many times.
 """
 
 from __future__ import annotations
@@ -15,6 +19,10 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from vllm_mmcache.prove.answers import TIE, TOLERANCE, Answer, Inexact
+
+BF16_ORACLE_TOLERANCE = 0.7  # against Transformers in float32
 
 
 class Oracle:
@@ -49,3 +57,41 @@ class Oracle:
             logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0]
         start = prompt_ids.shape[1]
         return prompt_ids[0].tolist(), logits[start - 1 : -1].float().log_softmax(-1)
+
+
+def step_deltas(answer: Answer, oracle: torch.Tensor) -> list[float]:
+    """Per step, the largest |delta logprob| over the chosen token and the engine's best ones.
+
+    Shapes: oracle (num_answer_tokens, vocab) float32.
+    """
+    return [
+        max(abs(value - float(oracle[i, token])) for token, value in step.items())
+        for i, step in enumerate(answer.logprobs)
+    ]
+
+
+def assert_equals_oracle(answer: Answer, oracle: Oracle, tolerance: float = TOLERANCE) -> float:
+    """The largest delta to Transformers; Inexact when over the tolerance or when a greedy token differs."""
+    prompt_ids, expected = oracle.log_probabilities(answer.prompt, answer.images, answer.token_ids)
+    assert tuple(prompt_ids) == answer.prompt_ids, "vLLM and Transformers expand the prompt differently"
+    delta = max(step_deltas(answer, expected))
+    if delta > tolerance:
+        raise Inexact(f"log-probabilities differ by {delta:.2e} > {tolerance:.0e} for {answer.prompt[-80:]!r}")
+    greedy = expected.argmax(-1).tolist()
+    gaps = expected.max(-1).values - expected[torch.arange(len(greedy)), list(answer.token_ids)]
+    tie = TIE if tolerance <= TOLERANCE else 2 * tolerance
+    if bool((gaps > tie).any()):
+        raise Inexact(f"tokens {list(answer.token_ids)} instead of {greedy}")
+    return delta
+
+
+def assert_detects(answer: Answer, other: Answer, oracle: Oracle) -> float:
+    """Negative control: `answer`, had it been given to the question of `other`, is far out of tolerance.
+
+    Returns the delta, which must be at least three times the widest bound.
+    """
+    _, expected = oracle.log_probabilities(other.prompt, other.images, answer.token_ids)
+    delta = max(step_deltas(answer, expected))
+    print(f"wrong picture: {delta:.2f}")
+    assert delta > 3 * BF16_ORACLE_TOLERANCE, f"a wrong picture moves log-probabilities by {delta:.3f} only"
+    return delta

@@ -2,7 +2,7 @@
 """The conversations whose answers must be those of a cold run, whatever the caches hold.
 
 Each scenario puts its questions to an engine that starts cold, asserts what must hit and what must miss, and
-returns the answers; `expect` compares them with the oracle. Pictures are small (64 tokens each) and the
+returns the answers; `ZooRig.assert_exact` compares them with the oracle. Pictures are small (64 tokens each) and the
 text before them fills more than one block, also the 160-token block of qwen3.5 where a hit is demanded.
 """
 
@@ -11,45 +11,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 from PIL import Image
 
-from vllm_mmcache.prove.engines import Answer, Message, Rig
-from vllm_mmcache.prove.pictures import ellipses
+from mmcache_tools.harness.engines import ZooRig
+from vllm_mmcache.prove.answers import Answer, Message
+from vllm_mmcache.prove.conversations import assistant, filler, one, picture, user
 
-Scenario = Callable[[Rig], list[Answer]]
-
-WORDS = "red cat dog bird horse tree river table chair lamp bridge boat train street garden cloud".split()  # noqa: SIM905
-
-
-def picture(number: int, size: tuple[int, int] = (224, 224)) -> Image.Image:
-    """The picture of a number. size is (width, height) in pixels."""
-    return ellipses(f"exactness {number}", size)
+Scenario = Callable[[ZooRig], list[Answer]]
 
 
-def filler(num_words: int, start: int = 0) -> str:
-    """`num_words` words of one token each, all with a space before."""
-    return "".join(" " + WORDS[(start + i) % len(WORDS)] for i in range(num_words))
-
-
-def user(*parts: str | Image.Image) -> Message:
-    """A user's message, of texts and pictures in this order."""
-    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
-    return {"role": "user", "content": content}
-
-
-def assistant(text: str) -> Message:
-    """An earlier answer, as the next turn sends it back."""
-    return {"role": "assistant", "content": text}
-
-
-def one(rig: Rig, *messages: Message, max_tokens: int = 8) -> Answer:
-    """The answer to one conversation alone in the engine; `max_tokens` tokens of it, greedy."""
-    return rig.ask(messages, max_tokens=max_tokens)[0]
-
-
-def full_blocks(rig: Rig, num_tokens: int) -> int:
+def full_blocks(rig: ZooRig, num_tokens: int) -> int:
     """`num_tokens` rounded down to complete KV blocks, in tokens."""
     return num_tokens // rig.block_tokens * rig.block_tokens
 
@@ -60,7 +32,7 @@ def num_shared(one_answer: Answer, other: Answer) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def same_again(rig: Rig) -> list[Answer]:
+def same_again(rig: ZooRig) -> list[Answer]:
     """Cold, then the same request once more, which must hit."""
     ask = user(filler(180), picture(0), "What is in this picture?" + filler(20))
     cold = one(rig, ask)
@@ -73,7 +45,7 @@ def same_again(rig: Rig) -> list[Answer]:
     return [cold, again]
 
 
-def text_only(rig: Rig) -> list[Answer]:
+def text_only(rig: ZooRig) -> list[Answer]:
     """No picture at all, twice: the tools and the text model are right even where pictures are not."""
     ask = user("Compare the two." + filler(200))
     answers = [one(rig, ask), one(rig, ask)]
@@ -81,7 +53,7 @@ def text_only(rig: Rig) -> list[Answer]:
     return answers
 
 
-def text_turn(rig: Rig) -> list[Answer]:
+def text_turn(rig: ZooRig) -> list[Answer]:
     """A text turn follows a picture, then one more."""
     turns = [user(filler(100), picture(1), "Describe it." + filler(80))]
     answers = [one(rig, *turns)]
@@ -93,7 +65,7 @@ def text_turn(rig: Rig) -> list[Answer]:
     return answers
 
 
-def image_on_later_turn(rig: Rig) -> list[Answer]:
+def image_on_later_turn(rig: ZooRig) -> list[Answer]:
     """The second and third turn bring a picture each."""
     turns = [user("You look at pictures." + filler(150))]
     answers = [one(rig, *turns)]
@@ -105,7 +77,7 @@ def image_on_later_turn(rig: Rig) -> list[Answer]:
     return answers
 
 
-def other_image_after_cached(rig: Rig) -> list[Answer]:
+def other_image_after_cached(rig: ZooRig) -> list[Answer]:
     """Picture A is cached; then A and B are compared, then A and A. Reported against vLLM as 'identical'."""
     first = user(filler(120), picture(4), "Describe the image." + filler(40))
     answers = [one(rig, first)]
@@ -119,7 +91,7 @@ def other_image_after_cached(rig: Rig) -> list[Answer]:
     return [*answers, different, identical]
 
 
-def swapped_image(rig: Rig) -> list[Answer]:
+def swapped_image(rig: ZooRig) -> list[Answer]:
     """Another picture of equal size in the same place must miss from its start on, and back again hit."""
 
     def ask(image: Image.Image) -> Answer:
@@ -134,7 +106,7 @@ def swapped_image(rig: Rig) -> list[Answer]:
     return [first, second, third]
 
 
-def swapped_order(rig: Rig) -> list[Answer]:
+def swapped_order(rig: ZooRig) -> list[Answer]:
     """A, B and then B, A: a miss from the first picture on."""
 
     def ask(*images: Image.Image) -> Answer:
@@ -146,7 +118,7 @@ def swapped_order(rig: Rig) -> list[Answer]:
     return [forward, backward]
 
 
-def same_image_twice(rig: Rig) -> list[Answer]:
+def same_image_twice(rig: ZooRig) -> list[Answer]:
     """One picture twice in a prompt, next to each other and apart, then only once."""
     a = picture(10)
     near = user(filler(50), a, a, "Compare." + filler(30))
@@ -155,7 +127,7 @@ def same_image_twice(rig: Rig) -> list[Answer]:
     return [one(rig, ask) for ask in (near, apart, near, single)]
 
 
-def transposed_image(rig: Rig) -> list[Answer]:
+def transposed_image(rig: ZooRig) -> list[Answer]:
     """30x100 and 100x30 pixels of equal raw bytes are two pictures."""
     raw = b"".join(hashlib.sha256(bytes([i % 251, i // 251])).digest() for i in range(30 * 100 * 3 // 32 + 1))
     tall = Image.frombytes("RGB", (30, 100), raw[: 30 * 100 * 3])
@@ -166,7 +138,7 @@ def transposed_image(rig: Rig) -> list[Answer]:
     return answers
 
 
-def ends_around_block_edge(rig: Rig) -> list[Answer]:
+def ends_around_block_edge(rig: ZooRig) -> list[Answer]:
     """The picture ends at a block's edge, one token to either side, and in the middle; each cold, hit, swapped."""
     block = rig.block_tokens
     probe_prompt, probe_images = rig.render([user("See" + filler(1), picture(11), "So?")])
@@ -187,7 +159,7 @@ def ends_around_block_edge(rig: Rig) -> list[Answer]:
     return answers
 
 
-def eight_at_once(rig: Rig) -> list[Answer]:
+def eight_at_once(rig: ZooRig) -> list[Answer]:
     """Eight requests in one batch: shared prefixes, a duplicate, other pictures, other lengths; then all again."""
     shared = filler(90)
     asks = [
@@ -204,7 +176,7 @@ def eight_at_once(rig: Rig) -> list[Answer]:
     return rig.ask(*asks, max_tokens=lengths) + rig.ask(*asks[::-1], max_tokens=lengths)
 
 
-def preempted(rig: Rig) -> list[Answer]:
+def preempted(rig: ZooRig) -> list[Answer]:
     """More requests than the KV cache holds: some are preempted and computed again, blocks are evicted."""
     before = rig.num_preemptions()
     asks = [[user(picture(16 + i % 3), f"Go on.{filler(10 + i, i)}")] for i in range(8)]
@@ -214,7 +186,7 @@ def preempted(rig: Rig) -> list[Answer]:
     return first + second
 
 
-def preempted_soon(rig: Rig) -> list[Answer]:
+def preempted_soon(rig: ZooRig) -> list[Answer]:
     """Prompts that end just before a block does: their answers want a block each at once, and there are too few."""
 
     def ask(number: int, num_words: int) -> list[Message]:
@@ -227,32 +199,6 @@ def preempted_soon(rig: Rig) -> list[Answer]:
     assert {len(answer.prompt_ids) % rig.block_tokens for answer in answers} == {rig.block_tokens - 4}
     assert rig.num_preemptions() > before, "nothing was preempted: the KV cache is too large for this test"
     return answers
-
-
-def resume_without_blocks(rig: Rig) -> list[Answer]:
-    """A request that starts on a hit over its picture loses its KV blocks and the encoder output, and comes back.
-
-    Features would stand in for the picture, if they are there in time: there are none.
-    """
-    engine = rig.llm.llm_engine
-    ask = [user(picture(70), "What is in this picture?" + filler(max(80, rig.block_tokens * 5 // 4)))]
-    (cold,) = rig.ask(ask)
-    rig.forget_features()
-    rig.enqueue(ask, max_tokens=8)
-    outputs: list[Any] = []
-    try:
-        while not any(request.num_output_tokens for request in rig.scheduler.running):
-            outputs += engine.step()
-        assert rig.llm.reset_prefix_cache(reset_running_requests=True)
-        engine.reset_encoder_cache()
-        while engine.has_unfinished_requests():
-            outputs += engine.step()
-    finally:
-        engine.abort_request(list(rig.scheduler.requests), internal=True)
-    assert outputs[-1].num_cached_tokens >= rig.image_spans(cold)[0][1], "its first hit must cover the image"
-    resumed = tuple(outputs[-1].outputs[0].token_ids)
-    assert resumed == cold.token_ids, f"{resumed} after it came back, {cold.token_ids} cold"
-    return [cold]
 
 
 MAIN: tuple[Scenario, ...] = (

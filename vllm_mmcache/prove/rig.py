@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM engine for the checks of exactness, and the questions that are put to it.
+
+It runs in this process: the checks look at the scheduler and the KV cache. Which model it has, how a conversation
+becomes its prompt, and what its answers must equal is for the classes that derive from Rig.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+import torch
+from PIL import Image
+from vllm import LLM
+
+from vllm_mmcache.prove.answers import BF16_SELF_TOLERANCE, TOLERANCE, Answer, Message, assert_equals_answer
+
+
+class Rig(ABC):
+    """One engine. `ask` puts conversations; `assert_exact` judges the answers."""
+
+    llm: LLM
+    has_small_steps: bool
+    """Whether a step does not hold a whole prompt."""
+
+    @property
+    @abstractmethod
+    def keeps_all_kv(self) -> bool:
+        """Full attention in every layer: each complete block stays a hit. Others keep states at few places."""
+
+    @abstractmethod
+    def render(self, messages: Sequence[Message]) -> tuple[str, tuple[Image.Image, ...]]:
+        """Prompt text and images of a conversation."""
+
+    @abstractmethod
+    def ask_rendered(
+        self, rendered: Sequence[tuple[str, tuple[Image.Image, ...]]], lengths: Sequence[int]
+    ) -> list[Answer]:
+        """As `ask`, for prompts that are rendered already; `lengths`: tokens of each answer."""
+
+    @abstractmethod
+    def enqueue(self, conversation: Sequence[Message], max_tokens: int) -> None:
+        """Add a conversation to the engine's queue; its steps are the caller's."""
+
+    @abstractmethod
+    def image_spans(self, answer: Answer) -> list[tuple[int, int]]:
+        """Start and end (exclusive) of each image's placeholder tokens in the prompt, with what stands inside."""
+
+    @property
+    def vllm_config(self) -> Any:
+        """The engine's VllmConfig."""
+        return self.llm.llm_engine.vllm_config
+
+    @property
+    def scheduler(self) -> Any:
+        """The engine's scheduler, which is in this process."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the engine calculates in."""
+        found: torch.dtype = self.vllm_config.model_config.dtype
+        return found
+
+    @property
+    def has_other_kv(self) -> bool:
+        """Whether the KV cache holds less than what was calculated, as fp8 does; no oracle knows how much less."""
+        kept = str(self.vllm_config.cache_config.cache_dtype)
+        return kept not in ("auto", str(self.dtype).removeprefix("torch."))
+
+    @property
+    def tolerance(self) -> float:
+        """How far log-probabilities of two runs of this engine may be apart, whatever its caches hold."""
+        return TOLERANCE if self.dtype is torch.float32 and not self.has_other_kv else BF16_SELF_TOLERANCE
+
+    @property
+    def images_attend_both_ways(self) -> bool:
+        """Whether an image's tokens see those behind them, in the same image."""
+        return bool(self.vllm_config.model_config.is_mm_prefix_lm)
+
+    @property
+    def block_tokens(self) -> int:
+        """The block size that vLLM really uses; hybrid models widen it (160 for the zoo's qwen3.5)."""
+        return int(self.vllm_config.cache_config.block_size)
+
+    def ask(self, *conversations: Sequence[Message], max_tokens: int | Sequence[int] = 8) -> list[Answer]:
+        """Answers to all conversations, submitted together; greedy, never ended early."""
+        lengths = [max_tokens] * len(conversations) if isinstance(max_tokens, int) else list(max_tokens)
+        rendered = [self.render(messages) for messages in conversations]
+        return self.ask_rendered(rendered, lengths)
+
+    def ask_again(self, answer: Answer) -> Answer:
+        """The same prompt once more, for as many tokens."""
+        return self.ask_rendered([(answer.prompt, answer.images)], [len(answer.token_ids)])[0]
+
+    def assert_exact(self, answers: Sequence[Answer]) -> float:
+        """Every answer is that of a cold run, or Inexact is raised. Returns the largest delta. May empty the caches."""
+        return self.assert_equals_own_cold_run(answers)
+
+    def assert_equals_own_cold_run(self, answers: Sequence[Answer]) -> float:
+        """The largest delta to cold runs of the same prompts on this engine. Empties the caches."""
+        worst = 0.0
+        for answer in answers:
+            self.make_cold()
+            cold = self.ask_again(answer)
+            assert cold.num_cached_tokens == 0
+            worst = max(worst, assert_equals_answer(answer, cold, self.tolerance, "the own cold run"))
+        return worst
+
+    def make_cold(self) -> None:
+        """Forget all KV blocks, encoder outputs and processed images, and the features in RAM."""
+        self.forget_all_but_features()
+        self.forget_features()
+
+    def forget_features(self) -> None:
+        """Forget the features in RAM, also those that are on their way there."""
+        if (features := self.features) is not None:
+            assert features.copying.wait(60)
+            features.store.ram.clear()
+
+    def in_workers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What a function of the module `workers` says of each of the engine's workers, wherever they run."""
+        return list(self.llm.collective_rpc(function, args=arguments))
+
+    def forget_all_but_features(self) -> None:
+        """As after many other requests, and in the KV cache as after a restart."""
+        assert self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+        if (features := self.features) is not None:
+            assert features.copying.wait(60)
+            assert features.wait_until_known(600)
+
+    @property
+    def runner(self) -> Any:
+        """The model runner of vLLM, where it is in this process; else None."""
+        driver = getattr(self.llm.llm_engine.model_executor, "driver_worker", None)
+        return driver.worker.model_runner if driver is not None else None
+
+    @property
+    def features(self) -> Any:
+        """The feature store beside the engine's scheduler; None on stock, and where features are not kept."""
+        from vllm_mmcache.components.features.engine.hooks import connector_of
+
+        return connector_of(self.scheduler)
+
+    def close(self) -> None:
+        """Shut the engine down and give its memory back."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        cleanup_dist_env_and_memory()  # collects, too
+        gc.freeze()  # what is left stays: a start collects a dozen times, and need not look at it
