@@ -17,9 +17,10 @@ from packaging.version import Version
 
 from tests.engine_configuration import CHOSEN
 from tests.exactness.measure import judge
-from tests.image_spans.attention import reference
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.versions import vllm_version
+from vllm_mmcache.components.image_spans import reference_attention
+from vllm_mmcache.components.image_spans import vllm_reference_attention as reference
 from vllm_mmcache.prove.answers import TOLERANCE, Answer, Inexact
 from vllm_mmcache.prove.conversations import filler, picture, user
 
@@ -75,7 +76,7 @@ def test_windows(start: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> No
     """Both forms are Transformers'; in the fast form images longer than the window are computed again."""
     rig = start(window)
     rig.assert_exact(ask(rig))
-    reference.put_in_place(monkeypatch)
+    reference.put_in_place(monkeypatch.setattr)
     rig.make_cold()
     rig.assert_exact(ask(rig))
 
@@ -121,7 +122,7 @@ def test_right_side_of_a_short_window_ignored(start: Any) -> None:
 @in_spans
 def test_window_ignored_within_an_image(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with (causal and in the window) or of the same image, answers are wrong."""
-    clamped = reference.allowed
+    clamped = reference_attention.allowed
 
     def unclamped(start: int, end: int, spans: list[tuple[int, int]], window: int, device: Any = None) -> Any:
         image = clamped(start, end, spans, 0, device) & ~clamped(start, end, [], 0, device)
@@ -131,7 +132,7 @@ def test_window_ignored_within_an_image(start: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(reference, "allowed", unclamped)
     rig = start(SHORT)
-    reference.put_in_place(monkeypatch)
+    reference.put_in_place(monkeypatch.setattr)
     assert max(delta for delta, _ in judge(rig, ask(rig))) > WRONG
 
 

@@ -13,7 +13,8 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from tests.image_spans.attention import reference
+from vllm_mmcache.components.image_spans import reference_attention
+from vllm_mmcache.components.image_spans import vllm_reference_attention as reference
 from vllm_mmcache.components.image_spans.attention_spans import cut_step, wider
 from vllm_mmcache.components.image_spans.vllm_backend import rewrite
 
@@ -135,12 +136,14 @@ class Step:
         out = []
         for i, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
             pages = (self.keys, self.values)
-            key, value = (reference.gather_pages(p, self.table[i], end, o) for p, o in zip(pages, orders, strict=True))
+            key, value = (
+                reference_attention.gather_pages(p, self.table[i], end, o) for p, o in zip(pages, orders, strict=True)
+            )
             assert torch.equal(key, self.true_keys[i])
             assert torch.equal(value, self.true_values[i])
-            mask = reference.allowed(start, end, self.spans[i], window)
+            mask = reference_attention.allowed(start, end, self.spans[i], window)
             rows = self.query[self.rows[i] : self.rows[i + 1]]
-            out.append(reference.attend(rows, key, value, mask, self.head_size**-0.5))
+            out.append(reference_attention.attend(rows, key, value, mask, self.head_size**-0.5))
         return torch.cat(out)
 
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from tests.image_spans.attention.reference import allowed
 from tests.image_spans.attention.test_spans import Span, layouts
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.errors import CausalImages
 from vllm_mmcache.components.image_spans import rules
 from vllm_mmcache.components.image_spans.hooks_worker import check_model
+from vllm_mmcache.components.image_spans.reference_attention import allowed
 
 KINDS = ("full_attention", "sliding_attention")
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.image_spans.attention.reference import allowed
 from vllm_mmcache.components.image_spans.attention_spans import Piece, cut, cut_step, wider
+from vllm_mmcache.components.image_spans.reference_attention import allowed
 
 Span = tuple[int, int]
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.image_spans.attention import reference
 from tests.image_spans.attention.triton_backend import granted
 from tests.sizes import scaled
+from vllm_mmcache.components.image_spans import reference_attention
 
 pytestmark = pytest.mark.interpreter
 
@@ -141,10 +141,10 @@ class Step:
         """The reference, over keys and values that were never in pages."""
         out = []
         for i, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
-            mask = reference.allowed(start, end, self.spans[i], window)
+            mask = reference_attention.allowed(start, end, self.spans[i], window)
             rows = self.query[self.rows[i] : self.rows[i + 1]]
             key, value = self.keys[i].transpose(0, 1), self.values[i].transpose(0, 1)
-            out.append(reference.attend(rows, key, value, mask, self.head_size**-0.5))
+            out.append(reference_attention.attend(rows, key, value, mask, self.head_size**-0.5))
         return torch.cat(out)
 
     def distance(self, rule: Rule, of: Rule | None = None, use_spans: bool = True) -> float:
