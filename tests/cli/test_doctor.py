@@ -21,7 +21,7 @@ EXAMINE = """
 import contextlib, json, logging, os, sys
 logging.disable(logging.CRITICAL)
 from vllm_mmcache.cli import doctor
-from vllm_mmcache.lifecycle import hooks
+from vllm_mmcache.hooking import hooks
 doctor.broken_packages = lambda: []  # seconds, and tested elsewhere
 before, said = dict(os.environ), []
 with contextlib.redirect_stdout(sys.stderr):
