@@ -269,6 +269,7 @@ def test_nothing_is_said_of_what_was_not_asked_for(
 
 def test_serve_works_with_both_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's main function is left as it is where its distribution has the name that it asks for."""
+    import vllm.entrypoints.cli.run_batch  # noqa: F401  # what it loads asks for other versions
     from vllm.entrypoints.cli import main as vllm_cli
 
     from vllm_mmcache.cli import vllm_main
