@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import summary
+from benchmarks.catalogue import BENCHMARKS
 from tests.sizes import larger
 
 REPO = Path(__file__).parents[2]
@@ -83,7 +84,10 @@ def test_the_readme_has_the_two_commands_and_pages_name_targets_that_exist() -> 
     text = (REPO / "README.md").read_text()
     assert "make demo" in text
     assert "make test" in text
-    targets = set(re.findall(r"^([a-z0-9-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
+    makefile = (REPO / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
+    assert "\nbench-%:" in makefile
+    targets |= {f"bench-{name.replace('_', '-')}" for name in BENCHMARKS}
     for page in PAGES:
         named = set(re.findall(r"`make ([a-z0-9-]+)", page.read_text()))
         assert named <= targets, f"{page.name}: {named - targets}"
