@@ -82,7 +82,7 @@ def test_no_message_has_the_password(
     more = "&" if "?" in form else "?"
     for wrong in (f"{url}{more}no_such_option=1", f"{url}{more}protocol=x", f"{url}{more}ssl_cert_reqs=none&db=x"):
         for kind in (RemoteTier, RemotePlace):
-            given = {"max_bytes": 1} if kind is RemoteTier else {}
+            given: dict[str, Any] = {"max_bytes": 1} if kind is RemoteTier else {}
             made, error = attempt(partial(kind, wrong, ttl_s=1, timeout_s=0.02, **given))
             assert not tells(str(error) if error else made._reading.name), wrong
 

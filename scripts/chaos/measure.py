@@ -130,6 +130,9 @@ def has_left_a_trace(fault: Fault, grown: Iterable[str]) -> bool:
 class Run:
     """The phases, one after the other, of a server that is started again after each kill."""
 
+    _before: Counter[str]
+    """The server's counters when the last phase ended, or when it was started."""
+
     def __init__(self, model: Path, scene: Scene, clients: Callable[..., Clients], options: Namespace) -> None:
         self._model, self._scene, self._clients, self._options = model, scene, clients, options
         self._up = ExitStack()  # the server

@@ -185,7 +185,7 @@ def test_a_run_goes_on_where_it_was_cut_off(
     def seen(result: Result) -> float:
         return result.found[FALLEN_OUT]["seen"]["mmcache"]
 
-    assert seen(run("--short")) == BENCHMARKS["processor"].short["images"]  # type: ignore[index]
+    assert seen(run("--short")) == BENCHMARKS["processor"].short["images"]
     run("--short", "--videos", "7")
     assert "was measured before" in capsys.readouterr().out, "a size that this part does not use"
     run("--short", "--again")
@@ -243,7 +243,7 @@ def test_a_short_rotation(tmp_path: Path) -> None:
         {what: sides["mmcache"] for what, sides in found[f"rotation, {name}"].items()}
         for name in ("unknown", "fallen out", "held")
     )
-    assert unknown["questions"] == again["questions"] == BENCHMARKS["processor"].short["images"]  # type: ignore[index]
+    assert unknown["questions"] == again["questions"] == BENCHMARKS["processor"].short["images"]
     assert unknown["sent_bytes"] > 5 * again["encoded_bytes"], "pixels of an unknown picture"
     assert again["sent_bytes"] > 5 * held["sent_bytes"], "what fell out is sent again, as pixels or as its file"
     assert held["sent_bytes"] < 10_000 < again["encoded_bytes"], "a picture in the cache is sent as nothing"

@@ -42,7 +42,7 @@ def probe(clock: Clock) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.spans = module.Spans(clock.thread_time)
+    vars(module)["spans"] = module.Spans(clock.thread_time)
     return module
 
 

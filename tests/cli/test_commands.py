@@ -283,7 +283,7 @@ def test_serve_works_with_both_distributions(monkeypatch: pytest.MonkeyPatch) ->
         raise importlib.metadata.PackageNotFoundError(name)
 
     for version in (lambda name: "0.33.0", missing):
-        monkeypatch.setattr(vllm_main.importlib.metadata, "version", version)
+        monkeypatch.setattr(importlib.metadata, "version", version)
         vllm_main.main()
     assert asked[0] is before
     assert asked[1].metadata.version("vllm") == vllm_version()  # type: ignore[attr-defined]

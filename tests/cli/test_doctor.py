@@ -92,7 +92,7 @@ CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, str | None]:
     zoo = tmp_path_factory.mktemp("zoo")
     built = {family: str(build_cached(family, zoo)) for family in ("gemma3", "qwen3-vl", "qwen3.5")}
-    return {None: None, "none": str(zoo / "none"), **built}
+    return {None: None, "none": str(zoo / "none")} | dict(built)
 
 
 @pytest.fixture(scope="module")

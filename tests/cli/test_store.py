@@ -5,6 +5,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,7 +130,7 @@ def test_a_store_of_others_is_not_touched(tier: DiskTier, tmp_path: Path) -> Non
 
 def test_the_directory_of_serve_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `mmcache serve` keeps unasked is listed, checked, swept and cleared without an argument."""
-    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    environ: dict[str, Any] = {"XDG_CACHE_HOME": str(tmp_path)}
     with monkeypatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(tmp_path))
         patched.setenv("MMCACHE_STORE", "")  # so that what serve sets is taken back
@@ -165,7 +166,7 @@ def test_clear_leaves_what_is_not_ours(tier: DiskTier, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def both(server: Server, tmp_path: Path) -> dict[str, str]:
+def both(server: Server, tmp_path: Path) -> dict[str, Any]:
     """The variables of a store in a directory and in Valkey, each with one package and one record; and others' keys."""
     key = records.key("test", "a")
     for tier in (DiskTier(tmp_path / "store", BUDGET_BYTES), remote_tier(server)):
@@ -181,12 +182,12 @@ def remote_tier(server: Server) -> RemoteTier:
     return RemoteTier(server.url, ttl_s=3600, max_bytes=BUDGET_BYTES, timeout_s=60)
 
 
-def test_valkey_is_listed_checked_and_cleared(server: Server, tmp_path: Path, both: dict[str, str]) -> None:
+def test_valkey_is_listed_checked_and_cleared(server: Server, tmp_path: Path, both: dict[str, Any]) -> None:
     sizes = {"packages": {"num": 1, "num_bytes": len(packed())}, "records": {"num": 1, "num_bytes": 42}}
     listed = json.loads(mmcache("store", "ls", "--json", **both).stdout)
     assert listed["remote"] == sizes
     assert len(listed["packages"]) == 1
-    alone = {"MMCACHE_STORE": server.url}
+    alone: dict[str, Any] = {"MMCACHE_STORE": server.url}
     assert json.loads(mmcache("store", "ls", "--json", **alone).stdout) == {"packages": [], "remote": sizes}
     assert "2 entries are good, 0 were removed" in mmcache("store", "check", **both).stdout
 

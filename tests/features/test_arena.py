@@ -19,7 +19,7 @@ from vllm_mmcache.components.features.arena import BOARD, HEAD_BYTES, MAGIC, Are
 SIZE = 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-Process = "subprocess.Popen[str]"
+Process = subprocess.Popen[str]
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_killing_the_creator_leaves_the_mapping_and_no_file() -> None:
     creator.communicate()
     with pytest.raises(ArenaUnusable, match=r"not at /proc/\d+/fd/\d+: .*No such file"):
         Arena.open(address)
-    assert worker.communicate("\n", timeout=60) == (f"{b'ownerstill'}\n", "")
+    assert worker.communicate("\n", timeout=60) == (f"{b'ownerstill'!r}\n", "")
 
 
 def test_a_forked_child_shares_it() -> None:

@@ -389,7 +389,7 @@ def test_a_disk_that_hangs_takes_one_thread(
 
 def test_a_bug_of_ours_is_logged_and_reaches_nobody(tier: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
     put(tier, 0)
-    assert not tier.load(identity(0), SHAPE, lambda: 1 // 0, time.monotonic() + 60)
+    assert not tier.load(identity(0), SHAPE, lambda: memoryview(bytes(1 // 0)), time.monotonic() + 60)
     assert not tier.save(identity(1), SHAPE, features()[:-2])
     assert caplog.text.count("Traceback") == 2
     assert tier.counters.snapshot()["errors"] == 2
@@ -492,7 +492,11 @@ def test_servers_of_different_models_in_one_directory(tmp_path: Path) -> None:
             number = drawn.randrange(20)
             asked, data = replace(identity(number), model=model), features(number, shape)
             room = memoryview(bytearray(shape.num_bytes))
-            if tier.load(asked, shape, lambda room=room: room, time.monotonic() + 60):
+
+            def into(room: memoryview = room) -> memoryview:
+                return room
+
+            if tier.load(asked, shape, into, time.monotonic() + 60):
                 hits.append(model)
                 wrong.extend([model] if room != data else [])
             else:

@@ -9,6 +9,7 @@ import os
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -237,7 +238,7 @@ def test_a_key_that_goes_away_puts_nothing_in_the_clear(tmp_path: Path) -> None:
 
 
 def test_the_commands_know_the_key_and_leave_what_is_of_another(tmp_path: Path, server: Server) -> None:
-    mine = {
+    mine: dict[str, Any] = {
         "MMCACHE_STORE": f"{tmp_path / 'store'} {server.url}",
         "MMCACHE_STORE_KEY_FILE": key_file(tmp_path, b"k" * 32),
     }

@@ -106,10 +106,10 @@ def a_package(chance: Random) -> int:
         head = changed(chance, whole[8 : 8 + length], HEAD_TOKENS)
         return check_package(len(head).to_bytes(8, "little") + head + whole[8 + length :])
     if kind == 2:
-        fields = {"num_tokens": 2, "width": 8, "dtype": "bfloat16"}
-        fields[chance.choice(list(fields))] = chance.choice((0, 1, 4, 2**62, "float32", "float64"))  # type: ignore[assignment]
+        fields: dict[str, Any] = {"num_tokens": 2, "width": 8, "dtype": "bfloat16"}
+        fields[chance.choice(list(fields))] = chance.choice((0, 1, 4, 2**62, "float32", "float64"))
         try:
-            shape = package.Shape(**fields)  # type: ignore[arg-type]
+            shape = package.Shape(**fields)
         except ValueError:
             return 0
         return check_package(Record(identity(), shape, chance.randbytes(32).hex()).head() + whole[-32:])

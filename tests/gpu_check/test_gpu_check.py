@@ -317,7 +317,8 @@ def test_every_row_has_its_evidence(row: tested_engines.Row) -> None:
         assert (row.engine.platform, row.engine.vllm) == ("cpu", "0.32"), "CI has no other"
         return
     if row.evidence == "docs/matrix.json":
-        engine = {(1, "sync"): "v1", (2, "async"): "v2-async"}[row.engine.runner, row.engine.scheduling]
+        engines: dict[Any, str] = {(1, "sync"): "v1", (2, "async"): "v2-async"}
+        engine = engines[row.engine.runner, row.engine.scheduling]
         assert row.engine.platform == "cpu"
         assert matrix.proves(row.rooms, row.engine.vllm, engine, matrix.read())
         return

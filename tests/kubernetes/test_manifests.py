@@ -8,7 +8,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]  # comes with vLLM
 from pydantic import ByteSize, TypeAdapter
 
 from tests.docker.test_files import STEPS

@@ -75,7 +75,7 @@ def test_every_mode_is_set_right(widened: int, tmp_path: Path) -> None:
 
 
 def test_the_command_line_sets_it_right_too(tmp_path: Path) -> None:
-    from tests.cli.test_store import mmcache
+    from tests.cli.test_commands import mmcache
 
     fill(tmp_path)
     widen(tmp_path)

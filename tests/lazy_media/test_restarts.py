@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as given_settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, features
 
 from tests.features.tiers import LONG_S
 from tests.lazy_media import files
@@ -191,7 +191,7 @@ def test_other_facts_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not is_known(content)
         loader._facts.cache_clear()
     with monkeypatch.context() as other:
-        other.setattr(loader.features, "version", lambda name: "another")
+        other.setattr(features, "version", lambda name: "another")
         loader._facts.cache_clear()
         restart()
         assert not is_known(content)

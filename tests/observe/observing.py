@@ -30,7 +30,7 @@ def observed() -> Iterator[None]:
     """The room installed and on within the block, also for an engine that is there already."""
     before = settings.current()
     os.environ["MMCACHE_OBSERVE"] = "1"
-    groups = {f"observe ({role})": members["observe"] for role in ROLES if "observe" in (members := parts(role))}
+    groups = {f"observe ({role})": of["observe"] for role in ROLES if "observe" in (of := parts(role))}
     for group, members in groups.items():
         outcome = hooks.install(group, members, vllm_version())
         assert outcome.state == "on", outcome.reason

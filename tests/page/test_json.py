@@ -87,9 +87,8 @@ WRONG = (
 @pytest.mark.parametrize("path", DATA)
 def test_the_key(server: Server, path: str) -> None:
     for header in WRONG:
-        answer = httpx.get(
-            f"{server.url}/mmcache{path}", headers={} if header is None else {"Authorization": header}, timeout=60
-        )
+        headers: Any = {} if header is None else {"Authorization": header}
+        answer = httpx.get(f"{server.url}/mmcache{path}", headers=headers, timeout=60)
         assert answer.status_code == 401, header
         assert answer.json() == {"error": "the admin key is missing or wrong"}
     assert (

@@ -179,6 +179,7 @@ def test_arguments_that_json_would_change(zoo: Path) -> None:
     media, origin = opened(file_of(64, 64, "RGB"))
     item, _ = process(processor_of("qwen3-vl", zoo), "image", media, {})
     defer(small_fields(item), "image", origin, {"max_pixels": 4096}, b"")
-    for arguments in ({"size": (1, 2)}, {1: 2}, {"device": media}):
+    wrong: tuple[Any, ...] = ({"size": (1, 2)}, {1: 2}, {"device": media})
+    for arguments in wrong:
         with pytest.raises(TypeError):
             defer(small_fields(item), "image", origin, arguments, b"")

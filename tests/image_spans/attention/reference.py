@@ -94,7 +94,7 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         if isinstance(metadata, vllm_backend.ImageSpanMetadata):
             ends, rows = step.seq_lens.tolist(), step.query_start_loc.tolist()
             starts = [end - (rows[i + 1] - rows[i]) for i, end in enumerate(ends)]
-            vars(metadata)["rows"] = Rows(rows, starts, ends, step.mm_req_doc_ranges, step.block_table_tensor)
+            metadata.__dict__["rows"] = Rows(rows, starts, ends, step.mm_req_doc_ranges, step.block_table_tensor)
         return metadata
 
     def compute(
