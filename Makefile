@@ -13,7 +13,7 @@ WORKERS ?= --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 VLLM_PYTHON ?= $(if $(filter file,$(origin PYTHON)),python3,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test matrix lint families-page check-upstream upstream-tests gpu-check gpu-ship docker-steps settings-page bench soak chaos bench-gemma3 bench-features bench-table clean
+.PHONY: help venv demo test test-fast coverage matrix lint families-page check-upstream upstream-tests gpu-check gpu-ship docker-steps settings-page bench soak chaos bench-gemma3 bench-features bench-table clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,15 @@ test: $(STAMP)  ## the tests on model runner V1, then on V2 those of engines; AR
 	@TEST_PARTS=1 $(BIN)/python -m pytest $(WORKERS) $(ARGS); v1=$$?; \
 	TEST_ENGINE=v2-async $(BIN)/python -m pytest $(WORKERS) $(ARGS); v2=$$?; \
 	test $$v1 = 0 && test $$v2 = 0
+
+test-fast: $(STAMP)  ## the tests that start no process and take no seconds each (under a minute on two cores)
+	@$(BIN)/python -m pytest -m fast $(WORKERS) $(ARGS)
+
+coverage: $(STAMP)  ## branches of the package that the tests without an engine run; ARGS=tests for all tests, or some
+	@mkdir -p .artifacts/coverage
+	@$(BIN)/python -m coverage erase
+	@$(BIN)/python -m coverage run -m pytest $(WORKERS) $(or $(ARGS),-m "not engine"); tested=$$?; \
+	$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report && exit $$tested
 
 $(STAMP_033): pyproject.toml scripts/make_venv scripts/make_venv_033.py scripts/cpu_operators.py | $(STAMP)
 	@rm -rf "$(@D)"

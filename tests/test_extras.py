@@ -119,6 +119,7 @@ def test_every_extra_that_is_named_exists() -> None:
     assert named <= set(known)
 
 
+@pytest.mark.process
 def test_it_is_cheap() -> None:
     code = "import sys, vllm_mmcache.base.extras; print({'typer', 'vllm', 'torch', 'pydantic'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

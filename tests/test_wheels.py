@@ -18,6 +18,8 @@ import pytest
 
 from vllm_mmcache import __version__
 
+pytestmark = pytest.mark.process
+
 REPO = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 VERBS = ("demo", "lint", "zoo")

@@ -36,6 +36,7 @@ def test_every_benchmark_can_be_run_and_shown() -> None:
     assert {row.benchmark for row in ROWS} == set(BENCHMARKS)
 
 
+@pytest.mark.process
 def test_every_benchmark_has_the_target_that_its_rows_name() -> None:
     """Make says what it would run, the name of each benchmark among it, and its list has each of them."""
     make = ["make", "--no-print-directory", "STAMP="]
@@ -76,6 +77,7 @@ def test_options(name: str) -> None:
     assert given == {**short, option: value + 1}, "what is said wins over the form"
 
 
+@pytest.mark.process
 def test_one_fails_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +97,7 @@ def test_one_fails_and_the_others_go_on(
     assert shown_in(tmp_path / "plot.png") == summary.digest(points)
 
 
+@pytest.mark.process
 def test_a_result_is_kept_and_no_other_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = Result()
     result.add("case", "time_s", {"stock": 2.0, "mmcache": 0.5})
@@ -154,6 +157,7 @@ def test_the_pages_show_the_committed_results() -> None:
     assert set(readme) < set(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "points_of"),
     [(summary.PLOT, summary.points_of), (summary.IN_README, summary.points_in_readme)],

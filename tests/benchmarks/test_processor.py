@@ -148,6 +148,7 @@ assert content != pictures.video(2)
 """
 
 
+@pytest.mark.process
 def test_a_video_has_its_frames(tmp_path: Path) -> None:
     """In a process of its own: OpenCV stays out of this one."""
     subprocess.run([sys.executable, "-c", VIDEO, str(tmp_path / "video.mp4")], cwd=ROOT, check=True, timeout=60)
@@ -179,6 +180,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result
     return run
 
 
+@pytest.mark.process
 def test_a_run_goes_on_where_it_was_cut_off(
     run: Callable[..., Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

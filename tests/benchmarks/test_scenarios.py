@@ -224,6 +224,7 @@ def test_growth_is_of_a_load_that_lasts() -> None:
         numbers(300.0, later=2)
 
 
+@pytest.mark.slow
 def test_a_turn_through_the_transport_is_read_as_any_other() -> None:
     asked, events = [], [{"choices": [{"delta": {"content": "a"}, "finish_reason": "length"}]}]
 

@@ -17,6 +17,7 @@ from vllm_mmcache.components.identity.identifiers import identifier
 from vllm_mmcache.prove.pictures import ellipses
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("args", "said"),
     [

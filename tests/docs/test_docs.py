@@ -28,6 +28,7 @@ def load(script: str) -> Any:
     return module
 
 
+@pytest.mark.process
 @larger
 def test_the_families_page_has_the_whole_registry() -> None:
     """Every architecture of the installed vLLM stands where the walk puts it, the tested ones with their family."""
@@ -106,6 +107,7 @@ def test_the_three_hops_lead_to_a_line_and_a_test() -> None:
     assert "](docs/checkpoints.md)" in (REPO / "README.md").read_text()
 
 
+@pytest.mark.process
 def test_no_name_is_promised_that_no_index_has() -> None:
     """Until vllm-mmcache is on an index, it is installed from a clone or from git; extras.py knows which."""
     promise = re.compile(r"pip install (?:[^\n`]*['\" ])?vllm-mmcache(?!(?:\[\w+\]|-tools) @ )")

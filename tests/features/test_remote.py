@@ -345,6 +345,7 @@ def test_killed_and_started_again_under_load(server: Server, caplog: pytest.LogC
         assert ["is off" in said[0], "works again" in said[-1], len(said)] == [True, True, 2]
 
 
+@pytest.mark.slow
 def test_silent_server_costs_one_timeout_and_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     with server_that(lambda connection: time.sleep(60)) as url:
         tier = tier_at(url, rest_s=1000)
@@ -381,6 +382,7 @@ def trickling(stored: bytes, part_bytes: int, part_s: float) -> Callable[[socket
     return answer
 
 
+@pytest.mark.slow
 def test_a_trickle_is_left_alone_after_one_package(caplog: pytest.LogCaptureFixture) -> None:
     """Bytes come before each timeout is over, but too few."""
     with server_that(trickling(packed(), 100, 0.1)) as url:
@@ -393,6 +395,7 @@ def test_a_trickle_is_left_alone_after_one_package(caplog: pytest.LogCaptureFixt
     assert "bytes took" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_slow_server_is_bounded_by_the_time_given(caplog: pytest.LogCaptureFixture) -> None:
     """Also within a piece, which takes 32 s. It is not left alone for that: others decide whether it is of use."""
     with server_that(trickling(packed(0, LARGE), 64 * 1024, 0.5)) as url:

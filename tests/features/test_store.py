@@ -682,7 +682,7 @@ class Uses(RuleBasedStateMachine):
             self._folder.cleanup()
 
 
-TestUses = Uses.TestCase
+TestUses = pytest.mark.slow(Uses.TestCase)
 TestUses.settings = hypothesis(max_examples=scaled(40), stateful_step_count=40, deadline=None)
 
 

@@ -78,6 +78,7 @@ def test_the_command_on_the_cpu(runner: str, tmp_path: Path) -> None:
     assert "- more than one GPU: every engine here has one" in done.stdout
 
 
+@pytest.mark.process
 def test_without_a_gpu_it_says_what_it_saw(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from vllm.platforms import current_platform
 
@@ -91,6 +92,7 @@ def test_without_a_gpu_it_says_what_it_saw(monkeypatch: pytest.MonkeyPatch, caps
     assert "make gpu-check VLLM_PYTHON=" in said
 
 
+@pytest.mark.process
 def test_an_interpreter_without_vllm(tmp_path: Path) -> None:
     """-S: no site-packages, so the standard library must do to say what is missing."""
     command = [sys.executable, "-S", "-m", "scripts.gpu_check.run"]
@@ -98,6 +100,7 @@ def test_an_interpreter_without_vllm(tmp_path: Path) -> None:
     assert (done.returncode, "has no vLLM. Name one that has it" in done.stderr) == (2, True), done.stderr
 
 
+@pytest.mark.process
 def test_the_checkout_is_a_plugin_and_nothing_is_installed(tmp_path: Path) -> None:
     """vLLM would find one entry point, that of the folder, also where a vllm-mmcache is installed."""
     path = found.make_plugin_path(tmp_path / "plugin")

@@ -41,6 +41,7 @@ def test_the_files_are_those_of_the_walk() -> None:
     assert set(MANIFESTS) == {"Deployment", "Service", "PodDisruptionBudget"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", MANIFESTS)
 def test_the_api_takes_it(kind: str, version: str) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from tests.kubernetes.container import REPO, in_namespace, in_pod
 
+pytestmark = pytest.mark.process
+
 PYTHON = sys.executable
 
 

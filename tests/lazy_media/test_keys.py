@@ -99,6 +99,7 @@ def test_videos(name: str, patch: pytest.MonkeyPatch) -> None:
     assert (changed if isinstance(changed, Key) else of_video()) != before
 
 
+@pytest.mark.slow
 def test_a_name_from_exif_ends_when_identity_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program's ImageID is an image's name to stock, and to a server without identity; its pixels are afterwards."""
     content = files.saved(ellipses("named"), "JPEG")

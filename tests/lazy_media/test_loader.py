@@ -84,6 +84,7 @@ def look(load: Callable[[], Any]) -> Any:
     return (*seen, pixels.shape, str(pixels.dtype), pixels.tobytes(), palette, image.info)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", FILES)
 def test_as_stock(name: str, options: str, tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def test_all_that_is_done(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parsed <= len(body) + 100 * (len(body) // MIN_TEXT_BYTES)
 
 
+@pytest.mark.slow
 def test_the_count_can_fail() -> None:
     """A loop over the needles, which is what this was, is far above the bound; and counts are the same each time."""
     body = BODIES["needles that lead to nothing"]

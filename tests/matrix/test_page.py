@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from scripts import matrix
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
 
@@ -38,6 +40,7 @@ def test_a_run_replaces_its_own_rows_alone() -> None:
     assert all(row in rows for row in (*others, again))
 
 
+@pytest.mark.process
 def test_what_pytest_reports_is_counted(tmp_path: Path) -> None:
     """A real report: one of each outcome; an error in a fixture is a failure."""
     (tmp_path / "test_outcomes.py").write_text(

@@ -55,6 +55,7 @@ def test_an_operator_that_is_new_is_noticed(tmp_path: Path) -> None:
     assert found(tmp_path / "again", NEW_CODE, {}, old=NEW_CODE) == {}
 
 
+@pytest.mark.slow
 def test_the_installed_extension_has_what_the_installed_code_calls() -> None:
     """The real thing: schemas that the extension registers, calls in vLLM's own sources; and one of them altered.
 
@@ -91,6 +92,7 @@ def cuda_wheel(folder: Path, version: str, requirements: str) -> Path:
     return path
 
 
+@pytest.mark.process
 def test_pip_installs_what_was_put_together(tmp_path: Path) -> None:
     """The new Python code, the old CPU extension, nothing compiled for CUDA; pip knows each file."""
     old = tmp_path / "old"

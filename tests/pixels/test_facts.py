@@ -181,6 +181,7 @@ CHANGES: dict[str, tuple[Change, set[str], bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_the_meaning_is_in_the_key(name: str, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     change, changed, of_features = CHANGES[name]
@@ -199,6 +200,7 @@ def test_every_field_has_a_change(made: Made) -> None:
     assert covered == {*made.items(), "own code"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "chat_template.jinja", "generation_config.json", "README.md"])
 def test_what_says_nothing_of_an_item_is_not_in_the_key(name: str, made: Made) -> None:
     before = made.items()

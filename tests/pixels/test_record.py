@@ -93,6 +93,7 @@ def assert_same(one: Processed, other: Processed) -> None:
         assert (masks[0] is None and masks[1] is None) or torch.equal(*masks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(
     max_examples=scaled(8),

@@ -273,6 +273,7 @@ def test_how_many() -> None:
     assert num * soak.TESTS["planted"][0] >= 1_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_one_entry_takes_little_memory(seed: int, items: Items, marker: Marker) -> None:
     """Of what is Python's; nothing that is refused gets as far as a tensor."""

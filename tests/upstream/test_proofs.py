@@ -247,6 +247,7 @@ def _add_many(device: str) -> None:
         add(replace(PLACE, device=device, runner=number))
 
 
+@pytest.mark.process
 def test_several_at_once_lose_nothing() -> None:
     processes = [multiprocessing.get_context("fork").Process(target=_add_many, args=(f"{n}",)) for n in range(4)]
     for process in processes:

@@ -143,6 +143,7 @@ def read(own: Traffic, others: Callable[[int], Traffic], across_salts: bool = Fa
     return records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("salt", [ATTACKER, None])
 def test_records_are_the_same_whatever_others_sent(salt: str | None) -> None:
     differed = 0

@@ -154,6 +154,7 @@ def by_bytes(content: bytes) -> list[Callable[[Any], Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", FILES)
 def test_files_as_stock(name: str, options: str, tmp_path: Path) -> None:
@@ -169,6 +170,7 @@ def test_files_as_stock(name: str, options: str, tmp_path: Path) -> None:
             assert not len(VIDEOS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", TEXTS)
 def test_frames_as_stock(name: str, options: str) -> None:
