@@ -13,10 +13,12 @@ WORKERS ?= --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 VLLM_PYTHON ?= $(if $(filter file,$(origin PYTHON)),python3,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test matrix lint families-page check-upstream upstream-tests gpu-check gpu-ship docker-steps settings-page bench soak chaos bench-agents bench-block-keys bench-gemma3 bench-cold-requests bench-image-questions bench-random-mm bench-computer-use bench-image-service bench-kv-restart bench-sealing bench-features bench-feature-costs bench-feature-steps bench-identity bench-load bench-memory bench-observe bench-processor bench-start-cost bench-upstream-connectors bench-warm-turn bench-table clean
+.PHONY: help venv demo test test-fast coverage matrix lint families-page check-upstream upstream-tests gpu-check gpu-ship docker-steps settings-page bench soak chaos bench-gemma3 bench-features bench-table clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ' = ' '/^\[/ { on = $$0 == "[what]" } on && NF > 1 { gsub("_", "-", $$1); gsub("\"", "", $$2); \
+		printf "make bench-%-20s %s\n", $$1, $$2 }' benchmarks/catalogue.toml
 
 $(STAMP): pyproject.toml scripts/make_venv
 	@scripts/make_venv "$(PYTHON)" "$(VENV)"
@@ -34,6 +36,15 @@ test: $(STAMP)  ## the tests on model runner V1, then on V2 those of engines; AR
 	TEST_ENGINE=v2-async $(BIN)/python -m pytest $(WORKERS) $(ARGS); v2=$$?; \
 	test $$v1 = 0 && test $$v2 = 0
 
+test-fast: $(STAMP)  ## the tests that start no process and take no seconds each (under a minute on two cores)
+	@$(BIN)/python -m pytest -m fast $(WORKERS) $(ARGS)
+
+coverage: $(STAMP)  ## branches of the package that the tests without an engine run; ARGS=tests for all tests, or some
+	@mkdir -p .artifacts/coverage
+	@$(BIN)/python -m coverage erase
+	@$(BIN)/python -m coverage run -m pytest $(WORKERS) $(or $(ARGS),-m "not engine"); tested=$$?; \
+	$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report && exit $$tested
+
 $(STAMP_033): pyproject.toml scripts/make_venv scripts/make_venv_033.py scripts/cpu_operators.py | $(STAMP)
 	@rm -rf "$(@D)"
 	@$(BIN)/python scripts/make_venv_033.py "$(PYTHON)" "$(@D)"
@@ -42,7 +53,7 @@ $(STAMP_033): pyproject.toml scripts/make_venv scripts/make_venv_033.py scripts/
 matrix: $(STAMP) $(STAMP_033)  ## all tests on vLLM 0.32 and 0.33, runners V1 and V2: writes docs/matrix.md (hours); ARGS for a part
 	@$(BIN)/python -m scripts.matrix $(ARGS)
 
-lint: $(STAMP)  ## ruff check, ruff format --check, mypy --strict
+lint: $(STAMP)  ## ruff check, ruff format --check, mypy over package, tools, tests, benchmarks and scripts
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -83,69 +94,15 @@ soak: $(STAMP)  ## larger random tests on all families, 5 minutes of load, memor
 chaos: $(STAMP)  ## a server whose stores are damaged and taken away, and which is killed 20 times (15 to 20 minutes)
 	@$(BIN)/python -m benchmarks.run chaos $(ARGS)
 
-bench-agents: $(STAMP)  ## agents and pipelines: tokens reused, runs of the vision tower, time (about 8 minutes)
-	@$(BIN)/python -m benchmarks.run agents $(ARGS)
+# Each benchmark of the catalogue, its name with dashes: bench-warm-turn runs warm_turn.
+bench-%: $(STAMP)
+	@$(BIN)/python -m benchmarks.run $(subst -,_,$*) $(ARGS)
 
-bench-block-keys: $(STAMP)  ## time the block keys
-	@$(BIN)/python -m benchmarks.run block_keys $(ARGS)
+bench-gemma3: bench-gemma3-attention  ## the name of bench-gemma3-attention in the tables
 
-bench-gemma3: $(STAMP)  ## Gemma 3, stock and plugin: exactness, splits under load, prefill time
-	@$(BIN)/python -m benchmarks.run gemma3_attention $(ARGS)
-
-bench-cold-requests: $(STAMP)  ## what the first request about images costs, stock and plugin (about 20 minutes)
-	@$(BIN)/python -m benchmarks.run cold_requests $(ARGS)
-
-bench-image-questions: $(STAMP)  ## the second question about an image: cached tokens (about 8 minutes)
-	@$(BIN)/python -m benchmarks.run image_questions $(ARGS)
-
-bench-random-mm: $(STAMP)  ## vLLM's own client with random-mm, the same seed twice, stock and plugin (about 4 minutes)
-	@$(BIN)/python -m benchmarks.run random_mm $(ARGS)
-
-bench-computer-use: $(STAMP)  ## replay: 38 steps at a computer, windows of 1, 3 and 5 screenshots, stock and plugin (over 20 minutes)
-	@$(BIN)/python -m benchmarks.run computer_use $(ARGS)
-
-bench-image-service: $(STAMP)  ## replay: requests of one to nine images of many users, stock and plugin
-	@$(BIN)/python -m benchmarks.run image_service $(ARGS)
-
-bench-kv-restart: $(STAMP)  ## conversations go on after a restart, KV in vLLM's ExampleConnector, stock and plugin
-	@$(BIN)/python -m benchmarks.run kv_restart $(ARGS)
-
-bench-sealing: $(STAMP)  ## what encryption at rest costs
-	@$(BIN)/python -m benchmarks.run sealing $(ARGS)
-
-bench-features: $(STAMP)  ## images in rotation and after a restart, stock and plugin
+bench-features: $(STAMP)  ## bench-gallery and bench-restart, one after the other
 	@$(BIN)/python -m benchmarks.run gallery $(ARGS)
 	@$(BIN)/python -m benchmarks.run restart $(ARGS)
-
-bench-feature-costs: $(STAMP)  ## which tier of features is faster than the tower: measures this machine (5 minutes)
-	@$(BIN)/python -m benchmarks.run feature_costs $(ARGS)
-
-bench-feature-steps: $(STAMP)  ## what the feature store takes in a step, and what its loads do to others' decoding (about 8 minutes)
-	@$(BIN)/python -m benchmarks.run feature_steps $(ARGS)
-
-bench-identity: $(STAMP)  ## identity work per image, and conversations that name images by uuid alone
-	@$(BIN)/python -m benchmarks.run identity $(ARGS)
-
-bench-load: $(STAMP)  ## 16 conversations with screenshots for 5 minutes, stock and plugin; ARGS="--seconds 30" for a look
-	@$(BIN)/python -m benchmarks.run load $(ARGS)
-
-bench-memory: $(STAMP)  ## memory of each process while 2,000 distinct images are asked about, stock and plugin (about 5 minutes)
-	@$(BIN)/python -m benchmarks.run memory $(ARGS)
-
-bench-observe: $(STAMP)  ## what recording costs a warm turn
-	@$(BIN)/python -m benchmarks.run observe $(ARGS)
-
-bench-processor: $(STAMP)  ## what an image costs before the model sees it, stock and plugin; goes on where it was cut off (about 90 minutes)
-	@$(BIN)/python -m benchmarks.run processor $(ARGS)
-
-bench-start-cost: $(STAMP)  ## CPU time of the plugin at start in each process, stock and plugin (about 6 minutes)
-	@$(BIN)/python -m benchmarks.run start_cost $(ARGS)
-
-bench-upstream-connectors: $(STAMP)  ## the feature store beside vLLM's own encoder-cache connectors (about 6 minutes)
-	@$(BIN)/python -m benchmarks.run upstream_connectors $(ARGS)
-
-bench-warm-turn: $(STAMP)  ## a warm turn about 20 images, stock and plugin (about 10 minutes)
-	@$(BIN)/python -m benchmarks.run warm_turn $(ARGS)
 
 bench-table: $(STAMP)  ## write the tables of the README and the pages, and the plot, from the committed results
 	@$(BIN)/python -m benchmarks.summary --write

@@ -25,3 +25,14 @@ BENCHMARKS = {
                     name not in ABOUT["not_in_bench"])
     for name, what in CATALOGUE["what"].items()
 }  # fmt: skip
+
+
+def command(name: str) -> str:
+    """The target of make that runs a benchmark, as the tables name it."""
+    named: str = ABOUT["commands"].get(name, f"bench-{name.replace('_', '-')}")
+    return named
+
+
+def listing() -> str:
+    """A line of each benchmark: its name, its target and what it asks."""
+    return "\n".join(f"{name:20} make {command(name):26} {one.what}" for name, one in BENCHMARKS.items())

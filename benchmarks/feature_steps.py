@@ -50,7 +50,8 @@ def measure(options: Namespace) -> Result:
     given = {name: getattr(options, name) for name in ("family", "packages", "repeats")}
     for tier in ("disk", "valkey"):
         with contextlib.ExitStack() as stack:
-            chosen = {"store": stack.enter_context(stored(tier, nice=19))}  # Valkey stands for another machine
+            # Valkey stands for another machine.
+            chosen: dict[str, Any] = {"store": stack.enter_context(stored(tier, nice=19))}
             if tier == "valkey":
                 port = stack.enter_context(slow(int(chosen["store"].rpartition(":")[2]), options.bandwidth))
                 chosen = {"store": f"redis://127.0.0.1:{port}", "store_remote_timeout_s": 2}
@@ -84,7 +85,7 @@ class Stopwatch:
             self._now, self._took_images = 0.0, False
             return schedule(*args, **kwargs)
 
-        hooks.Side.encoding = contextlib.contextmanager(timed_encoding)  # type: ignore[method-assign, assignment]
+        hooks.Side.encoding = contextlib.contextmanager(timed_encoding)  # type: ignore[method-assign, arg-type]
         rig.scheduler.schedule = next_step
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -74,7 +74,7 @@ def read(folder: Path) -> dict[str, float]:
     values = {path.name: np.fromfile(path) for path in folder.iterdir()}
     if missing := set(PROCESSES) - {name.partition("-")[0] for name in values}:
         raise RuntimeError(f"no numbers of {', '.join(sorted(missing))} in {folder}: was the probe loaded there?")
-    return dict(zip(NAMES, sum(values.values()).tolist(), strict=True))
+    return dict(zip(NAMES, np.sum([*values.values()], axis=0).tolist(), strict=True))
 
 
 def for_each(spent: Mapping[str, float], questions: int) -> dict[str, float]:

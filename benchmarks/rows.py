@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from benchmarks.catalogue import ABOUT, CATALOGUE
+from benchmarks.catalogue import CATALOGUE, command
 
 FAMILIES = {
     "qwen2-vl": "Qwen2-VL", "qwen2.5-vl": "Qwen2.5-VL", "qwen3-vl": "Qwen3-VL", "qwen3-vl-moe": "Qwen3-VL MoE",
@@ -52,8 +52,8 @@ def cells(form: str, groups: Groups) -> tuple[str, str]:
     named = {"count": ",.0f", "error": ".2g", "share": ".2f"}.get(form, form)
     own, factor, said, unit = re.fullmatch(r"(own )?(?:(\S+)\*)?(\S+)( \w+)?", named).groups("")  # type: ignore[union-attr]
     shown = [max(pairs) for pairs in groups] if own else firsts
-    stock, ours = (" / ".join(f"{float(factor or 1) * pair[side]:{said}}" for pair in shown) for side in (0, 1))
-    return "-" if own else stock, ours + unit
+    of_stock, of_ours = (" / ".join(f"{float(factor or 1) * pair[side]:{said}}" for pair in shown) for side in (0, 1))
+    return "-" if own else of_stock, of_ours + unit
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,7 @@ class Row:
         values = {what: sides.get("mmcache") for one in counted for what, sides in one.items()} | dict(found["options"])
         families = " / ".join(name for name in groups if name in FAMILIES.values())
         said = self.text.format(**values) + (f", {families}" if families else "")
-        command = ABOUT["commands"].get(self.benchmark, f"bench-{self.benchmark.replace('_', '-')}")
-        return f"| {said} | {' | '.join(cells(self.form, list(groups.values())))} | `make {command}` |"
+        return f"| {said} | {' | '.join(cells(self.form, list(groups.values())))} | `make {command(self.benchmark)}` |"
 
     def points(self, found: Loaded) -> Iterator[Point]:
         """Where a point stands for several cases it is the worst, by stock's."""
@@ -145,7 +144,7 @@ def rows() -> Iterator[Row]:
     for name, members in CATALOGUE["rows"].items():
         for text, cases, whats, *rest in spread(members):
             more = rest.pop() if isinstance(rest[-1], dict) else {}
-            listed = ([one] if isinstance(one, str) else one for one in (cases, whats))
+            listed: list[Any] = [[one] if isinstance(one, str) else one for one in (cases, whats)]
             yield Row(name, text, *listed, *rest, **more)
         if name == "processor":
             yield from (

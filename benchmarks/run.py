@@ -2,6 +2,7 @@
 """Run one benchmark on stock and plugin, and print what it finds.
 
 python -m benchmarks.run NAME [--short] [--save] [--output DIRECTORY] [its options]
+python -m benchmarks.run --list
 
 --save writes the committed result, benchmarks/results/NAME.json; `make bench-table` shows it. Exit code 1 where the
 benchmark found what must not be.
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results, scenarios
-from benchmarks.catalogue import ABOUT, BENCHMARKS
+from benchmarks.catalogue import ABOUT, BENCHMARKS, listing
 from benchmarks.server_scenarios import SCENARIOS
 
 
@@ -63,6 +64,10 @@ def options_of(name: str, arguments: list[str]) -> tuple[Namespace, list[Path]]:
 def main() -> None:
     """Measure, print, and write where the options say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    if sys.argv[1:] == ["--list"]:
+        print(listing())
+        return
+    parser.add_argument("--list", action="store_true", help="show what each one asks, and the target of make")
     parser.add_argument("name", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
     name = parser.parse_args(sys.argv[1:2]).name
     options, paths = options_of(name, sys.argv[2:])

@@ -8,6 +8,7 @@ take turns, and each number is a median.
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def measure(options: Namespace) -> Result:
         def load(side: str) -> Action:
             return lambda: done(tiers[side].load(identity(), shape, lambda: room, time.monotonic() + 60))
 
+        kinds: dict[str, Callable[[str], Action]]
         kinds = {"save": save, "load": load, "1000 records": lambda side: partial(records, side)}
         work = {(what, side): partial(kind, side) for side in KEYS for what, kind in kinds.items()}
         found = medians(work, options.rounds, clock=time.thread_time)

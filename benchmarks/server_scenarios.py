@@ -231,7 +231,7 @@ def kv_restart(options: Namespace, side: str, store: str) -> Iterator[Life]:
         args += ["--kv-transfer-config", json.dumps(transfer)]
     bodies = [agents_turn(options, number) for number in range(options.talks)]
     for case in ("restart",) if side == "none" else ("", "restart"):
-        steps = [Step(case, asks([body] for body in bodies))]
+        steps = [Step(case, asks(questions([partial(list, [body]) for body in bodies])))]
         yield Life(steps, args, {"MMCACHE_STORE": f"{store}/store"}, options.images)
 
 

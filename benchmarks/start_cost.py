@@ -103,4 +103,4 @@ def reports(folder: Path, leader: int, whole_cpu_s: dict[int, float], plugin: Pa
 def own_cpu_s(stock: Process, ours: Process) -> float:
     """The plugin's in one process: its functions, its modules, and the modules that stock has not imported."""
     theirs = {name for name in stock["cpu_s"] if not name.startswith(PLUGIN)} | {VLLM}
-    return sum(seconds for name, seconds in ours["cpu_s"].items() if name not in theirs)
+    return float(sum(seconds for name, seconds in ours["cpu_s"].items() if name not in theirs))

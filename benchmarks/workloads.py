@@ -36,7 +36,7 @@ def interleaved(shape: Shape, images: int, count: int) -> Asks:
 
 def demos(shape: Shape, queries: int) -> Asks:
     """Two fixed pictures as demonstrations, then a query picture that varies."""
-    shots = [filler(shape.words), picture(0, shape.size), "is a cat.", picture(1, shape.size), "is a dog."]
+    shots: list[Any] = [filler(shape.words), picture(0, shape.size), "is a cat.", picture(1, shape.size), "is a dog."]
     for number in range(queries):
         yield number > 0, [user(*shots, picture(100 + number, shape.size), shape.question(number))]
 
@@ -64,8 +64,10 @@ def cold(family: str, rounds: int) -> Asks:
     kinds = itertools.product(range(-1, rounds), (4000, 8000), (1, 4))
     for name, (number, tokens, images) in enumerate(kinds):
         words = (tokens - images * of_image) // (images + 1)
-        shown = [(filler(words, image), picture(10 * name + image, size)) for image in range(images)]
-        asked = user(f"{name}.", *itertools.chain(*shown), filler(words, images), "what")
+        shown: list[Any] = []
+        for image in range(images):
+            shown += [filler(words, image), picture(10 * name + image, size)]
+        asked = user(f"{name}.", *shown, filler(words, images), "what")
         yield number >= 0 and f"{tokens} tokens, {images} images", [asked]
 
 

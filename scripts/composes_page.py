@@ -127,7 +127,7 @@ def record_tests(features: Sequence[Feature], engine: str, scratch: Path) -> Ite
         yield Row(feature.name, engine, rooms=rooms, failed=why, **made())
 
 
-def made() -> dict[str, str]:
+def made() -> dict[str, Any]:
     return {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": commit((RESULTS, PAGE))}
 
 

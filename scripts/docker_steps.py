@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 REPO = Path(__file__).parents[1]
 DOCKERFILE = REPO / "docker" / "cpu.Dockerfile"
@@ -104,7 +105,7 @@ class Build:
             port = str(probe.getsockname()[1])
         environ = self.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
         model = str(self.root / "model")
-        where = {"cwd": self.directory, "env": environ}
+        where: dict[str, Any] = {"cwd": self.directory, "env": environ}
         # Popen looks programs up in our own PATH, not in the one it hands on.
         entry = [shutil.which(self.entrypoint[0], path=environ["PATH"]) or "", *self.entrypoint[1:]]
         zoo = [sys.executable, "-m", "vllm_mmcache.cli", "zoo"]  # this clone's: the image has no tools

@@ -89,7 +89,7 @@ def make_assets(folder: Path) -> None:
         one.mkdir(parents=True)
     for name, mode in PICTURES.items():
         ellipses(name, (320, 240)).convert(mode).save(pictures / name)
-    writer = cv2.VideoWriter(str(videos / VIDEO), cv2.VideoWriter_fourcc(*"mp4v"), 24, VIDEO_SIZE)
+    writer = cv2.VideoWriter(str(videos / VIDEO), cv2.VideoWriter.fourcc(*"mp4v"), 24, VIDEO_SIZE)
     for number in range(VIDEO_FRAMES):
         writer.write(np.asarray(ellipses(f"frame {number}", VIDEO_SIZE))[:, :, ::-1])
     writer.release()

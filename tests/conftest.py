@@ -6,6 +6,10 @@ another it is those marked `any_engine`, and with TEST_MATRIX=1 all that start a
 with TEST_PARTS=1 the one on V1 leaves to V2 what is marked so, but for the scenarios of exactness. Tests marked
 `interpreter` run Triton's kernels: on V2 all of them, on V1 none, where nothing interprets Triton.
 
+The fast lane (`make test-fast`, -m fast) is what needs no process and no seconds: all tests but those marked `engine`,
+`gpu`, `interpreter`, `process` or `slow` and those whose fixtures start a program. There a test that starts a process
+or an engine all the same fails (no_processes.py).
+
 A test that fails is tried once more, and both are in the summary: processes, threads and sockets on a busy machine
 have their own time. A wrong answer gets no second try: tests of `ANSWERS`, and those that use the engine pool.
 
@@ -19,9 +23,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +35,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.engine_configuration import CHOSEN
+from tests.no_processes import no_processes
 from tests.sizes import LARGER_FAMILIES, WHOLE, larger, scaled
 
 if TYPE_CHECKING:
@@ -44,6 +51,11 @@ ANSWERS = ("block_keys", "composes", "exactness", "identity", "image_checkpoints
            "speculative")  # fmt: skip
 SHARE_SERVERS = ("deployments", "lifted_bodies")
 assert all(Path(__file__).with_name(name).is_dir() for name in (*ANSWERS, *SHARE_SERVERS))
+
+# What keeps a test out of the fast lane: its marks, and fixtures that start a program or an engine.
+SLOWER = ("engine", "gpu", "interpreter", "process", "slow")
+PROGRAMS = frozenset({"binary", "browser", "pool", "running_server"})
+MARKED_WHOLE = re.compile(rf"^pytestmark = .*\bmark\.({'|'.join(SLOWER)})\b", re.MULTILINE)
 
 # The number is of the property tests that don't name their own. None is about how fast this machine is.
 settings.register_profile(
@@ -103,8 +115,44 @@ def engine_of(item: pytest.Item) -> str:
     return str(params.get("config", item.path))
 
 
+def is_fast(item: pytest.Item) -> bool:
+    """Whether a test is of the fast lane."""
+    uses = PROGRAMS.intersection(getattr(item, "fixturenames", ()))
+    return not uses and all(item.get_closest_marker(name) is None for name in SLOWER)
+
+
+def in_fast_lane(config: pytest.Config) -> bool:
+    return bool(config.getoption("markexpr") == "fast")
+
+
+def guarded(item: pytest.Item) -> AbstractContextManager[None]:
+    """In the fast lane, a block that fails where it starts a process or an engine."""
+    return no_processes() if in_fast_lane(item.config) else nullcontext()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    with guarded(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    with guarded(item):
+        return (yield)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The fast lane does not import a file that is marked as a whole: imports are what takes its time."""
+    if in_fast_lane(config) and collection_path.suffix == ".py":
+        return MARKED_WHOLE.search(collection_path.read_text()) is not None or None
+    return None
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Say to pytest-xdist which tests go to one worker."""
+    """Mark what is fast, and say to pytest-xdist which tests go to one worker."""
+    if is_fast(item):
+        item.add_marker(pytest.mark.fast)
     engine = engine_of(item)
     if engine:
         group = f"engine-{zlib.crc32(engine.encode()):x}"

@@ -123,6 +123,7 @@ def sources() -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_packages_lie_in_layers() -> None:
     graph = graph_of(sources())
     assert against_the_order(graph) == []
@@ -131,6 +132,7 @@ def test_packages_lie_in_layers() -> None:
     assert all(beside[1] in graph[beside[0]] for beside in BESIDE), "BESIDE names what nobody imports"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "text", "is_wrong"),
     [
@@ -180,6 +182,7 @@ def loaded_by(modules: str) -> set[str]:
     return found
 
 
+@pytest.mark.process
 def test_importing_the_package_is_cheap() -> None:
     found = loaded_by(
         "vllm_mmcache, mmcache_tools.zoo, vllm_mmcache.components.block_keys, vllm_mmcache.environment, "
@@ -188,11 +191,13 @@ def test_importing_the_package_is_cheap() -> None:
     assert not found & {"torch", "vllm", "transformers", "numpy", "pydantic", "rich", "typer", "wrapt"}
 
 
+@pytest.mark.process
 def test_the_client_is_cheap() -> None:
     found = loaded_by("vllm_mmcache.client")
     assert not found & {"torch", "vllm", "numpy", "PIL", "pydantic", "openai", "httpx", "prometheus_client"}
 
 
+@pytest.mark.process
 def test_the_feature_store_loads_what_it_needs() -> None:
     found = loaded_by(
         "vllm_mmcache.components.features.directory, vllm_mmcache.components.features.package, "
@@ -211,6 +216,7 @@ def test_the_feature_store_loads_what_it_needs() -> None:
     assert not found & {"vllm", "redis"}
 
 
+@pytest.mark.process
 def test_reading_records_and_templates_needs_no_vllm() -> None:
     record = "vllm_mmcache.components.observe.record"
     found = loaded_by(f"{record}.reader, {record}.text, vllm_mmcache.components.observe.page.web")

@@ -121,6 +121,7 @@ def test_every_extra_that_is_named_exists() -> None:
     assert named <= set(known)
 
 
+@pytest.mark.process
 def test_it_is_cheap() -> None:
     code = (
         "import sys, vllm_mmcache.base.distributions; print({'typer', 'vllm', 'torch', 'pydantic'} & set(sys.modules))"

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from mmcache_tools.zoo import FIRST_FAMILIES
 
 from tests.engine_configuration import CHOSEN
 from tests.exactness.test_exactness import CROSSING
+
+pytestmark = pytest.mark.process
 
 REPO = Path(__file__).parents[1]
 

@@ -71,6 +71,7 @@ def test_before_a_decision_what_is_wanted_counts(monkeypatch: pytest.MonkeyPatch
     assert status.is_on("observe")
 
 
+@pytest.mark.process
 def test_a_forked_process_has_no_role() -> None:
     status.begin("api")
     status.put("api", "metrics", OFF)

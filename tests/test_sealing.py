@@ -2,6 +2,7 @@
 """Encryption at rest: what is sealed comes back only whole, under its name and key, and key files are looked at."""
 
 import base64
+import importlib.util
 import os
 import random
 from itertools import pairwise
@@ -12,7 +13,6 @@ import pytest
 from vllm_mmcache.base import key_file as encryption_key_file
 from vllm_mmcache.base.errors import SettingsError, StoreCorrupt, StoreSealed
 from vllm_mmcache.base.settings import load_settings
-from vllm_mmcache.storage import encryption
 from vllm_mmcache.storage.encryption import CHUNK_BYTES, CLEAR, HEAD_BYTES, NONCE_BYTES, TAG_BYTES, Sealed, _Bytes
 
 KEY = Sealed(bytes(range(32)))
@@ -169,6 +169,6 @@ def test_a_key_that_is_not_there_stops_the_start(tmp_path: Path, monkeypatch: py
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encryption.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"cryptography: pip install .*\[encryption\]"):
         load_settings({"store_key_file": key_file(tmp_path, SECRET)})

@@ -64,6 +64,7 @@ def attempt(make: Callable[[], Any]) -> tuple[Any, SettingsError | None]:
         return None, error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("password", PASSWORDS)
 @pytest.mark.parametrize("form", WHERE.values(), ids=WHERE)
 @pytest.mark.parametrize("is_quoted", [True, False], ids=["quoted", "as it is"])
@@ -82,7 +83,7 @@ def test_no_message_has_the_password(
     more = "&" if "?" in form else "?"
     for wrong in (f"{url}{more}no_such_option=1", f"{url}{more}protocol=x", f"{url}{more}ssl_cert_reqs=none&db=x"):
         for kind in (RemoteTier, RemotePlace):
-            given = {"max_bytes": 1} if kind is RemoteTier else {}
+            given: dict[str, Any] = {"max_bytes": 1} if kind is RemoteTier else {}
             made, error = attempt(partial(kind, wrong, ttl_s=1, timeout_s=0.02, **given))
             assert not tells(str(error) if error else made._reading.name), wrong
 
@@ -122,6 +123,7 @@ def test_settings_are_shown_without_the_store(monkeypatch: pytest.MonkeyPatch) -
     assert not tells(f"{settings.load_settings()!r} {settings.load_settings()}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["redis://:{}@127.0.0.1:6379", "unix:///run/a.sock?password={}", "/a redis://u:{}@b",
                                   "rediss://b?ssl_password={}"])  # fmt: skip
 def test_the_command_line_holds_no_password(form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -258,6 +260,7 @@ def refusing_valkey() -> Iterator[int]:
     process.wait()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("password", ["s3cretw0rd", "s3cret" * 100])
 def test_the_breaker_hides_what_a_server_sends_back(
     refusing_valkey: int, password: str, log: pytest.LogCaptureFixture
@@ -281,6 +284,7 @@ def test_an_error_about_a_url_hides_its_secrets() -> None:
     assert error_without_secrets(OSError("Error 111 connecting to h:1"), url) == "Error 111 connecting to h:1"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("variables", [{"MMCACHE_STORE": "redis://user:s3cretw0rd@h:port"},
                                        {"MMCACHE_ADMIN_KEY": "s3cretw0rd"},
                                        {"MMCACHE_STORE_KEY_FILE": "s3cretw0rd"}])  # fmt: skip

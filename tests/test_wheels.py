@@ -19,6 +19,8 @@ import pytest
 from vllm_mmcache import __version__
 from vllm_mmcache.environment.repair import PTH_LINE
 
+pytestmark = pytest.mark.process
+
 REPO = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 ADDRESS = "https://github.com/vllm-mmcache/vllm-mmcache"

@@ -114,6 +114,6 @@ def write_when_ready(folder: str) -> None:
 
 
 if "START_COST_FOLDER" in os.environ:
-    unmeasured = bootstrap._find_and_load
-    bootstrap._find_and_load = find_and_load
+    unmeasured = bootstrap._find_and_load  # type: ignore[attr-defined]  # importlib's own, in no stub
+    bootstrap._find_and_load = find_and_load  # type: ignore[attr-defined]
     threading.Thread(target=write_when_ready, args=(os.environ["START_COST_FOLDER"],), daemon=True).start()

@@ -149,7 +149,11 @@ def remove(scene: Scene) -> None:
 
 
 def folders_mode(mode: int) -> Act:
-    return lambda scene: [path.chmod(mode) for path in scene.files("features", "records")]
+    def change(scene: Scene) -> None:
+        for path in scene.files("features", "records"):
+            path.chmod(mode)
+
+    return change
 
 
 def fill_disk(scene: Scene) -> None:

@@ -130,6 +130,9 @@ def has_left_a_trace(fault: Fault, grown: Iterable[str]) -> bool:
 class Run:
     """The phases, one after the other, of a server that is started again after each kill."""
 
+    _before: Counter[str]
+    """The server's counters when the last phase ended, or when it was started."""
+
     def __init__(self, model: Path, scene: Scene, clients: Callable[..., Clients], options: Namespace) -> None:
         self._model, self._scene, self._clients, self._options = model, scene, clients, options
         self._up = ExitStack()  # the server
@@ -177,8 +180,9 @@ class Run:
         phase = {"fault": name, "then_killed": way, "died": int(has_died), **clients.found, **most}
         phase["errors"] = clients.errors
         phase["bad_lines"] = [line for line in log.splitlines() if BAD_LINE.search(line)][:MOST_BAD_LINES]
-        phase |= {"has_left_a_trace": has_left_a_trace(fault, grown), "counters": grown}
-        print({one: value for one, value in phase.items() if value not in ("", [])}, flush=True)
+        phase["has_left_a_trace"] = has_left_a_trace(fault, grown)
+        shown = {**phase, "counters": dict(grown)}
+        print({one: value for one, value in shown.items() if value not in ("", [])}, flush=True)
         return phase
 
     def _start(self) -> None:

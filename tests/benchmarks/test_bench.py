@@ -4,6 +4,7 @@
 import importlib.util
 import json
 import math
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -13,12 +14,17 @@ import pytest
 from PIL import Image
 
 from benchmarks import bench, results, run, summary
-from benchmarks.catalogue import ABOUT, BENCHMARKS
+from benchmarks.catalogue import ABOUT, BENCHMARKS, command, listing
 from benchmarks.results import Result
 from benchmarks.rows import FAMILIES, ROWS, Row, spread
 from benchmarks.server_scenarios import SCENARIOS
 
 REPLAYS = {"image_questions", "cold_requests", "agents", "computer_use", "image_service", "gallery", "restart"}
+
+
+def shown_in(plot: Path) -> Any:
+    """The digest of the points that a plot shows, as its file says."""
+    return Image.open(plot).info[summary.KEY]
 
 
 def test_every_benchmark_can_be_run_and_shown() -> None:
@@ -28,8 +34,20 @@ def test_every_benchmark_can_be_run_and_shown() -> None:
     assert not modules & set(SCENARIOS)
     assert set(BENCHMARKS) - modules - set(SCENARIOS) == REPLAYS
     assert {row.benchmark for row in ROWS} == set(BENCHMARKS)
-    targets = (results.ROOT / "Makefile").read_text()
-    assert all(f"benchmarks.run {name} " in targets for name in BENCHMARKS)
+
+
+@pytest.mark.process
+def test_every_benchmark_has_the_target_that_its_rows_name() -> None:
+    """Make says what it would run, the name of each benchmark among it, and its list has each of them."""
+    make = ["make", "--no-print-directory", "STAMP="]
+    for name in BENCHMARKS:
+        for target in {command(name), f"bench-{name.replace('_', '-')}"}:
+            dry = [*make, "--dry-run", target, "ARGS=--short"]
+            said = subprocess.run(dry, cwd=results.ROOT, capture_output=True, text=True, check=True).stdout
+            assert f"-m benchmarks.run {name} --short\n" in said
+    shown = subprocess.run([*make, "help"], cwd=results.ROOT, capture_output=True, text=True, check=True).stdout
+    assert all(f" {benchmark.what}\n" in shown for benchmark in BENCHMARKS.values())
+    assert all(f"{name} " in line for name, line in zip(BENCHMARKS, listing().splitlines(), strict=True))
 
 
 def test_every_replay_is_there() -> None:
@@ -59,6 +77,7 @@ def test_options(name: str) -> None:
     assert given == {**short, option: value + 1}, "what is said wins over the form"
 
 
+@pytest.mark.process
 def test_one_fails_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,13 +90,14 @@ def test_one_fails_and_the_others_go_on(
     assert "| hash a prompt of 131,072 tokens with 100 images (sha256) |" in said
     assert not (tmp_path / "lost.json").exists()
     found = json.loads((tmp_path / "block_keys.json").read_text())
-    assert found["options"]["rounds"] == BENCHMARKS["block_keys"].short["rounds"]  # type: ignore[index]
+    assert found["options"]["rounds"] == BENCHMARKS["block_keys"].short["rounds"]
     assert set(found["found"]) == {"sha256", "xxhash"}
     assert (tmp_path / "table.md").read_text() in said
     points = summary.points_of({"block_keys": found})
-    assert Image.open(tmp_path / "plot.png").text[summary.KEY] == summary.digest(points)
+    assert shown_in(tmp_path / "plot.png") == summary.digest(points)
 
 
+@pytest.mark.process
 def test_a_result_is_kept_and_no_other_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = Result()
     result.add("case", "time_s", {"stock": 2.0, "mmcache": 0.5})
@@ -137,6 +157,7 @@ def test_the_pages_show_the_committed_results() -> None:
     assert set(readme) < set(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "points_of"),
     [(summary.PLOT, summary.points_of), (summary.IN_README, summary.points_in_readme)],
@@ -146,11 +167,12 @@ def test_the_committed_plots_show_the_committed_results(path: Path, points_of: A
     points = points_of(summary.all_committed())
     shown = summary.digest(points)
     assert path == summary.PLOT or 0 < len(points) <= 8
-    assert Image.open(path).text[summary.KEY] == shown, "run: make bench-table"
+    assert shown_in(path) == shown, "run: make bench-table"
     summary.draw(points, tmp_path / "again.png")
-    again = Image.open(tmp_path / "again.png")
-    assert again.text[summary.KEY] == shown
-    assert len(again.convert("L").getcolors()) > 4, "an empty picture"
+    assert shown_in(tmp_path / "again.png") == shown
+    colours = Image.open(tmp_path / "again.png").convert("L").getcolors()
+    assert colours is not None
+    assert len(colours) > 4, "an empty picture"
 
 
 def test_each_machine_is_named_once() -> None:

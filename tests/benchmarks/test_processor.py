@@ -148,6 +148,7 @@ assert content != pictures.video(2)
 """
 
 
+@pytest.mark.process
 def test_a_video_has_its_frames(tmp_path: Path) -> None:
     """In a process of its own: OpenCV stays out of this one."""
     subprocess.run([sys.executable, "-c", VIDEO, str(tmp_path / "video.mp4")], cwd=ROOT, check=True, timeout=60)
@@ -179,13 +180,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result
     return run
 
 
+@pytest.mark.process
 def test_a_run_goes_on_where_it_was_cut_off(
     run: Callable[..., Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def seen(result: Result) -> float:
         return result.found[FALLEN_OUT]["seen"]["mmcache"]
 
-    assert seen(run("--short")) == BENCHMARKS["processor"].short["images"]  # type: ignore[index]
+    assert seen(run("--short")) == BENCHMARKS["processor"].short["images"]
     run("--short", "--videos", "7")
     assert "was measured before" in capsys.readouterr().out, "a size that this part does not use"
     run("--short", "--again")
@@ -243,7 +245,7 @@ def test_a_short_rotation(tmp_path: Path) -> None:
         {what: sides["mmcache"] for what, sides in found[f"rotation, {name}"].items()}
         for name in ("unknown", "fallen out", "held")
     )
-    assert unknown["questions"] == again["questions"] == BENCHMARKS["processor"].short["images"]  # type: ignore[index]
+    assert unknown["questions"] == again["questions"] == BENCHMARKS["processor"].short["images"]
     assert unknown["sent_bytes"] > 5 * again["encoded_bytes"], "pixels of an unknown picture"
     assert again["sent_bytes"] > 5 * held["sent_bytes"], "what fell out is sent again, as pixels or as its file"
     assert held["sent_bytes"] < 10_000 < again["encoded_bytes"], "a picture in the cache is sent as nothing"

@@ -32,7 +32,7 @@ def test_a_request_that_failed_is_no_measurement(monkeypatch: pytest.MonkeyPatch
         return subprocess.CompletedProcess(command, code, "", "what it said")
 
     hits = iter(range(0, 100, 7))
-    monkeypatch.setattr(server_scenarios.subprocess, "run", client)
+    monkeypatch.setattr(subprocess, "run", client)
     monkeypatch.setattr(server_scenarios, "counters", lambda url, of: {"prefix_cache_hits": next(hits)})
     up, seen = Probed(SimpleNamespace(url="http://nowhere"), Path("model"), Path()), Seen()  # type: ignore[arg-type]
     completed, code = 3, 0

@@ -41,6 +41,7 @@ def put(asks: Asks, text: str = "answer") -> list[list[Any]]:
     return asked
 
 
+@pytest.mark.slow
 def test_the_image_service_has_the_shape_of_its_trace(drawn: list[tuple[int, int]]) -> None:
     asked = put(image_service(4000, again=0.0))
     counts = sorted(len(replays.pictures_of(conversation)) for conversation in asked)
@@ -55,6 +56,7 @@ def test_the_image_service_has_the_shape_of_its_trace(drawn: list[tuple[int, int
     assert 1500 < quantiles(words, n=10)[8] <= max(words) <= 1920
 
 
+@pytest.mark.slow
 def test_images_come_again_as_often_as_is_said(drawn: list[tuple[int, int]]) -> None:
     new = [len(set(map(str, replays.pictures_of(one)))) for one in put(image_service(500, again=0.0))]
     assert len(drawn) == sum(new)

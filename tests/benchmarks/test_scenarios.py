@@ -10,6 +10,7 @@ import threading
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
@@ -178,7 +179,7 @@ def test_without_a_server_every_request_fails(monkeypatch: pytest.MonkeyPatch, n
 
 def test_memory_is_looked_at_where_the_first_client_was_answered(nobody: Any) -> None:
     seen = Seen()
-    clients = (questions([lambda name=name: [name]] * 3) for name in (b"0", b"1"))
+    clients = (questions([partial(list, [name])] * 3) for name in (b"0", b"1"))
     asks(*clients, ask=lambda url, body: Reply(0.1, 0.2, text=body[0].decode()))(nobody, seen)
     assert sorted(reply.text for reply in seen.replies) == ["0"] * 3 + ["1"] * 3
     assert [sum(memory.values()) > 1 << 20 for _, memory in seen.memory] == [True] * 3
@@ -187,7 +188,7 @@ def test_memory_is_looked_at_where_the_first_client_was_answered(nobody: Any) ->
 
 def test_a_request_that_fails_ends_what_does_not_expect_it(nobody: Any) -> None:
     with pytest.raises(ConnectionRefusedError):
-        asks([b"{}"] for _ in range(2))(nobody, Seen())
+        asks(questions([lambda: [b"{}"]] * 2))(nobody, Seen())
 
 
 def test_a_conversation_grows_until_its_last_turn() -> None:
@@ -223,6 +224,7 @@ def test_growth_is_of_a_load_that_lasts() -> None:
         numbers(300.0, later=2)
 
 
+@pytest.mark.slow
 def test_a_turn_through_the_transport_is_read_as_any_other() -> None:
     asked, events = [], [{"choices": [{"delta": {"content": "a"}, "finish_reason": "length"}]}]
 

@@ -42,7 +42,7 @@ def probe(clock: Clock) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.spans = module.Spans(clock.thread_time)
+    vars(module)["spans"] = module.Spans(clock.thread_time)
     return module
 
 
@@ -128,6 +128,7 @@ while not os.path.exists(f"{os.environ['START_COST_FOLDER']}/{os.getpid()}.json"
 """
 
 
+@pytest.mark.process
 def test_the_probe_in_a_process_of_its_own(tmp_path: Path) -> None:
     package, folder = tmp_path / "vllm_mmcache", tmp_path / "folder"
     (package / "lifecycle").mkdir(parents=True)

@@ -73,6 +73,7 @@ def relatives(draw: st.DrawFn) -> tuple[Prompt, Prompt]:
     return one, one.changed(images=tuple(images))
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(1500), deadline=None)
 @given(relatives())
 def test_shared_if_and_only_if_stock_shares(pair: tuple[Prompt, Prompt]) -> None:
@@ -85,6 +86,7 @@ def test_shared_if_and_only_if_stock_shares(pair: tuple[Prompt, Prompt]) -> None
             assert (stock[0][i] == stock[1][j]) == (ours[0][i] == ours[1][j]), (i, j, one, other)
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(300), deadline=None)
 @given(prompts(), st.lists(st.integers(1, 2), max_size=10), st.integers(0, 40))
 def test_keys_do_not_depend_on_when_tokens_arrive(prompt: Prompt, decoded: list[int], cut: int) -> None:
@@ -99,6 +101,7 @@ def test_keys_do_not_depend_on_when_tokens_arrive(prompt: Prompt, decoded: list[
     assert list(request.block_hashes) == keys(whole, OURS)
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(200), deadline=None)
 @given(prompts())
 def test_blocks_before_the_first_image_have_the_keys_of_a_text_request(prompt: Prompt) -> None:

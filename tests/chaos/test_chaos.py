@@ -78,6 +78,7 @@ def seen(tokens: clients.Answer, status: int = 200) -> clients.Clients:
     return run
 
 
+@pytest.mark.slow
 def test_right_wrong_and_failed_requests_are_told_apart() -> None:
     right, wrong, failed = seen(RIGHT), seen(OTHER), seen(RIGHT, status=500)
     assert right.found["requests"] > 0 == right.found["wrong"] + right.found["failed"] + right.found["excused"]
@@ -92,6 +93,7 @@ def test_an_answer_that_breaks_off_is_a_failed_request() -> None:
         clients.asked(url, PICTURES, (0, 0))
 
 
+@pytest.mark.slow
 def test_only_what_was_under_way_at_a_kill_is_excused_and_asked_again() -> None:
     number, answers = itertools.count(), {(0, 0): RIGHT, (0, 1): RIGHT}
 
@@ -155,6 +157,7 @@ def values(stage: faults.Scene) -> list[Any]:
     return [client.get(name) if client.type(name) == b"string" else name for name in names]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["files truncated", "files corrupted", "files exchanged", "files removed"])
 def test_files_are_damaged(stage: faults.Scene, name: str) -> None:
     before = contents(stage)
@@ -162,6 +165,7 @@ def test_files_are_damaged(stage: faults.Scene, name: str) -> None:
     assert contents(stage) != before
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["garbage in Valkey", "values exchanged", "Valkey flushed"])
 def test_values_are_damaged(stage: faults.Scene, name: str) -> None:
     before = values(stage)
@@ -169,6 +173,7 @@ def test_values_are_damaged(stage: faults.Scene, name: str) -> None:
     assert values(stage) != before
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["disk full", "directory read-only", "a file for the directory"])
 def test_a_directory_that_takes_nothing_takes_it_afterwards(stage: faults.Scene, name: str) -> None:
     fault = faults.FAULTS[name]
@@ -188,6 +193,7 @@ def test_a_directory_that_takes_nothing_takes_it_afterwards(stage: faults.Scene,
     assert contents(stage) == before
 
 
+@pytest.mark.process
 def test_a_fault_goes_on_until_its_end(stage: faults.Scene) -> None:
     rounds: list[str] = []
     done = threading.Event()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.results import ROOT
 from scripts import soak
 
 CODE = "from tests.sizes import scaled; print(scaled(10))"
@@ -17,15 +18,17 @@ CODE = "from tests.sizes import scaled; print(scaled(10))"
 def test_the_tests_are_there() -> None:
     named = [one for _, tests in soak.TESTS.values() for one in tests.split() if one.endswith(".py")]
     assert named
-    assert all((soak.ROOT / one).is_file() for one in named)
+    assert all((ROOT / one).is_file() for one in named)
 
 
+@pytest.mark.process
 def test_the_scale_reaches_the_tests() -> None:
     environ = os.environ | {"TEST_SCALE": "3"}
-    done = subprocess.run([sys.executable, "-c", CODE], cwd=soak.ROOT, env=environ, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.stdout == "30\n", done.stderr
 
 
+@pytest.mark.process
 def test_a_run_that_collects_nothing_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit status 4 of pytest, with no test that failed; and one part leaves the others in the result."""
     monkeypatch.setattr(soak, "OUTPUT", tmp_path)

@@ -61,6 +61,7 @@ def assert_one_line(outcome: subprocess.CompletedProcess[str], *said: str) -> No
         assert text in outcome.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -108,15 +109,18 @@ def test_what_is_no_object_store_is_refused(model: str) -> None:
         serve.check_before_start(model, ["--port", "0"])
 
 
+@pytest.mark.process
 def test_a_directory_without_a_model(empty: str) -> None:
     assert_one_line(mmcache("serve", empty), "is not a model directory: it has no config.json")
 
 
+@pytest.mark.process
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert_one_line(mmcache("zoo", "build", "qwen3-vl", str(tmp_path / "file" / "model")), "file")
 
 
+@pytest.mark.process
 def test_a_port_in_use(model: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -126,12 +130,14 @@ def test_a_port_in_use(model: str) -> None:
             assert_one_line(mmcache("serve", model, *args), f":{port}", "in use", "--port")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("verb", [["serve", "some/model"], ["demo"]])
 def test_a_wrong_setting(verb: list[str]) -> None:
     assert_one_line(mmcache(*verb, MMCACHE_BLOCK_KEYS="maybe"), "MMCACHE_BLOCK_KEYS", "maybe")
     assert_one_line(mmcache(*verb, MMCACHE_DISABLE="maybe"), "MMCACHE_DISABLE", "maybe")
 
 
+@pytest.mark.process
 def test_a_key_of_the_store_that_can_not_be_used(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("5a" * 32)
     (tmp_path / "key").chmod(0o644)
@@ -140,6 +146,7 @@ def test_a_key_of_the_store_that_can_not_be_used(tmp_path: Path) -> None:
         assert_one_line(outcome, f"store_key_file '{tmp_path / place}'", said)
 
 
+@pytest.mark.process
 def test_help_is_quick_and_loads_nothing_heavy() -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MMCACHE_")}
     # Processor time: the wall clock says nothing on a busy machine.
@@ -153,6 +160,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     assert loaded.stdout == "set()\n"
 
 
+@pytest.mark.process
 def test_no_arguments_show_the_help() -> None:
     outcome = mmcache()
     assert outcome.returncode == 2
@@ -199,6 +207,7 @@ def test_serve_keeps_features_in_the_users_cache(tmp_path: Path, monkeypatch: py
     assert set(said) == {""}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("named", ["", "other", "mmcache_observe"])
 def test_serve_refuses_where_vllm_would_leave_us_out(named: str, model: str) -> None:
     """Nothing of ours would run, so nothing could refuse later, not even where salts are required."""
@@ -219,6 +228,7 @@ def test_serve_without_us_is_served_where_it_is_said(model: str, monkeypatch: py
     serve.check_before_start(model, ["--port", "0"])
 
 
+@pytest.mark.process
 def test_what_is_wanted_is_one_line(model: str, tmp_path: Path) -> None:
     """Before the start it is only a wish."""
     refused = ["--port", "0", "--no-such-vllm-option", "1"]
@@ -234,6 +244,7 @@ def test_what_is_wanted_is_one_line(model: str, tmp_path: Path) -> None:
     assert path.read_text().strip() not in outcome.stdout + said
 
 
+@pytest.mark.process
 def test_a_terminal_is_shown_the_admin_key(model: str, tmp_path: Path) -> None:
     terminal, other_end = pty.openpty()
     command = [*COMMAND, "serve", "--observe", model, "--port", "0", "--no-such-vllm-option", "1"]
@@ -251,6 +262,7 @@ def test_a_terminal_is_shown_the_admin_key(model: str, tmp_path: Path) -> None:
     assert not (tmp_path / "mmcache").exists()
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_what_was_not_asked_for(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,7 +296,7 @@ def test_serve_works_with_both_distributions(monkeypatch: pytest.MonkeyPatch) ->
         raise importlib.metadata.PackageNotFoundError(name)
 
     for version in (lambda name: "0.33.0", missing):
-        monkeypatch.setattr(vllm_main.importlib.metadata, "version", version)
+        monkeypatch.setattr(importlib.metadata, "version", version)
         vllm_main.main()
     assert asked[0] is before
     assert asked[1].metadata.version("vllm") == vllm_version()  # type: ignore[attr-defined]
@@ -307,6 +319,7 @@ def test_what_mmcache_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err == "error: every image is too long\n"
 
 
+@pytest.mark.process
 def test_arguments_after_the_model_reach_vllm() -> None:
     # vLLM's own answer to --help, through the command it was given; to an unknown option: above.
     outcome = mmcache("serve", "some/model", "--help")
@@ -314,6 +327,7 @@ def test_arguments_after_the_model_reach_vllm() -> None:
     assert "vllm serve --help=all" in outcome.stdout
 
 
+@pytest.mark.process
 def test_zoo_ls() -> None:
     outcome = mmcache("zoo", "ls")
     assert outcome.returncode == 0

@@ -92,7 +92,7 @@ CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, str | None]:
     zoo = tmp_path_factory.mktemp("zoo")
     built = {family: str(build_cached(family, zoo)) for family in ("gemma3", "qwen3-vl", "qwen3.5")}
-    return {None: None, "none": str(zoo / "none"), **built}
+    return {None: None, "none": str(zoo / "none")} | dict(built)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +114,7 @@ def findings(report: dict[str, Any]) -> dict[str, str]:
     return {finding["where"]: finding["seen"] for finding in report["findings"]}
 
 
+@pytest.mark.process
 def test_models_differ_where_they_should(reports: dict[str, dict[str, Any]]) -> None:
     both_ways, causal = states(reports["gemma3"]), states(reports["qwen3-vl"])
     assert set(both_ways) == set(ROOMS)
@@ -126,6 +127,7 @@ def test_models_differ_where_they_should(reports: dict[str, dict[str, Any]]) -> 
         assert f"model runner V{CHOSEN.runner}" in report["engine"]["words"]
 
 
+@pytest.mark.process
 def test_without_a_model(
     reports: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +143,7 @@ def test_without_a_model(
         assert (more in capsys.readouterr().out) is is_said
 
 
+@pytest.mark.process
 def test_off_for_a_reason_is_no_finding_unless_it_was_asked_for(reports: dict[str, dict[str, Any]]) -> None:
     for name in ("uncached", "uncached, wanted"):
         assert reports[name]["rooms"]["features"] == {"state": "off", "reason": "prefix caching is off"}
@@ -150,6 +153,7 @@ def test_off_for_a_reason_is_no_finding_unless_it_was_asked_for(reports: dict[st
     }
 
 
+@pytest.mark.process
 def test_the_command_line_counts(reports: dict[str, dict[str, Any]]) -> None:
     report = reports["by command line"]
     assert report["rooms"]["identity"]["state"] == "off"
@@ -159,6 +163,7 @@ def test_the_command_line_counts(reports: dict[str, dict[str, Any]]) -> None:
     assert "additional-config mmcache.identy" in findings(reports["wrong command line"])["settings"]
 
 
+@pytest.mark.process
 def test_wrong_and_contradicting_settings(reports: dict[str, dict[str, Any]]) -> None:
     assert "MMCACHE_BLOCK_KEYS" in findings(reports["wrong"])["settings"]
     seen = findings(reports["contradiction"])["settings"]
@@ -167,6 +172,7 @@ def test_wrong_and_contradicting_settings(reports: dict[str, dict[str, Any]]) ->
     assert reports["wrong"]["rooms"] == reports["contradiction"]["rooms"] == {}
 
 
+@pytest.mark.process
 def test_unknown_variables(reports: dict[str, dict[str, Any]]) -> None:
     """Each is a finding of its own, with the name that may be meant; what Kubernetes sets for a Service is none."""
     cures = {finding["where"]: finding["cure"] for finding in reports["unknown"]["findings"]}
@@ -181,6 +187,7 @@ def test_unknown_variables(reports: dict[str, dict[str, Any]]) -> None:
         assert reports[name]["rooms"] == reports["bare"]["rooms"]
 
 
+@pytest.mark.process
 def test_a_store_that_others_can_reach(reports: dict[str, dict[str, Any]]) -> None:
     ((where, seen),) = findings(reports["open store"]).items()
     assert where == "MMCACHE_STORE"
@@ -190,6 +197,7 @@ def test_a_store_that_others_can_reach(reports: dict[str, dict[str, Any]]) -> No
     assert "redis+sentinel://HOST:26379/NAME" in findings(reports["store without a name"])["settings"]
 
 
+@pytest.mark.process
 def test_a_model_that_cannot_be_resolved(reports: dict[str, dict[str, Any]]) -> None:
     report = reports["no model"]
     ((where, seen),) = findings(report).items()
@@ -200,6 +208,7 @@ def test_a_model_that_cannot_be_resolved(reports: dict[str, dict[str, Any]]) -> 
     assert report["rooms"] == reports["bare"]["rooms"]
 
 
+@pytest.mark.process
 def test_nothing_of_ours_runs(reports: dict[str, dict[str, Any]]) -> None:
     for name, reason in (("disabled", "MMCACHE_DISABLE is set"), ("left out", "VLLM_PLUGINS=other leaves mmcache out")):
         assert set(states(reports[name]).values()) == {"off"}
@@ -208,6 +217,7 @@ def test_nothing_of_ours_runs(reports: dict[str, dict[str, Any]]) -> None:
     assert "require_salt is not kept" in findings(reports["left out"])["VLLM_PLUGINS"]
 
 
+@pytest.mark.process
 def test_the_rust_frontend(reports: dict[str, dict[str, Any]]) -> None:
     report = reports["rust"]
     assert set(findings(report)) == {"VLLM_USE_RUST_FRONTEND", "MMCACHE_REQUIRE_SALT"}
@@ -219,6 +229,7 @@ def test_the_rust_frontend(reports: dict[str, dict[str, Any]]) -> None:
     }
 
 
+@pytest.mark.process
 def test_a_broken_symbol_is_a_finding(reports: dict[str, dict[str, Any]]) -> None:
     report = reports["broken"]
     ((where, seen),) = findings(report).items()
@@ -233,12 +244,14 @@ def test_a_broken_symbol_is_a_finding(reports: dict[str, dict[str, Any]]) -> Non
     assert {name for name, misfit in rows.items() if misfit} == {BROKEN.name}
 
 
+@pytest.mark.process
 def test_without_the_hooks_nothing_is_on(reports: dict[str, dict[str, Any]]) -> None:
     report = reports["hooks broken"]
     assert set(states(report).values()) == {"off"}
     assert set(findings(report)) == {"symbols of settings"}
 
 
+@pytest.mark.process
 def test_what_a_kv_connector_cannot_do(reports: dict[str, dict[str, Any]]) -> None:
     seen = {name: [f["seen"] for f in reports[name]["findings"]] for name in ("files", "offloading", "seeded")}
     assert {f["where"] for name in seen for f in reports[name]["findings"]} == {"--kv-transfer-config"}
@@ -253,6 +266,7 @@ def test_what_a_kv_connector_cannot_do(reports: dict[str, dict[str, Any]]) -> No
     assert "uuid" in names
 
 
+@pytest.mark.process
 def test_checkpoints_beside_a_kv_connector(reports: dict[str, dict[str, Any]]) -> None:
     hybrid, sliding = (reports[name]["rooms"]["image_checkpoints"] for name in ("hybrid", "sliding"))
     assert hybrid["state"] == "off"
@@ -263,6 +277,7 @@ def test_checkpoints_beside_a_kv_connector(reports: dict[str, dict[str, Any]]) -
         assert "model runner V2" in sliding["reason"]
 
 
+@pytest.mark.process
 def test_one_screen(models: dict[str | None, str | None]) -> None:
     outcome = mmcache("doctor", models["gemma3"] or "", COLUMNS="100")
     lines = outcome.stdout.splitlines()
@@ -275,6 +290,7 @@ def test_one_screen(models: dict[str | None, str | None]) -> None:
     assert "Traceback" not in outcome.stderr
 
 
+@pytest.mark.process
 def test_json_has_everything(models: dict[str | None, str | None]) -> None:
     outcome = mmcache("doctor", models["qwen3-vl"] or "", "--max-model-len", "512", "--json")  # ours after MODEL, too
     facts = json.loads(outcome.stdout)
@@ -287,6 +303,7 @@ def test_json_has_everything(models: dict[str | None, str | None]) -> None:
     assert {"torch", "transformers"} <= set(facts["packages"])
 
 
+@pytest.mark.process
 def test_arguments_that_vllm_does_not_take() -> None:
     assert_one_line(mmcache("doctor", "some/model", "--no-such-vllm-option", "1"), "--no-such-vllm-option")
 

@@ -21,6 +21,7 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.process
 def test_clean_and_findings(files: Path) -> None:
     clean = mmcache("lint", "plain.jinja", "chat.jsonl", cwd=files)
     assert (clean.returncode, clean.stderr) == (0, "")
@@ -59,6 +60,7 @@ def test_bad_lines(files: Path, line: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -58,6 +58,7 @@ def broken(tmp_path: Path) -> str:
     return ahead(package.parent)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("verb", STARTS_VLLM)
 def test_without_vllm(verb: str, place: Path, without_vllm: str) -> None:
     """The command that installs it leads to where this package came from, not to a name that no index has."""
@@ -67,6 +68,7 @@ def test_without_vllm(verb: str, place: Path, without_vllm: str) -> None:
     assert "pip install 'vllm-mmcache[" not in outcome.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("package", ["tokenizers", "torch"])
 def test_without_what_comes_with_vllm(package: str, place: Path, without_vllm: str) -> None:
     """Verbs that need no vLLM, but what it brings; where vLLM is, a missing module is a bug of ours."""
@@ -79,6 +81,7 @@ def test_without_what_comes_with_vllm(package: str, place: Path, without_vllm: s
     assert (outcome.returncode, "Traceback" in outcome.stderr) == (1, True)
 
 
+@pytest.mark.process
 def test_doctor_without_vllm(without_vllm: str) -> None:
     outcome = mmcache("doctor", PYTHONPATH=without_vllm, COLUMNS="1000")
     assert outcome.returncode == 1
@@ -87,12 +90,14 @@ def test_doctor_without_vllm(without_vllm: str) -> None:
     assert "Traceback" not in outcome.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("verb", [verb for verb in STARTS_VLLM if verb != "serve --help"])
 def test_builds_that_do_not_fit(verb: str, place: Path, broken: str) -> None:
     outcome = mmcache(*STARTS_VLLM[verb], cwd=place, PYTHONPATH=broken)
     assert_one_line(outcome, "torchvision: RuntimeError: operator torchvision::nms does not exist", f"run `{REPAIR}`")
 
 
+@pytest.mark.process
 def test_doctor_with_builds_that_do_not_fit(broken: str) -> None:
     """vLLM raises in the middle of an import then; that is a finding beside the cure, not a traceback."""
     outcome = mmcache("doctor", PYTHONPATH=broken, COLUMNS="1000")
@@ -154,6 +159,7 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert preflight.compiler_hint([]) == ""
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -180,6 +186,7 @@ def test_the_client_without_openai(make: object, monkeypatch: pytest.MonkeyPatch
         make()
 
 
+@pytest.mark.process
 def test_the_command_is_found_as_a_program_and_as_a_module() -> None:
     """Messages name the program, however it was started."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MMCACHE_")}

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,7 @@ def tier(tmp_path: Path) -> DiskTier:
     return filled
 
 
+@pytest.mark.process
 def test_ls(tier: DiskTier, tmp_path: Path) -> None:
     place = str(tmp_path / "store")
     shown = mmcache("store", "ls", "--dir", place)
@@ -44,6 +46,7 @@ def test_ls(tier: DiskTier, tmp_path: Path) -> None:
     assert packages[0].keys() == {"key", "num_bytes", "used", "content_id", "model", "dtype", "layout", "shape"}
 
 
+@pytest.mark.process
 def test_check(tier: DiskTier, tmp_path: Path) -> None:
     place = str(tmp_path / "store")
     good = mmcache("store", "check", "--dir", place)
@@ -61,6 +64,7 @@ def test_check(tier: DiskTier, tmp_path: Path) -> None:
     assert mmcache("store", "check", "--dir", place).returncode == 0
 
 
+@pytest.mark.process
 def test_gc_and_clear(tier: DiskTier, tmp_path: Path) -> None:
     place = str(tmp_path / "store")
     (tier.directory.root / "incoming").write_bytes(b"of a killed writer")
@@ -74,6 +78,7 @@ def test_gc_and_clear(tier: DiskTier, tmp_path: Path) -> None:
     assert "1 packages" in mmcache("store", "ls", "--dir", place).stdout
 
 
+@pytest.mark.process
 def test_records(tmp_path: Path) -> None:
     """They are listed, checked, shrunk and cleared with the features, and where there are no features, too."""
     place = str(tmp_path / "store")
@@ -103,6 +108,7 @@ def test_records(tmp_path: Path) -> None:
     assert kept.get(keys[0]) is None
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -116,20 +122,23 @@ def test_mistakes(args: list[str], said: str) -> None:
     assert_one_line(mmcache("store", *args), said)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("verb", ["ls", "check", "gc", "clear"])
 def test_none_is_asked_for(verb: str) -> None:
     assert_one_line(mmcache("store", verb, MMCACHE_STORE=""), "MMCACHE_STORE asks for no store: use --dir PATH")
 
 
+@pytest.mark.process
 def test_a_store_of_others_is_not_touched(tier: DiskTier, tmp_path: Path) -> None:
     tier.directory.root.rename(tmp_path / "elsewhere")
     tier.directory.root.symlink_to(tmp_path / "elsewhere")
     assert_one_line(mmcache("store", "clear", "--dir", str(tmp_path / "store")), "expected a directory drwx------")
 
 
+@pytest.mark.process
 def test_the_directory_of_serve_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `mmcache serve` keeps unasked is listed, checked, swept and cleared without an argument."""
-    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    environ: dict[str, Any] = {"XDG_CACHE_HOME": str(tmp_path)}
     with monkeypatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(tmp_path))
         patched.setenv("MMCACHE_STORE", "")  # so that what serve sets is taken back
@@ -146,6 +155,7 @@ def test_the_directory_of_serve_is_known(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.process
 def test_gc_removes_what_was_not_used(tier: DiskTier, tmp_path: Path) -> None:
     path = tier.directory.path_of(identity(0).key)
     os.utime(path, (1000, 1000))
@@ -155,6 +165,7 @@ def test_gc_removes_what_was_not_used(tier: DiskTier, tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.process
 def test_clear_leaves_what_is_not_ours(tier: DiskTier, tmp_path: Path) -> None:
     strangers = [tmp_path / "store" / "notes.txt", tier.directory.root / "mine" / "notes.txt"]
     for stranger in strangers:
@@ -165,7 +176,7 @@ def test_clear_leaves_what_is_not_ours(tier: DiskTier, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def both(server: Server, tmp_path: Path) -> dict[str, str]:
+def both(server: Server, tmp_path: Path) -> dict[str, Any]:
     """The variables of a store in a directory and in Valkey, each with one package and one record; and others' keys."""
     key = records.key("test", "a")
     for tier in (DiskTier(tmp_path / "store", BUDGET_BYTES), remote_tier(server)):
@@ -181,12 +192,12 @@ def remote_tier(server: Server) -> RemoteTier:
     return RemoteTier(server.url, ttl_s=3600, max_bytes=BUDGET_BYTES, timeout_s=60)
 
 
-def test_valkey_is_listed_checked_and_cleared(server: Server, tmp_path: Path, both: dict[str, str]) -> None:
+def test_valkey_is_listed_checked_and_cleared(server: Server, tmp_path: Path, both: dict[str, Any]) -> None:
     sizes = {"packages": {"num": 1, "num_bytes": len(packed())}, "records": {"num": 1, "num_bytes": 42}}
     listed = json.loads(mmcache("store", "ls", "--json", **both).stdout)
     assert listed["remote"] == sizes
     assert len(listed["packages"]) == 1
-    alone = {"MMCACHE_STORE": server.url}
+    alone: dict[str, Any] = {"MMCACHE_STORE": server.url}
     assert json.loads(mmcache("store", "ls", "--json", **alone).stdout) == {"packages": [], "remote": sizes}
     assert "2 entries are good, 0 were removed" in mmcache("store", "check", **both).stdout
 
@@ -207,6 +218,7 @@ def test_valkey_is_listed_checked_and_cleared(server: Server, tmp_path: Path, bo
     assert server.client.keys("*") == [b"others:mmcache"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("verb", ["ls", "check", "clear"])
 def test_a_valkey_that_does_not_answer(verb: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -215,6 +227,7 @@ def test_a_valkey_that_does_not_answer(verb: str, tmp_path: Path) -> None:
     assert_one_line(mmcache("store", verb, MMCACHE_STORE=store), f"redis://***@127.0.0.1:{port}", "is it running")
 
 
+@pytest.mark.process
 def test_a_variable_that_is_no_setting_is_said_and_stops_nothing(tier: DiskTier, tmp_path: Path) -> None:
     done = mmcache("store", "gc", "--dir", str(tmp_path / "store"), MMCACHE_STORE_DISK_BYTE="1")
     assert done.returncode == 0

@@ -4,6 +4,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mmcache_tools.zoo import build_cached
@@ -16,6 +17,7 @@ from vllm_mmcache.components.identity.identifiers import identifier
 from vllm_mmcache.prove.pictures import ellipses
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -62,7 +64,7 @@ def test_warm_fills_and_goes_on(tmp_path: Path) -> None:
     (pictures / "notes.txt").write_text("not even by name")
     arguments = ["--dir", str(store), "--model", str(model), "--batch", "2", "--json", "--"]
     arguments += ["--max-model-len", "2048", "--enforce-eager", "--dtype", "float32"]
-    environ = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    environ: dict[str, Any] = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     listed = tmp_path / "list"
     listed.write_text("pictures/below/0.png\n\npictures/below/1.png\n")
 

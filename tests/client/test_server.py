@@ -139,7 +139,8 @@ def test_async(url: str, side: str) -> None:
     request = question("And now?", "async")
 
     async def turns() -> list[Any]:
-        async with httpx2.AsyncClient(transport=AsyncOnceTransport(scale)) as http:
+        transport: Any = AsyncOnceTransport(scale)
+        async with httpx2.AsyncClient(transport=transport) as http:
             once = AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, http_client=http)
             found = [await once.chat.completions.create(**request) for _ in range(2)]
             stream = await once.chat.completions.create(**request, stream=True)

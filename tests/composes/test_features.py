@@ -77,6 +77,7 @@ def test_another_result_makes_another_page() -> None:
     assert "it is unlike a cold run, says a test" in composes_page.page(changed)
 
 
+@pytest.mark.process
 def test_tests_that_do_not_run_show_nothing(tmp_path: Path) -> None:
     """Negative control of the rows that tests stand for."""
     shown = Feature("dp2", "", shown_by="tests/test_rooms.py")

@@ -96,6 +96,7 @@ class FakeClient:
         return replace(COLD, text=f"answer {len(messages)}")
 
 
+@pytest.mark.slow
 def test_stock_and_plugin_get_the_same_prompts_and_cold_runs_come_last() -> None:
     stock, plugin = FakeClient(), FakeClient()
     turns = script("qwen3-vl")[:3]
@@ -107,6 +108,7 @@ def test_stock_and_plugin_get_the_same_prompts_and_cold_runs_come_last() -> None
     assert [message["role"] for message in plugin.asked[2][1]] == ["user", "assistant"] * 2 + ["user"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3-vl", "seeing"])
 def test_pictures_join_on_turns_1_3_6_9_and_are_unseen_in_a_cold_run(family: str) -> None:
     turns = script(family)
@@ -122,6 +124,7 @@ def test_pictures_join_on_turns_1_3_6_9_and_are_unseen_in_a_cold_run(family: str
     assert "uuid" not in message["content"][0]
 
 
+@pytest.mark.slow
 def test_shapes_are_asked_for_in_words_that_were_trained() -> None:
     from mmcache_tools.demo.conversation import SHAPES_SCRIPT
     from mmcache_tools.zoo.seeing.prompts import KINDS
@@ -138,6 +141,7 @@ def test_shapes_are_asked_for_in_words_that_were_trained() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.process
 def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
     with (
         pytest.raises(EnvironmentProblem, match=r"ended with status 2 .* see .*x\.log") as caught,
@@ -148,6 +152,7 @@ def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.process
 def test_stop_ends_the_whole_group() -> None:
     # A leader that ends at once, and a child that ignores the polite signal, as a busy engine might.
     child = (

@@ -117,7 +117,7 @@ def environment(paths: Sequence[Path], variables: Mapping[str, str]) -> dict[str
     kept = [*map(str, paths), *filter(None, [environ.get("PYTHONPATH")])]
     environ |= {k: v for k, v in CPU_ENV.items() if not k.startswith("MMCACHE_")}
     environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": os.pathsep.join(kept)}
-    return environ | {_MARK: uuid.uuid4().hex} | variables
+    return {**environ, _MARK: uuid.uuid4().hex, **variables}
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ Servers, one after the other, share a store. Each answers as stock does.
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ def lose_features(store: Path) -> None:
 @larger
 def test_a_restart_and_another_kind_of_cache(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     store = tmp_path / "store"
-    chosen = {"MMCACHE_STORE": str(store), "MMCACHE_STORE_WAIT_S": "20"}
+    chosen: dict[str, Any] = {"MMCACHE_STORE": str(store), "MMCACHE_STORE_WAIT_S": "20"}
     with deployed(model, tmp_path / "lru", **chosen) as server:
         assert server.rooms()["pixels"] == ("on", "")
         assert [server.ask(n).equals(stock[n]) for n in (0, 1)] == [True, True]
@@ -55,7 +56,7 @@ def test_a_restart_and_another_kind_of_cache(model: Path, stock: list[Answer], t
 @larger
 def test_no_cache_and_several_servers(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     store = tmp_path / "store"
-    chosen = {"MMCACHE_STORE": str(store), "MMCACHE_STORE_WAIT_S": "20"}
+    chosen: dict[str, Any] = {"MMCACHE_STORE": str(store), "MMCACHE_STORE_WAIT_S": "20"}
     with deployed(model, tmp_path / "lru", **chosen) as server:
         assert [server.ask(n).equals(stock[n]) for n in (0, 1, 2)] == [True] * 3
     with deployed(model, tmp_path / "none", "--mm-processor-cache-gb", "0", **chosen) as server:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.deployments.deployment import environment, plant, waited_for
 from tests.sizes import larger
+from vllm_mmcache.base.role import Role
 from vllm_mmcache.lifecycle.registry import parts
 
 pytestmark = pytest.mark.engine
@@ -77,7 +78,8 @@ def test_forked_spawned_and_alone(tmp_path: Path, model: Path) -> None:
         answers.append(answer)
         assert name_here == "api"
         assert set(places) == {"api", "engine 0", "worker 0 of engine 0"}
-        for place, role in (("api", "api"), ("engine 0", "engine"), ("worker 0 of engine 0", "worker")):
+        of: dict[str, Role] = {"api": "api", "engine 0": "engine", "worker 0 of engine 0": "worker"}
+        for place, role in of.items():
             assert set(places[place]) == set(parts(role)), (name, place)
         assert len(re.findall("mmcache .* in force: ", said)) == 1
         if name == "alone":

@@ -3,6 +3,7 @@
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,7 +17,7 @@ WHEELS = Path(__file__).parents[2] / ".artifacts" / "wheels"
 
 
 @pytest.fixture(scope="module")
-def rust(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def rust(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Variables that choose it. Wheels for the CPU are without the program; that of the CUDA wheel runs here."""
     wheels = sorted(WHEELS.glob("vllm-0.32.0-*.whl"))
     if not wheels:
@@ -27,7 +28,7 @@ def rust(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(program)}
 
 
-def test_rooms_of_the_api_are_off(model: Path, rust: dict[str, str], tmp_path: Path) -> None:
+def test_rooms_of_the_api_are_off(model: Path, rust: dict[str, Any], tmp_path: Path) -> None:
     with deployed(model, tmp_path / "log", **rust) as server:
         said = server.log()
         assert "mmcache: the Rust frontend (VLLM_USE_RUST_FRONTEND) runs no Python: off are" in said
@@ -39,7 +40,7 @@ def test_rooms_of_the_api_are_off(model: Path, rust: dict[str, str], tmp_path: P
         assert answers[0].raise_for_status().json()["choices"] == answers[1].json()["choices"]
 
 
-def test_salts_are_required(model: Path, rust: dict[str, str], tmp_path: Path) -> None:
+def test_salts_are_required(model: Path, rust: dict[str, Any], tmp_path: Path) -> None:
     said = refused(model, tmp_path / "log", **rust)
     assert "require_salt is set, but the Rust frontend (VLLM_USE_RUST_FRONTEND) runs no Python" in said
     assert "Loading model" not in (tmp_path / "log").read_text(), "it is refused before there is an engine"

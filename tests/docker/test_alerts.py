@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]  # comes with vLLM
 
 from tests.docker.metrics import exposed, named, promtool
 
@@ -29,6 +29,7 @@ def run_cases(folder: Path, rules: Path, firing: list[str]) -> "subprocess.Compl
     return promtool("test", "rules", file)
 
 
+@pytest.mark.process
 def test_promtool_takes_the_rules_and_the_configuration() -> None:
     done = promtool("check", "rules", ALERTS)
     assert done.returncode == 0, done.stderr
@@ -38,6 +39,7 @@ def test_promtool_takes_the_rules_and_the_configuration() -> None:
     assert "1 rule files found" in done.stdout
 
 
+@pytest.mark.process
 def test_promtool_finds_what_is_wrong(tmp_path: Path) -> None:
     """Negative control."""
     file = tmp_path / "alerts.yaml"
@@ -45,11 +47,13 @@ def test_promtool_finds_what_is_wrong(tmp_path: Path) -> None:
     assert promtool("check", "rules", file).returncode != 0
 
 
+@pytest.mark.process
 def test_each_alert_fires_on_its_fault_and_none_on_a_healthy_server(tmp_path: Path) -> None:
     done = run_cases(tmp_path, ALERTS, [rule["alert"] for rule in RULES])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", range(len(RULES)))
 def test_an_alert_that_never_fires_is_found(tmp_path: Path, number: int) -> None:
     """Negative control: with a threshold that nothing reaches, that alert is missed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]  # comes with vLLM
 
 from tests.docker.metrics import exposed, named, promtool
 
@@ -73,6 +73,7 @@ def test_every_table_drop_and_error_is_shown() -> None:
     assert worth_a_look <= named(*queries())
 
 
+@pytest.mark.process
 def test_promtool_takes_the_queries(tmp_path: Path) -> None:
     rules = [
         {"record": f"query:{number}:x", "expr": query.replace("$__rate_interval", "1m").replace("$job", ".*")}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]  # comes with vLLM
 
 from tests.features.conftest import server_binary
 
@@ -59,12 +59,14 @@ def hadolint(text: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([program, "-"], input=text, capture_output=True, text=True, check=False, timeout=60)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_hadolint_has_nothing_to_say(path: Path) -> None:
     done = hadolint(path.read_text())
     assert (done.returncode, done.stdout) == (0, "")
 
 
+@pytest.mark.process
 def test_hadolint_finds_what_is_wrong() -> None:
     """Negative control."""
     done = hadolint("FROM debian:latest\nRUN apt-get install g++\n")
@@ -91,6 +93,7 @@ def test_the_cpu_image_installs_as_make_does() -> None:
     assert '@scripts/make_venv "$(PYTHON)" "$(VENV)"' in (REPO / "Makefile").read_text()
 
 
+@pytest.mark.process
 def test_the_build_context_has_what_the_package_has() -> None:
     """.dockerignore lets through every file of the package, and nothing of tools, tests or results."""
     listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
@@ -101,6 +104,7 @@ def test_the_build_context_has_what_the_package_has() -> None:
     assert first == {"pyproject.toml", "README.md", "LICENSE", "scripts", "vllm_mmcache"}
 
 
+@pytest.mark.process
 def test_steps_go_below_the_root(tmp_path: Path) -> None:
     """The small steps, really done: paths of the image, environment, context, and what needs root is left out."""
     build = STEPS.Build(tmp_path)
@@ -181,6 +185,7 @@ def test_the_password_is_required(name: str) -> None:
     assert any("s3cret" in filled_in(value, VALKEY_PASSWORD="s3cret") for value in values)
 
 
+@pytest.mark.process
 def test_valkey_as_compose_starts_it(tmp_path: Path) -> None:
     """The real command on a real server: bounded, nothing on disk, and closed without the password."""
     import redis

@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 
 from tests.programs import program
 
+pytestmark = pytest.mark.process
+
 CONF = (Path(__file__).parents[2] / "docker" / "router.conf").read_text()
 NGINX = (
     "daemon off; master_process off; pid {folder}/pid; error_log stderr; events {{}}\nhttp {{ access_log off; {temp}\n"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import summary
+from benchmarks.catalogue import BENCHMARKS
 from tests.sizes import larger
 
 REPO = Path(__file__).parents[2]
@@ -27,6 +28,7 @@ def load(script: str) -> Any:
     return module
 
 
+@pytest.mark.process
 @larger
 def test_the_families_page_has_the_whole_registry() -> None:
     """Every architecture of the installed vLLM stands where the walk puts it, the tested ones with their family."""
@@ -83,7 +85,10 @@ def test_the_readme_has_the_two_commands_and_pages_name_targets_that_exist() -> 
     text = (REPO / "README.md").read_text()
     assert "make demo" in text
     assert "make test" in text
-    targets = set(re.findall(r"^([a-z0-9-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
+    makefile = (REPO / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
+    assert "\nbench-%:" in makefile
+    targets |= {f"bench-{name.replace('_', '-')}" for name in BENCHMARKS}
     for page in PAGES:
         named = set(re.findall(r"`make ([a-z0-9-]+)", page.read_text()))
         assert named <= targets, f"{page.name}: {named - targets}"
@@ -102,6 +107,7 @@ def test_the_three_hops_lead_to_a_line_and_a_test() -> None:
     assert "](docs/checkpoints.md)" in (REPO / "README.md").read_text()
 
 
+@pytest.mark.process
 def test_no_name_is_promised_that_no_index_has() -> None:
     """Until vllm-mmcache is on an index, it is installed from a clone or from git; distributions.py knows which."""
     promise = re.compile(r"pip install (?:[^\n`]*['\" ])?vllm-mmcache(?!(?:\[\w+\]|-tools) @ )")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]  # comes with vLLM
 from pydantic import ByteSize
 
 from vllm_mmcache.base.settings import Settings
@@ -55,6 +55,7 @@ def section(name: str) -> str:
     return PAGE.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
 
 
+@pytest.mark.slow
 def test_every_loud_line_of_the_log_is_on_the_page() -> None:
     logged = set().union(*(lines_of(path.read_text()) for path in (REPO / "vllm_mmcache").rglob("*.py")))
     rows = re.findall(r"^\| (`[^|]+`) \| \S.*\|$", section("Lines in the log"), re.MULTILINE)
@@ -125,6 +126,7 @@ def test_what_fits_is_computed() -> None:
         assert int(ram) == (2 << 10) // int(each)
 
 
+@pytest.mark.slow
 def test_what_a_body_takes_is_measured() -> None:
     """The page's three factors, of a body with images alone, within a tenth."""
     texts = [base64.b64encode(os.urandom(400_000)).decode() for _ in range(10)]

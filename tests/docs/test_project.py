@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]  # comes with vLLM
 
 REPO = Path(__file__).parents[2]
 ADDRESS = "https://github.com/vllm-mmcache/vllm-mmcache"

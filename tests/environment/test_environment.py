@@ -19,6 +19,8 @@ from tests.programs import cpu_seconds
 from vllm_mmcache.environment import hook
 from vllm_mmcache.environment.checks import diagnose
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(vllm_mmcache.__file__).parent.parent
 BROKEN_BUILD = (hook.installed_version("torchvision") or "").partition("+")[2].startswith("cu") and (
     hook.installed_version("torch") or ""

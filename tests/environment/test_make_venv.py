@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 REPO = Path(__file__).parents[2]
 OLD = 'case "$1" in -c) exit 1 ;; -V) echo Python 3.10.13 ;; esac\n'
 NO_VENV = 'if [ "$1" = -m ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo no ensurepip >&2; exit 1; fi\n'

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
@@ -38,7 +38,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}"
-        self.client = redis.Redis.from_url(self.url)
+        self.client: Any = redis.Redis.from_url(self.url)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -11,7 +11,7 @@ from vllm_mmcache.components.features.message import Place
 from vllm_mmcache.components.features.worker.device_copies import Copies
 
 
-def tensor(place: Place, features: bytes) -> torch.Tensor:
+def tensor(place: Place, features: bytes | memoryview) -> torch.Tensor:
     """Features as the tower gives them. Shapes: (num_tokens, width)."""
     flat = torch.frombuffer(bytearray(features), dtype=getattr(torch, place.shape.dtype))
     return flat.view(place.shape.num_tokens, place.shape.width)

@@ -19,7 +19,7 @@ from vllm_mmcache.components.features.arena import BOARD, HEAD_BYTES, MAGIC, Are
 SIZE = 1 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-Process = "subprocess.Popen[str]"
+Process = subprocess.Popen[str]
 
 
 @pytest.fixture
@@ -67,6 +67,7 @@ arena.board[2]["tower_s"][31] = 0.5
 """
 
 
+@pytest.mark.process
 def test_what_a_child_writes_is_seen(arena: Arena) -> None:
     """And the other way round, also when the child comes long after."""
     arena.buffer(4096, 5)[:] = b"owner"
@@ -87,6 +88,7 @@ print(number)
 """
 
 
+@pytest.mark.process
 def test_rows_of_the_board_are_independent(arena: Arena) -> None:
     ranks = [start(COUNT, arena.address, rank) for rank in range(3)]
     seen = [arena.board["generation"].copy()]
@@ -116,6 +118,7 @@ for attempt in (lambda: os.ftruncate(fd, 0), lambda: os.truncate(sys.argv[1], 1 
 """
 
 
+@pytest.mark.process
 def test_no_process_can_resize_it(arena: Arena) -> None:
     arena.buffer(0, 3)[:] = b"all"
     assert run(RESIZE, path_of(arena.address)).splitlines() == ["Operation not permitted"] * 3
@@ -123,6 +126,7 @@ def test_no_process_can_resize_it(arena: Arena) -> None:
     assert bytes(arena.buffer(SIZE - 1, 1)) == b"\0"  # the last page is there
 
 
+@pytest.mark.process
 def test_unsealed_memory_can_be_resized() -> None:
     """The control of the test above."""
     fd = os.memfd_create("plain", os.MFD_CLOEXEC)
@@ -147,6 +151,7 @@ print(bytes(arena.buffer(0, 5)) + bytes(arena.buffer(8192, 5)), flush=True)
 """
 
 
+@pytest.mark.process
 def test_killing_the_creator_leaves_the_mapping_and_no_file() -> None:
     creator = start(CREATE)
     address = said(creator)
@@ -156,9 +161,10 @@ def test_killing_the_creator_leaves_the_mapping_and_no_file() -> None:
     creator.communicate()
     with pytest.raises(ArenaUnusable, match=r"not at /proc/\d+/fd/\d+: .*No such file"):
         Arena.open(address)
-    assert worker.communicate("\n", timeout=60) == (f"{b'ownerstill'}\n", "")
+    assert worker.communicate("\n", timeout=60) == (f"{b'ownerstill'!r}\n", "")
 
 
+@pytest.mark.process
 def test_a_forked_child_shares_it() -> None:
     code = CREATE.replace("input()", "pid = os.fork()\nif not pid: arena.buffer(0, 5)[:] = b'child'; os._exit(0)")
     assert run(code + "os.waitpid(pid, 0)\nprint(bytes(arena.buffer(0, 5)))").endswith("b'child'")
@@ -286,6 +292,7 @@ except ArenaUnusable as error:
 """
 
 
+@pytest.mark.process
 def test_a_system_that_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
     out = run(LIMITED)
     assert "2097152 bytes of memfd failed: [Errno 27] File too large" in out

@@ -21,6 +21,7 @@ from tests.features.towers import Runs, ask_about, ask_named, features_by_image,
 from vllm_mmcache.components.features.engine import hooks as engine_hooks
 from vllm_mmcache.components.features.worker import hooks as worker_hooks
 from vllm_mmcache.components.features.worker.hooks import Side
+from vllm_mmcache.content.digests import inputs_digest
 from vllm_mmcache.prove.answers import Inexact
 
 pytestmark = pytest.mark.engine
@@ -186,7 +187,7 @@ def test_who_looks_at_pixels(
 ) -> None:
     """With identity nobody does, since the name binds them; without it a thread of the engine, not its step."""
     looked_in: list[str] = []
-    digest = engine_hooks.inputs_digest
+    digest = inputs_digest
 
     def seen(inputs: Any) -> str:
         looked_in.append(threading.current_thread().name)

@@ -265,6 +265,7 @@ class Config:
         self.additional_config: dict[str, Any] = {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opens", [True, False])
 def test_an_engine_without_a_request_leaves_nothing_behind(opens: bool) -> None:
     """Neither its memory nor its store, which another engine's configuration could be taken for."""

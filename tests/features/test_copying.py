@@ -366,6 +366,7 @@ def test_numbers_of_each_kind_are_in_order(engine: Engine, open_copies: Any) -> 
     assert (int(row["loads_done"]), int(row["saves_done"])) == (6, 10)
 
 
+@pytest.mark.slow
 def test_nothing_stays_open() -> None:
     """Neither the engine's memory nor the rank's view of it, whether they are closed or forgotten."""
     gc.collect()
@@ -404,6 +405,7 @@ def test_a_device_of_another_kind(engine: Engine) -> None:
 # Ranks in processes of their own
 
 
+@pytest.mark.process
 def test_two_processes(open_engine: Any, start_rank: Any) -> None:
     engine = open_engine(num_ranks=2)
     ranks = [start_rank(engine, row) for row in range(2)]
@@ -422,6 +424,7 @@ def test_two_processes(open_engine: Any, start_rank: Any) -> None:
     assert [rank.do("end") for rank in ranks] == ["ended"] * 2
 
 
+@pytest.mark.process
 def test_a_rank_is_killed_in_the_middle_of_a_copy(engine: Engine, start_rank: Any) -> None:
     """What it had sealed is kept, and nothing else; the engine's threads go on."""
     rank = start_rank(engine)
@@ -446,6 +449,7 @@ def test_a_rank_is_killed_in_the_middle_of_a_copy(engine: Engine, start_rank: An
     assert [engine.kept(number) for number in range(3, 6)] == [None, None, features(5)]
 
 
+@pytest.mark.process
 def test_a_rank_is_killed_at_any_moment(open_engine: Any, start_rank: Any) -> None:
     """While it copies as fast as it can: what is kept is whole, and what it was done with is kept."""
     shape = Shape(1024, 512, "bfloat16")
@@ -471,6 +475,7 @@ def test_a_rank_is_killed_at_any_moment(open_engine: Any, start_rank: Any) -> No
 # Weights
 
 
+@pytest.mark.process
 def test_the_weights_are_known_when_all_ranks_know_theirs(open_engine: Any, start_rank: Any) -> None:
     engine = open_engine(num_ranks=2)
     ranks, board = engine.ranks, engine.arena.board

@@ -96,6 +96,7 @@ def _write_until(name: str, stop: Event) -> None:
     memory.close()
 
 
+@pytest.mark.process
 def test_another_process_reads_while_one_writes() -> None:
     context = multiprocessing.get_context("spawn")
     memory = SharedMemory(create=True, size=8 * NUM_BUCKETS)

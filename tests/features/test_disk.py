@@ -87,6 +87,7 @@ def test_a_link_in_the_place_of_the_directory_is_not_trusted(tier: DiskTier, cap
     assert len(caplog.records) == 2
 
 
+@pytest.mark.slow
 def test_never_above_the_budget(tmp_path: Path) -> None:
     """1,000 packages against 50 MiB."""
     budget = 50 * 1024**2
@@ -143,6 +144,7 @@ def test_a_package_that_is_there_is_not_written_again(tier: DiskTier) -> None:
     assert tier.counters.snapshot()["saved"] == 1
 
 
+@pytest.mark.slow
 def test_eighty_mebibytes(tmp_path: Path) -> None:
     shape = Shape(16384, 2560, "bfloat16")
     tier = DiskTier(tmp_path, 10 * 1024**3)
@@ -219,6 +221,7 @@ def test_a_file_that_is_no_whole_package_is_a_miss_and_set_aside(
     assert load(tier, 0) == features(0)
 
 
+@pytest.mark.slow
 def test_what_is_set_aside_is_bounded_and_counts(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, 100 * PACKED_BYTES)
     for number in range(60):
@@ -389,7 +392,7 @@ def test_a_disk_that_hangs_takes_one_thread(
 
 def test_a_bug_of_ours_is_logged_and_reaches_nobody(tier: DiskTier, caplog: pytest.LogCaptureFixture) -> None:
     put(tier, 0)
-    assert not tier.load(identity(0), SHAPE, lambda: 1 // 0, time.monotonic() + 60)
+    assert not tier.load(identity(0), SHAPE, lambda: memoryview(bytes(1 // 0)), time.monotonic() + 60)
     assert not tier.save(identity(1), SHAPE, features()[:-2])
     assert caplog.text.count("Traceback") == 2
     assert tier.counters.snapshot()["errors"] == 2
@@ -448,6 +451,7 @@ def test_cleared_while_a_writer_waits_for_the_lock(tier: DiskTier) -> None:
     assert tier.counters.snapshot()["errors"] == 0
 
 
+@pytest.mark.slow
 def test_clear_leaves_nothing_and_harms_nobody(tier: DiskTier, tmp_path: Path) -> None:
     """Again and again, while others write, read and set aside."""
     wrong: list[int] = []
@@ -478,6 +482,7 @@ def test_clear_leaves_nothing_and_harms_nobody(tier: DiskTier, tmp_path: Path) -
     assert list((tmp_path / "store").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_servers_of_different_models_in_one_directory(tmp_path: Path) -> None:
     """The same images, other identities and shapes, and together more than the budget."""
     shapes = {"one": SHAPE, "other": Shape(9, 100, "float32")}
@@ -492,7 +497,11 @@ def test_servers_of_different_models_in_one_directory(tmp_path: Path) -> None:
             number = drawn.randrange(20)
             asked, data = replace(identity(number), model=model), features(number, shape)
             room = memoryview(bytearray(shape.num_bytes))
-            if tier.load(asked, shape, lambda room=room: room, time.monotonic() + 60):
+
+            def into(room: memoryview = room) -> memoryview:
+                return room
+
+            if tier.load(asked, shape, into, time.monotonic() + 60):
                 hits.append(model)
                 wrong.extend([model] if room != data else [])
             else:

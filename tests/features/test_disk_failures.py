@@ -92,6 +92,7 @@ def run_in_tmpfs(code: str, place: Path) -> str:
     return done.stderr
 
 
+@pytest.mark.process
 def test_disk_full(tmp_path: Path) -> None:
     said = run_in_tmpfs(FULL, tmp_path / "small").splitlines()
     assert len(said) == 1
@@ -99,11 +100,13 @@ def test_disk_full(tmp_path: Path) -> None:
     assert "No space left on device" in said[0]
 
 
+@pytest.mark.process
 def test_disk_full_in_the_middle_of_a_package(tmp_path: Path) -> None:
     said = run_in_tmpfs(FULL_IN_THE_MIDDLE, tmp_path / "small")
     assert "No space left on device" in said
 
 
+@pytest.mark.process
 def test_read_only_directory_still_serves(tmp_path: Path) -> None:
     said = run_in_tmpfs(READ_ONLY, tmp_path / "small").splitlines()
     assert "(writing) is off" in said[0]

@@ -12,6 +12,8 @@ from tests.features.packages import features, held_bytes, identity, load, packed
 from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.package import Shape, unpack
 
+pytestmark = pytest.mark.process
+
 NUM_PACKAGES = 40
 SHAPE = Shape(1024, 128, "bfloat16")  # 256 KiB
 SIZE_BYTES = len(packed(0, SHAPE))

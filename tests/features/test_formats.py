@@ -51,6 +51,7 @@ def test_what_an_earlier_version_of_this_format_wrote_is_read(tmp_path: Path) ->
     assert load(tier, 3, SMALL) is None
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("is_first", [True, False], ids=["the earlier one first", "the later one first"])
 def test_two_versions_on_one_store(is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each finds its own, and neither reads, replaces or sets aside what the other has written of the same image."""

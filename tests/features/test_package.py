@@ -29,6 +29,7 @@ def shaped(draw: st.DrawFn) -> tuple[Shape, bytes]:
     return shape, draw(st.binary(min_size=shape.num_bytes, max_size=shape.num_bytes))
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(150), deadline=None)
 @given(shaped(), st.text(max_size=20))
 def test_round_trip_is_bit_identical(given_: tuple[Shape, bytes], content_id: str) -> None:
@@ -120,6 +121,7 @@ def test_every_truncation_is_refused() -> None:
         unpack(stored + b"\0")
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_refused() -> None:
     stored = packed(0, SMALL)
     for position in range(len(stored) * 8):
@@ -130,6 +132,7 @@ def test_every_flipped_bit_is_refused() -> None:
     unpack(stored)
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(300), deadline=None)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_refused(garbage: bytes) -> None:

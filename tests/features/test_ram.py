@@ -305,7 +305,7 @@ class Places(RuleBasedStateMachine):
         assert self.tier.reserve("all", 16 * PAGE) is not None
 
 
-TestPlaces = Places.TestCase
+TestPlaces = pytest.mark.slow(Places.TestCase)
 TestPlaces.settings = settings(max_examples=scaled(60), stateful_step_count=60, deadline=None)
 
 

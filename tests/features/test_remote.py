@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import redis
@@ -43,7 +44,7 @@ def refusing() -> Iterator[str]:
 
 
 @contextmanager
-def server_that(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+def server_that(answer: Callable[[socket.socket], object]) -> Iterator[str]:
     """The URL of a TCP server that treats each connection with `answer`."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -201,7 +202,8 @@ def test_a_server_killed_between_pieces_of_a_read(server: Server, monkeypatch: p
 
 def after_piece(monkeypatch: pytest.MonkeyPatch, number: int, what: Callable[[], object]) -> None:
     """Run `what` once, when so many pieces of a package were sent: the head is the first."""
-    execute, sent = redis.client.Pipeline.execute, []
+    sent: list[object] = []
+    execute: Any = redis.client.Pipeline.execute
 
     def instead(self: redis.client.Pipeline, *args: object) -> object:
         answer = execute(self, *args)
@@ -272,7 +274,8 @@ def test_two_writers_of_one_package(server: Server) -> None:
             seen.append(load(tier, 0, LARGE) in (None, data))
             tier._reject(identity(0).key)
 
-    data, seen = features(0, LARGE), []
+    seen: list[bool] = []
+    data = features(0, LARGE)
     threads = [threading.Thread(target=write) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -342,6 +345,7 @@ def test_killed_and_started_again_under_load(server: Server, caplog: pytest.LogC
         assert ["is off" in said[0], "works again" in said[-1], len(said)] == [True, True, 2]
 
 
+@pytest.mark.slow
 def test_silent_server_costs_one_timeout_and_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     with server_that(lambda connection: time.sleep(60)) as url:
         tier = tier_at(url, rest_s=1000)
@@ -357,7 +361,7 @@ def test_silent_server_costs_one_timeout_and_is_left_alone(caplog: pytest.LogCap
     assert len(caplog.messages) == 2  # reading, writing
 
 
-def trickling(stored: bytes, part_bytes: int, part_s: float) -> Callable[[socket.socket], None]:
+def trickling(stored: bytes, part_bytes: int, part_s: float) -> Callable[[socket.socket], object]:
     """A server that has `stored` under every key, and gives it slowly."""
 
     def answer(connection: socket.socket) -> None:
@@ -378,6 +382,7 @@ def trickling(stored: bytes, part_bytes: int, part_s: float) -> Callable[[socket
     return answer
 
 
+@pytest.mark.slow
 def test_a_trickle_is_left_alone_after_one_package(caplog: pytest.LogCaptureFixture) -> None:
     """Bytes come before each timeout is over, but too few."""
     with server_that(trickling(packed(), 100, 0.1)) as url:
@@ -390,6 +395,7 @@ def test_a_trickle_is_left_alone_after_one_package(caplog: pytest.LogCaptureFixt
     assert "bytes took" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_slow_server_is_bounded_by_the_time_given(caplog: pytest.LogCaptureFixture) -> None:
     """Also within a piece, which takes 32 s. It is not left alone for that: others decide whether it is of use."""
     with server_that(trickling(packed(0, LARGE), 64 * 1024, 0.5)) as url:

@@ -6,6 +6,7 @@ and the tower does not run.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def assert_same_features(found: dict[str, torch.Tensor], expected: dict[str, tor
     assert all(torch.equal(features, expected[name]) for name, features in found.items())
 
 
-WHERE = {"qwen3-vl": pytest.mark.any_engine, "qwen3.5": ()}
+WHERE: dict[str, Any] = {"qwen3-vl": pytest.mark.any_engine, "qwen3.5": ()}
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=WHERE.get(name, larger)) for name in FIRST_FAMILIES])

@@ -9,6 +9,7 @@ import os
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,7 @@ def counts(tier: LastingTier) -> tuple[float, ...]:
     return seen["hits"], seen["misses"], seen["set_aside"], seen["errors"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("shape", [SHAPE, LARGE])
 def test_there_and_back(kept: Kept, shape: Shape) -> None:
     tier = kept.opened(KEY)
@@ -88,6 +90,7 @@ def test_there_and_back(kept: Kept, shape: Shape) -> None:
     assert identity(0).key != name_of(identity(0), KEY)
 
 
+@pytest.mark.process
 def test_others_have_a_plain_miss(kept: Kept) -> None:
     """Without the key, or with another one: another name, so nobody takes away what is not his."""
     assert save(kept.opened(KEY), 0)
@@ -115,6 +118,7 @@ PLANTED: dict[str, Callable[[Kept, bytes], bytes]] = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("plant", PLANTED)
 def test_what_was_planted_is_a_miss(kept: Kept, plant: str) -> None:
     for number in (0, 1):
@@ -129,6 +133,7 @@ def test_what_was_planted_is_a_miss(kept: Kept, plant: str) -> None:
     assert load(tier, 1, LARGE) == features(1, LARGE)
 
 
+@pytest.mark.process
 def test_what_is_sealed_is_no_package_without_a_key(kept: Kept) -> None:
     """Should it lie under the name that it has without one."""
     assert save(kept.opened(KEY), 0)
@@ -237,7 +242,7 @@ def test_a_key_that_goes_away_puts_nothing_in_the_clear(tmp_path: Path) -> None:
 
 
 def test_the_commands_know_the_key_and_leave_what_is_of_another(tmp_path: Path, server: Server) -> None:
-    mine = {
+    mine: dict[str, Any] = {
         "MMCACHE_STORE": f"{tmp_path / 'store'} {server.url}",
         "MMCACHE_STORE_KEY_FILE": key_file(tmp_path, b"k" * 32),
     }

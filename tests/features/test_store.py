@@ -682,7 +682,7 @@ class Uses(RuleBasedStateMachine):
             self._folder.cleanup()
 
 
-TestUses = Uses.TestCase
+TestUses = pytest.mark.slow(Uses.TestCase)
 TestUses.settings = hypothesis(max_examples=scaled(40), stateful_step_count=40, deadline=None)
 
 
@@ -690,7 +690,7 @@ def test_the_property_can_fail() -> None:
     """The control: features under another image's identity are seen."""
 
     class Hooks(Uses):
-        writes = staticmethod(lambda number: features(number ^ 1))
+        writes = staticmethod(lambda number=0, shape=SHAPE: features(number ^ 1, shape))
 
     machine = Hooks()
     machine.reserve(0)

@@ -183,6 +183,7 @@ OURS = "from vllm_mmcache.base.worker_threads import Threads; submit = Threads('
 POOL = "from concurrent.futures import ThreadPoolExecutor; submit = ThreadPoolExecutor(2).submit"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("start", "ends"), [(OURS, True), (POOL, False)], ids=["ours", "a pool"])
 def test_the_process_ends_although_a_job_hangs(start: str, ends: bool) -> None:
     """The control: a pool's threads are joined."""

@@ -6,6 +6,7 @@ its own answer; with the room off the tower runs as often as on stock.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_the_tower_runs_once_per_image(pool: EnginePool, config: EngineConfig) -
 def test_a_hit_that_ends_inside_the_image(pool: EnginePool, config: EngineConfig) -> None:
     """Stock runs the whole tower for the image's last few tokens."""
     rig, runs, image = pool.get(config), Runs(), picture(501, (448, 448))
-    ask = [filler(170), image, "What is it?" + filler(20)]
+    ask: list[Any] = [filler(170), image, "What is it?" + filler(20)]
     first = one(rig, user(*ask))
     rig.llm.llm_engine.reset_encoder_cache()
     assert rig.features.wait_until_known(60)

@@ -186,7 +186,7 @@ def test_a_tier_that_hangs(
 def silent_server() -> Iterator[str]:
     """The URL of a server that takes connections and says nothing, for ever."""
     ended = threading.Event()
-    with server_that(lambda connection: ended.wait() and None) as url:
+    with server_that(lambda connection: ended.wait()) as url:
         yield url
         ended.set()
 

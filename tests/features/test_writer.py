@@ -228,6 +228,7 @@ for number in range(3):
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("write_s", "exit_s", "written"), [(0.05, LONG_S, 3), (1000, 0.1, 0)])
 def test_the_end_of_the_process(write_s: float, exit_s: float, written: int) -> None:
     """What waits is written first; a tier that hangs keeps no process from its end."""

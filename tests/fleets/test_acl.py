@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -61,7 +62,7 @@ def test_all_works(server: Server, caplog: pytest.LogCaptureFixture) -> None:
         assert place.get(KEYS[0]) is not None
     said = [line for line in caplog.messages if "set aside" not in line]
     assert not said
-    store = {"MMCACHE_STORE": url}
+    store: dict[str, Any] = {"MMCACHE_STORE": url}
     assert json.loads(mmcache("store", "ls", "--json", **store).stdout)["remote"]["packages"]["num"] == 1
     assert "2 entries are good" in mmcache("store", "check", **store).stdout
     assert "2 entries removed" in mmcache("store", "clear", **store).stdout

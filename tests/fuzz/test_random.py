@@ -63,16 +63,19 @@ def an_application(chance: Random) -> int:
     return check_application(body(chance, path), path)
 
 
+@pytest.mark.slow
 def test_bodies() -> None:
     num = scaled(NUM["bodies"])
     assert all_of(num, a_body) > num / 20
 
 
+@pytest.mark.slow
 def test_applications() -> None:
     num = scaled(NUM["applications"])
     assert all_of(num, an_application) > num / 20
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(NUM["structured"]), deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(PATHS))
 def test_structured_bodies(chance: Random, path: str) -> None:
@@ -80,6 +83,7 @@ def test_structured_bodies(chance: Random, path: str) -> None:
     check_body(body(chance, path), path)
 
 
+@pytest.mark.slow
 def test_clients() -> None:
     num = scaled(NUM["clients"])
     assert all_of(num, lambda chance: check_client(body(chance, CHAT))) > num / 20
@@ -106,16 +110,17 @@ def a_package(chance: Random) -> int:
         head = changed(chance, whole[8 : 8 + length], HEAD_TOKENS)
         return check_package(len(head).to_bytes(8, "little") + head + whole[8 + length :])
     if kind == 2:
-        fields = {"num_tokens": 2, "width": 8, "dtype": "bfloat16"}
-        fields[chance.choice(list(fields))] = chance.choice((0, 1, 4, 2**62, "float32", "float64"))  # type: ignore[assignment]
+        fields: dict[str, Any] = {"num_tokens": 2, "width": 8, "dtype": "bfloat16"}
+        fields[chance.choice(list(fields))] = chance.choice((0, 1, 4, 2**62, "float32", "float64"))
         try:
-            shape = package.Shape(**fields)  # type: ignore[arg-type]
+            shape = package.Shape(**fields)
         except ValueError:
             return 0
         return check_package(Record(identity(), shape, chance.randbytes(32).hex()).head() + whole[-32:])
     return check_package(changed(chance, whole, HEAD_TOKENS) if kind == 3 else whole)
 
 
+@pytest.mark.slow
 def test_packages() -> None:
     num = scaled(NUM["packages"])
     assert num / 10 < all_of(num, a_package) < num / 2

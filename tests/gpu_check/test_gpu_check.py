@@ -79,6 +79,7 @@ def test_the_command_on_the_cpu(runner: str, tmp_path: Path) -> None:
     assert "- more than one GPU: every engine here has one" in done.stdout
 
 
+@pytest.mark.process
 def test_without_a_gpu_it_says_what_it_saw(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from vllm.platforms import current_platform
 
@@ -92,6 +93,7 @@ def test_without_a_gpu_it_says_what_it_saw(monkeypatch: pytest.MonkeyPatch, caps
     assert "make gpu-check VLLM_PYTHON=" in said
 
 
+@pytest.mark.process
 def test_an_interpreter_without_vllm(tmp_path: Path) -> None:
     """-S: no site-packages, so the standard library must do to say what is missing."""
     command = [sys.executable, "-S", "-m", "scripts.gpu_check.run"]
@@ -99,6 +101,7 @@ def test_an_interpreter_without_vllm(tmp_path: Path) -> None:
     assert (done.returncode, "has no vLLM. Name one that has it" in done.stderr) == (2, True), done.stderr
 
 
+@pytest.mark.process
 def test_the_checkout_is_a_plugin_and_nothing_is_installed(tmp_path: Path) -> None:
     """vLLM would find one entry point, that of the folder, also where a vllm-mmcache is installed."""
     path = found.make_plugin_path(tmp_path / "plugin")
@@ -320,7 +323,8 @@ def test_every_row_has_its_evidence(row: tested_engines.Row) -> None:
         assert (row.engine.platform, row.engine.vllm) == ("cpu", "0.32"), "CI has no other"
         return
     if row.evidence == "docs/matrix.json":
-        engine = {(1, "sync"): "v1", (2, "async"): "v2-async"}[row.engine.runner, row.engine.scheduling]
+        engines: dict[Any, str] = {(1, "sync"): "v1", (2, "async"): "v2-async"}
+        engine = engines[row.engine.runner, row.engine.scheduling]
         assert row.engine.platform == "cpu"
         assert matrix.proves(row.rooms, row.engine.vllm, engine, matrix.read())
         return

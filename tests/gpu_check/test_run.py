@@ -34,6 +34,7 @@ def how(platform: str) -> ZooHow:
     return ZooHow(short=True, environments=run.environments(platform))
 
 
+@pytest.mark.process
 def test_the_order_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runner V2 first, of each runner stock before all else; what time was too short for is run by the next call."""
     started: list[items.Item] = []
@@ -74,6 +75,7 @@ def test_the_order_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(started) == len(whole), "without a limit everything is run again"
 
 
+@pytest.mark.process
 def test_no_time_left() -> None:
     """Nothing is started, and nothing is said of what was not."""
     item = items.Item("gemma3", tested_engines.ENGINE_ROOMS, "V2")
@@ -103,6 +105,7 @@ def test_a_vllm_where_nothing_would_be_on(version: str, monkeypatch: pytest.Monk
         found.look("cpu")
 
 
+@pytest.mark.process
 def test_an_amd_gpu_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM says device_type "cuda" there, too."""
     from vllm.platforms import current_platform

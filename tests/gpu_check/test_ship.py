@@ -61,6 +61,7 @@ def env(links: Path, **more: str) -> dict[str, str]:
     return os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(links)} | more
 
 
+@pytest.mark.process
 def test_what_a_machine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Level by level, for that machine's Python; what it has and fits stays, also where others want another."""
     links = tmp_path / "links"

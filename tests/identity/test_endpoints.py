@@ -87,7 +87,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     params=[pytest.param(one, marks=larger if one[0] == "stock" else (), id="-".join(one)) for one in SIDES],
 )
 def side(request: pytest.FixtureRequest) -> tuple[str, str]:
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from vllm_mmcache.base import status, tenant
 from vllm_mmcache.base.versions import vllm_version
@@ -114,7 +114,7 @@ def media(seed: int, image_id: uuid.UUID | None = None) -> Any:
 
     found = image(seed)
     if image_id is not None:
-        found.getexif()[Image.ExifTags.Base.ImageID] = image_id
+        found.getexif()[ExifTags.Base.ImageID] = image_id
     return MediaWithBytes(found, found.tobytes())
 
 

@@ -50,7 +50,7 @@ def unique(shape: Shape, requests: int) -> Asks:
 
 SHAPES = {"qwen3.5": Shape((448, 448), 180), "gemma3": Shape((224, 224), 150)}
 MAIN = {family: EngineConfig(family) for family in SHAPES}
-WORKLOADS: dict[str, Callable[[Shape], Asks]] = {
+WORKLOADS: dict[str, Callable[[Shape], Any]] = {
     "questions": lambda shape: questions(shape, 3, 2),
     "interleaved": lambda shape: interleaved(shape, 3, 3),
     "demos": lambda shape: demos(shape, 4),
@@ -111,7 +111,7 @@ def test_without_checkpoints_the_second_question_misses(
 def test_nothing_behind_a_swapped_image_is_reused(pool: EnginePool, config: EngineConfig) -> None:
     rig = pool.get(config)
     shape = SHAPES[config.family]
-    parts = [filler(shape.words), picture(1, shape.size), "and", picture(2, shape.size), shape.question(0)]
+    parts: list[Any] = [filler(shape.words), picture(1, shape.size), "and", picture(2, shape.size), shape.question(0)]
     first = one(rig, user(*parts))
     again = one(rig, user(*parts[:-1], shape.question(1)))
     for place in (1, 3):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which boundaries are chosen: the likely ones first, few, apart, and none that cost without need."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ def layouts(draw: st.DrawFn) -> list[tuple[int, int]]:
     return ranges
 
 
+@pytest.mark.slow
 @given(
     layouts(), st.integers(0, 60), st.integers(0, 10), st.integers(1, 300), st.sets(st.integers(0, 60)),
     st.sampled_from([0, BLOCK // 2, BLOCK]),

@@ -25,6 +25,7 @@ def layouts(draw: st.DrawFn) -> list[Span]:
     return spans
 
 
+@pytest.mark.slow
 @given(layouts(), st.integers(0, 60), st.integers(0, 60))
 def test_never_ends_inside_and_is_as_long_as_it_can_be(spans: list[Span], start: int, asked: int) -> None:
     got = whole_spans(start, asked, spans)

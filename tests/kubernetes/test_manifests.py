@@ -8,7 +8,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]  # comes with vLLM
 from pydantic import ByteSize, TypeAdapter
 
 from tests.docker.test_files import STEPS
@@ -41,6 +41,7 @@ def test_the_files_are_those_of_the_walk() -> None:
     assert set(MANIFESTS) == {"Deployment", "Service", "PodDisruptionBudget"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", MANIFESTS)
 def test_the_api_takes_it(kind: str, version: str) -> None:

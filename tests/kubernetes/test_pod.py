@@ -5,21 +5,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.kubernetes.container import REPO, in_namespace, in_pod
 
+pytestmark = pytest.mark.process
+
 PYTHON = sys.executable
 
 
-def run(command: list[str], *, seconds: float = 120, **variables: str) -> "subprocess.CompletedProcess[str]":
+def run(command: list[str], *, seconds: float = 120, **variables: Any) -> "subprocess.CompletedProcess[str]":
     """Run a command of container.py without a home directory."""
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPO), **variables}
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=seconds)
 
 
-def python_in_pod(code: str, folder: Path, *arguments: str, volume_bytes: int = 1 << 30, **variables: str) -> str:
+def python_in_pod(code: str, folder: Path, *arguments: str, volume_bytes: int = 1 << 30, **variables: Any) -> str:
     """What a program says that runs in a pod and succeeds."""
     command = in_pod([PYTHON, "-c", code, *arguments], folder, volume_bytes=volume_bytes)
     done = run(command, **variables)

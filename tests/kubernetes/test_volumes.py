@@ -74,8 +74,9 @@ def test_every_mode_is_set_right(widened: int, tmp_path: Path) -> None:
     assert mode(tmp_path / "features") == 0o700
 
 
+@pytest.mark.process
 def test_the_command_line_sets_it_right_too(tmp_path: Path) -> None:
-    from tests.cli.test_store import mmcache
+    from tests.cli.test_commands import mmcache
 
     fill(tmp_path)
     widen(tmp_path)
@@ -157,6 +158,7 @@ is_ours(Path(sys.argv[1]) / "features")' "$1"
 """
 
 
+@pytest.mark.process
 def test_a_volume_where_chmod_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(in_namespace(READ_ONLY, tmp_path), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

@@ -7,7 +7,7 @@ import zlib
 from typing import Any
 
 import numpy as np
-from PIL import Image, PngImagePlugin
+from PIL import ExifTags, Image, PngImagePlugin
 
 from vllm_mmcache.prove.pictures import ellipses
 
@@ -29,7 +29,7 @@ def with_alpha(name: str) -> Image.Image:
 def exif(**tags: Any) -> bytes:
     found = Image.Exif()
     for name, value in tags.items():
-        found[getattr(Image.ExifTags.Base, name)] = value
+        found[getattr(ExifTags.Base, name)] = value
     return found.tobytes()
 
 

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
+import PIL
 import pytest
-from PIL import Image, ImageFile
+import vllm
+from PIL import ExifTags, Image, ImageFile, features
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 
@@ -45,10 +48,10 @@ def of_video(image: Any = None, **options: Any) -> Key:
 OF_IMAGES: dict[str, Change] = {
     "the format": lambda patch: patch.setattr(images, "FORMAT", 99),
     "identity": identity_off,
-    "another Pillow": lambda patch: patch.setattr(images.PIL, "__version__", "another"),
-    "another numpy": lambda patch: patch.setattr(images.numpy, "__version__", "another"),
-    "another vLLM": lambda patch: patch.setattr(images.vllm, "__version__", "another"),
-    "another codec": lambda patch: patch.setattr(images.features, "version", lambda name: "another"),
+    "another Pillow": lambda patch: patch.setattr(PIL, "__version__", "another"),
+    "another numpy": lambda patch: patch.setattr(numpy, "__version__", "another"),
+    "another vLLM": lambda patch: patch.setattr(vllm, "__version__", "another"),
+    "another codec": lambda patch: patch.setattr(features, "version", lambda name: "another"),
     "VLLM_MAX_IMAGE_PIXELS": lambda patch: patch.setenv("VLLM_MAX_IMAGE_PIXELS", "1000"),
     "Pillow's limit": lambda patch: patch.setattr(Image, "MAX_IMAGE_PIXELS", 1000),
     "cut files": lambda patch: patch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True),
@@ -96,6 +99,7 @@ def test_videos(name: str, patch: pytest.MonkeyPatch) -> None:
     assert (changed if isinstance(changed, Key) else of_video()) != before
 
 
+@pytest.mark.slow
 def test_a_name_from_exif_ends_when_identity_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program's ImageID is an image's name to stock, and to a server without identity; its pixels are afterwards."""
     content = files.saved(ellipses("named"), "JPEG")
@@ -103,7 +107,7 @@ def test_a_name_from_exif_ends_when_identity_is_on(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(settings, "_current", settings.Settings(store=str(tmp_path), identity=False))
     with room():
         opened = image_io({}).load_bytes(content)
-        opened.media.getexif()[Image.ExifTags.Base.ImageID] = uuid.UUID(int=7)
+        opened.media.getexif()[ExifTags.Base.ImageID] = uuid.UUID(int=7)
         by_exif = mm_hash(opened)
         assert by_exif != by_pixels
         restart()

@@ -84,6 +84,7 @@ def look(load: Callable[[], Any]) -> Any:
     return (*seen, pixels.shape, str(pixels.dtype), pixels.tobytes(), palette, image.info)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", FILES)
 def test_as_stock(name: str, options: str, tmp_path: Path) -> None:
@@ -217,13 +218,13 @@ def test_a_loader_that_overrides_vllms(way: str) -> None:
     """Known images have the pixels that it makes, each decoded once."""
     from vllm.multimodal.media.image import ImageMediaIO
 
-    class Flipping(ImageMediaIO):  # type: ignore[misc]
+    class Flipping(ImageMediaIO):
         def load_bytes(self, data: bytes) -> Any:
             opened = super().load_bytes(data)
             opened.media = opened.media.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
             return opened
 
-    class Plain(ImageMediaIO):  # type: ignore[misc]
+    class Plain(ImageMediaIO):
         def load_bytes(self, data: bytes) -> Any:
             return super().load_bytes(data)
 

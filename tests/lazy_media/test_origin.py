@@ -28,6 +28,7 @@ def origins(loader: Any, content: bytes) -> list[Origin]:
     return [carried(media.origin) for media in opened]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", GOOD)
 def test_images_are_opened_again(name: str, options: str) -> None:

@@ -5,6 +5,8 @@ import json
 import secrets
 import threading
 
+import pytest
+
 from tests.memory import traced
 from vllm_mmcache.base.lru import Bounded, Budget
 from vllm_mmcache.components.lazy_media.media_info import MAX_MM_HASHES, RECORD_COST_BYTES, Key, Record, unpacked
@@ -81,6 +83,7 @@ def test_mm_hashes_are_bounded() -> None:
     assert record.mm_hash(2 * MAX_MM_HASHES - 1) == str(2 * MAX_MM_HASHES - 1)
 
 
+@pytest.mark.slow
 def test_entries_cost_no_more_than_they_count_for() -> None:
     """Measured: what a full record of an image, a text, and a full record of a video, really take."""
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as given_settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, features
 
 from tests.features.tiers import LONG_S
 from tests.lazy_media import files
@@ -78,6 +78,7 @@ def is_known(content: bytes, options: str = "RGB") -> bool:
     return isinstance(image_io(OPTIONS[options]).load_bytes(content).media, LazyPicture)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", FILES)
 def test_as_stock_after_a_restart(name: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +112,7 @@ def test_as_stock_after_a_restart(name: str, options: str, tmp_path: Path, monke
     restart()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 @given(
     size=st.tuples(st.integers(1, 70), st.integers(1, 70)),
@@ -149,6 +151,7 @@ def test_random_images(
     assert look(lambda: known) == look(lambda: stock)
 
 
+@pytest.mark.process
 def test_another_process_knows_it(store: Path, tmp_path: Path) -> None:
     content = FILES["jpeg rotated"]
     (tmp_path / "picture").write_bytes(content)
@@ -191,7 +194,7 @@ def test_other_facts_are_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not is_known(content)
         loader._facts.cache_clear()
     with monkeypatch.context() as other:
-        other.setattr(loader.features, "version", lambda name: "another")
+        other.setattr(features, "version", lambda name: "another")
         loader._facts.cache_clear()
         restart()
         assert not is_known(content)

@@ -86,6 +86,7 @@ requests = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(400), deadline=None)
 @given(
     request=requests,
@@ -109,6 +110,7 @@ def test_the_application_gets_the_same_request(
             assert any(image.endswith(bytes(payload.text).decode()) for image in images)
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(300), deadline=None)
 @given(body=st.binary(max_size=200), at=st.integers(0, 5000), request=requests)
 def test_broken_bodies(body: bytes, at: int, request: dict[str, Any]) -> None:

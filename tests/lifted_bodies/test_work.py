@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.lifted_bodies.bad_bodies import PATH, bad_bodies, chat, image
-from vllm_mmcache.components.image_extraction import extract as lifting
 from vllm_mmcache.components.image_extraction.extract import MIN_TEXT_BYTES, lift
 from vllm_mmcache.components.image_extraction.request_shapes import WALKERS
 from vllm_mmcache.content.base64_scan import find_texts
@@ -96,12 +95,13 @@ def test_all_that_is_done(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         parsed += len(text)
         return loads(text)
 
-    monkeypatch.setattr(lifting.json, "loads", counted)
+    monkeypatch.setattr(json, "loads", counted)
     seen = bytecodes(lambda: lift(body, WALKERS[PATH]))
     assert seen <= BYTECODES_FOR_NOTHING + len(body) // BYTES_PER_BYTECODE
     assert parsed <= len(body) + 100 * (len(body) // MIN_TEXT_BYTES)
 
 
+@pytest.mark.slow
 def test_the_count_can_fail() -> None:
     """A loop over the needles, which is what this was, is far above the bound; and counts are the same each time."""
     body = BODIES["needles that lead to nothing"]

@@ -5,6 +5,9 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from scripts import matrix
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
@@ -27,7 +30,8 @@ def test_another_result_makes_another_page() -> None:
 
 def test_a_run_replaces_its_own_rows_alone() -> None:
     """Its own is that of the same tests, and of files of the same folder."""
-    others = [dataclasses.replace(ROW, **change) for change in ({"engine": "v1"}, {"tests": "tests/ab"})]
+    changes: list[dict[str, Any]] = [{"engine": "v1"}, {"tests": "tests/ab"}]
+    others = [dataclasses.replace(ROW, **change) for change in changes]
     own = [ROW, dataclasses.replace(ROW, tests="tests/a/test_b.py")]
     again = dataclasses.replace(ROW, passed=3)
     rows = matrix.replaced([*others, *own], again)
@@ -36,6 +40,7 @@ def test_a_run_replaces_its_own_rows_alone() -> None:
     assert all(row in rows for row in (*others, again))
 
 
+@pytest.mark.process
 def test_what_pytest_reports_is_counted(tmp_path: Path) -> None:
     """A real report: one of each outcome; an error in a fixture is a failure."""
     (tmp_path / "test_outcomes.py").write_text(

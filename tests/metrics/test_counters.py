@@ -55,6 +55,7 @@ def test_seconds_are_counted_when_the_block_fails() -> None:
     assert 0 < counter.value < 1
 
 
+@pytest.mark.process
 def test_several_processes(tmp_path: Path) -> None:
     """As with several API servers: vLLM has set the directory before anything is counted."""
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}

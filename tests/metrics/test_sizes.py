@@ -164,6 +164,7 @@ def test_what_an_engine_sends_is_shown_by_engine() -> None:
     table_sizes.show_changed("size/test/of_a_newer_engine", 7, 3)
 
 
+@pytest.mark.process
 def test_several_servers_add_up_and_an_engine_is_told_once(tmp_path: Path) -> None:
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     done = subprocess.run(
@@ -179,6 +180,7 @@ def test_several_servers_add_up_and_an_engine_is_told_once(tmp_path: Path) -> No
     assert re.search(r'mmcache:engine_table_bytes\{[^}]*table="e"[^}]*\} 7.0', done.stdout)
 
 
+@pytest.mark.process
 def test_a_server_names_every_table() -> None:
     done = subprocess.run([sys.executable, "-c", OF_A_SERVER], capture_output=True, text=True, check=True, timeout=300)
     server = "bodies images videos texts uuids records records_waiting observed answers"

@@ -16,12 +16,12 @@ from PIL import Image
 
 from tests.lazy_media import files
 from vllm_mmcache.base import settings, status
-from vllm_mmcache.base.role import ROLES
+from vllm_mmcache.base.role import Role
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.observe.record.recorder import RECORDER
 from vllm_mmcache.components.observe.record.schema import Reason, Record, Segment
 from vllm_mmcache.hooking import installer
-from vllm_mmcache.lifecycle.registry import parts
+from vllm_mmcache.lifecycle.registry import COMPONENTS
 from vllm_mmcache.prove.pictures import ellipses
 
 
@@ -30,7 +30,8 @@ def observed() -> Iterator[None]:
     """The room installed and on within the block, also for an engine that is there already."""
     before = settings.current()
     os.environ["MMCACHE_OBSERVE"] = "1"
-    groups = {f"observe ({role})": members["observe"] for role in ROLES if "observe" in (members := parts(role))}
+    roles: tuple[Role, ...] = ("api", "engine")
+    groups = {f"observe ({role})": COMPONENTS["observe"].hooks_in(role) for role in roles}
     for group, members in groups.items():
         outcome = installer.install(group, members, vllm_version())
         assert outcome.state == "on", outcome.reason

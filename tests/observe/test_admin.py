@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pydantic import SecretStr
 
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.errors import SettingsError
@@ -162,7 +163,7 @@ def test_the_routes_take_the_admin_key_alone(monkeypatch: pytest.MonkeyPatch, tm
     for name, key in (("none", None), ("one", KEY)):
         app = Starlette()
         app.state.args = Namespace(api_key=["another key of all clients"])
-        monkeypatch.setattr(settings, "_current", settings.Settings(admin_key=key))
+        monkeypatch.setattr(settings, "_current", settings.Settings(admin_key=SecretStr(key) if key else None))
         Endpoint().attach_router(app)
         client = TestClient(app)
         given = (None, "a key of all clients", "another key of all clients", KEY)

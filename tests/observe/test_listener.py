@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
@@ -29,7 +30,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> str:
         probe.bind(("127.0.0.1", 0))
         found = f"127.0.0.1:{probe.getsockname()[1]}"
     monkeypatch.setenv("MMCACHE_OBSERVE_LISTEN", found)
-    monkeypatch.setattr(settings, "_current", settings.Settings(admin_key=KEY))
+    monkeypatch.setattr(settings, "_current", settings.Settings(admin_key=SecretStr(KEY)))
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     return found
 

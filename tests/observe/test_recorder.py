@@ -72,6 +72,7 @@ def test_a_client_can_not_choose_the_id_of_a_record() -> None:
     assert len(recorder.store) == 3
 
 
+@pytest.mark.process
 def test_no_two_processes_make_one_id() -> None:
     program = (
         "import os\n"
@@ -122,6 +123,7 @@ def test_what_a_record_takes() -> None:
         assert recorder.store.size_bytes >= RECORD_BYTES + SEGMENT_BYTES * 30
 
 
+@pytest.mark.process
 def test_the_last_records_reach_the_file_when_the_process_ends(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     program = (

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 STAGE = """
 import json, os, sys, torch
 from vllm.config import VllmConfig, set_current_vllm_config

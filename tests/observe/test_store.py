@@ -135,6 +135,7 @@ def write_many(path: Path, name: str) -> None:
         file.write(record(f"{name}{number}"))
 
 
+@pytest.mark.process
 def test_several_writers_and_a_follower(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     follower, seen = Follower(path), []

@@ -22,6 +22,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("zoo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2-vl", "qwen3-vl", "qwen3.5", "gemma3"])
 def test_turns_of_a_family(family: str, root: Path) -> None:
     from transformers import AutoProcessor
@@ -76,6 +77,7 @@ class Renderer:
         return None, {"prompt_token_ids": [*([1, 2] * len(messages)), *opening]}
 
 
+@pytest.mark.slow
 def test_templates_of_clients_are_bounded() -> None:
     """However many a client brings, and however long they are: those of the last ones are known, none is held."""
     renderer: Any = Renderer()

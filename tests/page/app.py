@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,7 +24,7 @@ EXAMPLES = [
 ]
 
 
-IN_FORCE = {
+IN_FORCE: dict[str, Any] = {
     "rooms": {
         "identity": {"state": "on", "reason": ""},
         "features": {"state": "mixed", "reason": "on in worker 0; off: <b>no</b> tower (worker 1)"},

@@ -276,7 +276,7 @@ def test_dark_room(browser: "Browser", server: Server) -> None:
     from playwright.sync_api import expect
 
     for scheme in ("dark", "light"):
-        page = browser.new_page(color_scheme=scheme)  # type: ignore[arg-type]
+        page = browser.new_page(color_scheme=scheme)
         page.goto(server.page)
         expect(page.locator("#status")).to_have_class("live")
         page.goto(f"{server.url}/mmcache#{EXAMPLES[2].id}")

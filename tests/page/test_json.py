@@ -41,6 +41,7 @@ def body(server: Server, path: str) -> Any:
     return answer.json()
 
 
+@pytest.mark.slow
 def test_records(server: Server) -> None:
     assert body(server, "/records")["records"] == [summary(record) for record in EXAMPLES]
     assert [r["id"] for r in body(server, "/records?limit=2")["records"]] == [r.id for r in EXAMPLES[-2:]]
@@ -84,12 +85,12 @@ WRONG = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", DATA)
 def test_the_key(server: Server, path: str) -> None:
     for header in WRONG:
-        answer = httpx.get(
-            f"{server.url}/mmcache{path}", headers={} if header is None else {"Authorization": header}, timeout=60
-        )
+        headers: Any = {} if header is None else {"Authorization": header}
+        answer = httpx.get(f"{server.url}/mmcache{path}", headers=headers, timeout=60)
         assert answer.status_code == 401, header
         assert answer.json() == {"error": "the admin key is missing or wrong"}
     assert (
@@ -109,6 +110,7 @@ def test_keys_are_compared_in_constant_time(server: Server, monkeypatch: pytest.
     assert [(len(a), len(b)) for a, b in compared] == [(32, 32)] * 4
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", DATA)
 def test_without_an_admin_key_nothing_is_told(path: str) -> None:
     """Nobody's request is told to the clients of a server, also not where the server asks them for no key."""
@@ -122,6 +124,7 @@ def test_without_an_admin_key_nothing_is_told(path: str) -> None:
     serving.stop()
 
 
+@pytest.mark.process
 def test_by_an_id_that_a_client_chose() -> None:
     """All requests that carry it, newest first; a record's own id is found before."""
     same = [EXAMPLES[n].model_copy(update={"request_id": "chatcmpl-mine"}) for n in range(3)]
@@ -167,6 +170,7 @@ def test_a_cursor_that_is_none(server: Server, nonsense: str) -> None:
     assert "is no cursor" in answer.json()["error"]
 
 
+@pytest.mark.process
 def test_nothing_is_recorded() -> None:
     serving = Server(None)
     assert body(serving, "/rooms") == IN_FORCE
@@ -194,6 +198,7 @@ def key_file(folder: Path, key: str = KEY) -> str:
     return str(path)
 
 
+@pytest.mark.process
 def test_explain(server: Server, record_file: Path, tmp_path: Path) -> None:
     record = EXAMPLES[3]
     from_server = ["--url", f"{server.url}/v1", "--admin-key-file", key_file(tmp_path)]
@@ -216,6 +221,7 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["server", "file"])
 def test_explain_follows(kind: str, tmp_path: Path) -> None:
     serving = Server(filled(EXAMPLES[:2]))
@@ -242,6 +248,7 @@ def test_explain_follows(kind: str, tmp_path: Path) -> None:
     serving.stop()
 
 
+@pytest.mark.process
 def test_explain_says_what_is_wrong(server: Server, record_file: Path, tmp_path: Path) -> None:
     url = ["--url", server.url]
     assert_one_line(mmcache("explain", *url), "the admin key is missing", "MMCACHE_ADMIN_KEY")

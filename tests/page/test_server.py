@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]  # comes with vLLM
 from mmcache_tools.harness.server import CPU_ARGS, Server, serve, stop
 from mmcache_tools.zoo import build_cached
 

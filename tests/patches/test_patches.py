@@ -78,6 +78,7 @@ def test_wrong_without_the_patches(tree: Path) -> None:
     assert counts(done.stdout) == {"failed": 3}, done.stdout[-3000:]
 
 
+@pytest.mark.process
 def test_the_plugin_steps_aside(patched: Path) -> None:
     outcomes = outcomes_on(patched)
     aside = {room for room, (_, reason) in outcomes.items() if reason.startswith("vLLM has its own")}
@@ -113,6 +114,7 @@ def test_the_plugin_works_on_a_part_of_the_patches(tree: Path) -> None:
         assert apply("--reverse", *part, tree).returncode == 0
 
 
+@pytest.mark.process
 def test_apply_verify_reverse(tree: Path) -> None:
     apply("--reverse", tree)
     file = tree / "vllm" / "v1" / "request.py"
@@ -134,6 +136,7 @@ def test_apply_verify_reverse(tree: Path) -> None:
     assert (done.returncode, "not applied: " in done.stderr) == (2, True)
 
 
+@pytest.mark.process
 def test_any_two_go_together(tree: Path) -> None:
     apply("--reverse", tree)
     for pair in itertools.combinations(NAMES, 2):
@@ -141,6 +144,7 @@ def test_any_two_go_together(tree: Path) -> None:
         assert done.returncode == 0, (pair, done.stderr)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", NAMES)
 def test_each_patch_stands_alone(tree: Path, name: str) -> None:
     apply("--reverse", tree)
@@ -149,6 +153,7 @@ def test_each_patch_stands_alone(tree: Path, name: str) -> None:
     assert apply("--reverse", "--only", name, tree).returncode == 0
 
 
+@pytest.mark.process
 def test_what_apply_refuses(tree: Path, tmp_path: Path) -> None:
     apply("--reverse", tree)
     done = apply("--only", "nonsense", tree)
@@ -172,6 +177,7 @@ def test_what_apply_refuses(tree: Path, tmp_path: Path) -> None:
     assert (done.returncode, "there are no patches for vLLM 0.31.0" in done.stderr) == (2, True)
 
 
+@pytest.mark.process
 def test_a_tree_inside_another_repository(tree: Path) -> None:
     """git leaves files alone, and says nothing, that lie below a repository's root; the copy in .venv does."""
     subprocess.run(["git", "init", "-q", str(tree.parent)], check=True)
@@ -183,6 +189,7 @@ def test_a_tree_inside_another_repository(tree: Path) -> None:
         apply("--reverse", "--only", "mm-replay-boundaries", tree)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
 def test_the_wheel_of(version: str, tmp_path: Path) -> None:
     """The patches apply to the published wheel and compile."""

@@ -6,6 +6,7 @@ Every answer is that of a cold run, and of Transformers.
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool
@@ -104,7 +105,7 @@ def test_arguments_and_tenants_have_records_of_their_own(pool: EnginePool, confi
     talk = [user(picture(737), "What is it?")]
     assert asking.ask(talk) == Work(processed=1, tower=1)
     forget_processed(rig)
-    small = {"mm_processor_kwargs": {"max_pixels": 48 * 48}}
+    small: dict[str, Any] = {"mm_processor_kwargs": {"max_pixels": 48 * 48}}
     assert asking.ask(talk, **small) == Work(processed=1, tower=1)
     assert asking.ask(talk, salt="a tenant") == Work(processed=1, tower=1)
     forget_processed(rig)

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 import vllm.version
-from mmcache_tools.zoo.build import ZooOptions, token_ids, write_all_but_weights
+from mmcache_tools.zoo import ZooOptions
+from mmcache_tools.zoo.build import token_ids, write_all_but_weights
 from mmcache_tools.zoo.catalogue import BY_NAME
 from mmcache_tools.zoo.tokenizer import tokenizer_json
 from vllm.config import ModelConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from vllm_mmcache.base import status
-from vllm_mmcache.components.features import vllm_facts
+from vllm_mmcache.base.versions import installed
 from vllm_mmcache.components.features.vllm_facts import facts_of
-from vllm_mmcache.components.lazy_processing import hooks
+from vllm_mmcache.components.lazy_processing import hooks, vllm_processor_facts
 from vllm_mmcache.components.lazy_processing.hooks import item_facts
 from vllm_mmcache.content.digests import inputs_digest
 
@@ -99,8 +100,9 @@ def another(distribution: str) -> Change:
     """Another version of it is installed."""
 
     def change(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = vllm_facts.installed
-        monkeypatch.setattr(vllm_facts, "installed", lambda name: "another" if name == distribution else before(name))
+        before = installed
+        changed = {distribution: "another"}
+        monkeypatch.setattr(vllm_processor_facts, "installed", lambda name: changed.get(name) or before(name))
 
     return change
 
@@ -179,6 +181,7 @@ CHANGES: dict[str, tuple[Change, set[str], bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_the_meaning_is_in_the_key(name: str, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     change, changed, of_features = CHANGES[name]
@@ -197,6 +200,7 @@ def test_every_field_has_a_change(made: Made) -> None:
     assert covered == {*made.items(), "own code"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "chat_template.jinja", "generation_config.json", "README.md"])
 def test_what_says_nothing_of_an_item_is_not_in_the_key(name: str, made: Made) -> None:
     before = made.items()

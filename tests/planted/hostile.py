@@ -146,7 +146,7 @@ def image_record(chance: Random, good: bytes, marker: Marker, place: str = "") -
         return json.dumps([*values[:index], value, *values[index + 1 :]]).encode()
 
     digest = "a" * 64
-    odd = (0, -1, -640, True, False, None, "7", 1.5, [1], {}, 2**31, 2**63, 10**18, 10**400)
+    odd: tuple[Any, ...] = (0, -1, -640, True, False, None, "7", 1.5, [1], {}, 2**31, 2**63, 10**18, 10**400)
     hashes = ("", "A" * 64, "a" * 31, "a" * 129, "a" * 50_000, "../" * 20, digest + "\n", "ü" * 64, 7, None, [digest])
     ways = (
         lambda: put(0, chance.choice((0, 1, 3, -2, True, "2", None, 2.5, 10**30))),
@@ -194,7 +194,7 @@ def video_record(chance: Random, good: bytes, marker: Marker) -> bytes:
         return kept(metadata=json.dumps({**metadata, **changed}))
 
     frames, height, width, channels = about["shape"]
-    shapes = (
+    shapes: tuple[Any, ...] = (
         [], [1], [frames, height], [0, height, width, channels], [-1, height, width, channels],
         [frames, height, width, 0],
         [2**40, height, width, channels], [2**29, height, width, channels], [frames, width, height + 1, channels],
@@ -264,7 +264,7 @@ def package(chance: Random, identity: Identity, shape: Shape, features: bytes, m
     half = Shape(shape.num_tokens, shape.width, "float16")
     who = {name: getattr(identity, name) for name in ("content_id", "model", "processor", "dtype", "layout")}
     name = chance.choice(tuple(who))
-    sizes = (
+    sizes: tuple[Any, ...] = (
         [2**60, 2**60], [10**4000, 1], [-1, shape.width], [0, 0], [True, shape.width], [shape.num_tokens], [], "x",
         None,
         [1, shape.num_tokens, shape.width], [shape.width, shape.num_tokens], [1.5, 2], [shape.num_tokens, 2**62],

@@ -27,13 +27,14 @@ from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.lasting import LastingTier, name_of
 from vllm_mmcache.components.features.package import pack
 from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
+from vllm_mmcache.components.lazy_media.hooks import RecordedMedia
 from vllm_mmcache.components.lazy_media.media_info import RECORDS, Key, Record, _name, find
 from vllm_mmcache.components.lazy_media.video import video_info as videos
 from vllm_mmcache.components.lazy_media.video.video_info import VIDEOS
 from vllm_mmcache.components.lazy_processing import hooks
 from vllm_mmcache.components.lazy_processing.hooks import Asked, Side
 from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
-from vllm_mmcache.components.lazy_processing.vllm_processor import process
+from vllm_mmcache.components.lazy_processing.vllm_processor import inputs_of, process
 from vllm_mmcache.storage import records
 from vllm_mmcache.storage.encryption import CLEAR
 from vllm_mmcache.storage.frame import frame, unframe
@@ -75,9 +76,9 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Marker]:
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running_server: Server) -> Iterator[records.Records]:
     """Records in all places."""
     running_server.client.flushall()
-    chosen = settings.Settings(
-        store=f"{tmp_path / 'store'} {running_server.url}", store_remote_timeout_s=TIMEOUT_S, store_ttl=0
-    )
+    store = f"{tmp_path / 'store'} {running_server.url}"
+    values: dict[str, Any] = {"store": store, "store_remote_timeout_s": TIMEOUT_S, "store_ttl": 0}
+    chosen = settings.Settings(**values)
     monkeypatch.setattr(settings, "_current", chosen)
     records.close()
     RECORDS.clear()
@@ -145,9 +146,9 @@ class Items:
         processor = processor_of("qwen3-vl", zoo)
         self.side = Side(processor, processor.info.ctx.model_config, None)
         media, origin = opened(file_of(*SIZE, "RGB"))
-        recorded = hooks.RecordedMedia(media.media, lambda: media.original_bytes, IMAGE, b"id", origin)
+        recorded = RecordedMedia(media.media, lambda: media.original_bytes, IMAGE, b"id", origin)
         self.asked = Asked("image", recorded, None, {}, {})
-        self.inputs = hooks.inputs_of(*self.side._plain(self.asked))
+        self.inputs = inputs_of(*self.side._plain(self.asked))
         self.good = self.record("qwen3-vl", zoo)
         self.others = [self.record(family, zoo) for family in ("gemma3", "internvl", "minicpm-v", "gemma4")]
 
@@ -272,6 +273,7 @@ def test_how_many() -> None:
     assert num * soak.TESTS["planted"][0] >= 1_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_one_entry_takes_little_memory(seed: int, items: Items, marker: Marker) -> None:
     """Of what is Python's; nothing that is refused gets as far as a tensor."""

@@ -76,7 +76,7 @@ class Planted:
 
     def names(self) -> list[bytes]:
         """What Valkey has."""
-        return list(self.replica.remote.client.keys(f"{PREFIX}*"))  # type: ignore[arg-type]
+        return list(self.replica.remote.client.keys(f"{PREFIX}*"))
 
     def put_back(self) -> None:
         """As if nothing had been planted."""

@@ -16,6 +16,7 @@ from rich.console import Console
 from vllm_mmcache import __version__
 from vllm_mmcache.base import distributions
 from vllm_mmcache.base.errors import EnvironmentProblem
+from vllm_mmcache.cli import preflight
 from vllm_mmcache.cli import prove as verb
 from vllm_mmcache.lifecycle import user_proofs
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
@@ -254,7 +255,7 @@ def test_a_vllm_that_can_be_proven(version: str, monkeypatch: pytest.MonkeyPatch
 def test_without_the_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its models can't be checked, and the error names both ways on; a model of one's own can."""
     monkeypatch.setattr(distributions, "are_here", lambda module=distributions.ZOO: False)
-    monkeypatch.setattr(verb.preflight, "check_vllm", lambda: None)
+    monkeypatch.setattr(preflight, "check_vllm", lambda: None)
     needed = "needs vllm-mmcache-tools, which is not installed: pip install "
     for model in (None, "/m"):
         with pytest.raises(EnvironmentProblem, match=rf"{needed}.*; .* mmcache prove {model or 'MODEL'} --own$"):

@@ -170,6 +170,7 @@ def test_what_is_no_whole_record_of_the_key_is_a_miss(place: DiskPlace, planted:
     assert value_of(place.get(KEYS[0])) == b"value"
 
 
+@pytest.mark.slow
 def test_one_changed_bit_of_the_file_is_never_served(place: DiskPlace, tmp_path: Path) -> None:
     """Wherever it is: a miss, or what was put."""
     place.save(dict.fromkeys(KEYS, b"value" * 20))
@@ -342,6 +343,7 @@ SPOIL: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", SPOIL)
 def test_no_spoiled_file_ends_a_process(how: str, tmp_path: Path) -> None:
     """Whatever happens to any file of the folder while it is in use: records are missed, and kept again later."""
@@ -371,6 +373,7 @@ def test_no_spoiled_file_ends_a_process(how: str, tmp_path: Path) -> None:
     assert "" in spoiled
 
 
+@pytest.mark.slow
 def test_written_longest_ago_goes_first(place: DiskPlace) -> None:
     value = b"v" * 1000
     for number in range(100):
@@ -404,6 +407,7 @@ def test_a_budget_for_nothing(place: DiskPlace, tmp_path: Path) -> None:
     assert tiny.counts.snapshot()["dropped"] == 1
 
 
+@pytest.mark.process
 def test_several_processes(tmp_path: Path) -> None:
     running = [run(MANY, str(tmp_path / "store"), name) for name in ("a", "b", "c")]
     for one in running:
@@ -412,6 +416,7 @@ def test_several_processes(tmp_path: Path) -> None:
     assert place_at(tmp_path).sizes()[0] == 900
 
 
+@pytest.mark.process
 def test_a_fork_has_connections_of_its_own(tmp_path: Path) -> None:
     forked = run(FORKED, str(tmp_path / "store"))
     _, said = forked.communicate(timeout=60)
@@ -421,6 +426,7 @@ def test_a_fork_has_connections_of_its_own(tmp_path: Path) -> None:
     assert place.check() == (3, 0, None)
 
 
+@pytest.mark.process
 def test_what_is_waiting_is_written_when_the_process_ends(tmp_path: Path) -> None:
     ending = run(ENDING, str(tmp_path / "store"))
     _, said = ending.communicate(timeout=60)
@@ -429,6 +435,7 @@ def test_what_is_waiting_is_written_when_the_process_ends(tmp_path: Path) -> Non
     assert place_at(tmp_path).check() == (500, 0, None)
 
 
+@pytest.mark.process
 def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
     writer = run(MANY, str(tmp_path / "store"), "a")
     place = place_at(tmp_path)

@@ -82,6 +82,7 @@ assert place.counts.snapshot()["errors"] == 1, place.counts.snapshot()
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "script",
     [FULL, FULL_FROM_THE_START, READ_ONLY, READ_ONLY_FROM_THE_START],

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys that no two lists of fields share, and frames that know their key."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from vllm_mmcache.storage.records import key
 FIELDS = st.lists(st.one_of(st.text(max_size=5), st.binary(max_size=5)), max_size=4)
 
 
+@pytest.mark.slow
 @given(FIELDS, FIELDS)
 def test_other_fields_have_another_key(one: list[str | bytes], other: list[str | bytes]) -> None:
     same = [(type(field), field) for field in one] == [(type(field), field) for field in other]

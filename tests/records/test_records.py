@@ -173,6 +173,7 @@ def test_what_is_used_is_written_again(tmp_path: Path, monkeypatch: pytest.Monke
     again.close()
 
 
+@pytest.mark.slow
 def test_many_threads(tmp_path: Path) -> None:
     kept = Records(100_000, [DiskPlace(tmp_path, 1 << 26)])
     wrong = []
@@ -217,6 +218,7 @@ def test_ram_lets_go_of_what_was_used_longest_ago() -> None:
     assert (len(ram), ram.held_bytes) == (0, 0)
 
 
+@pytest.mark.slow
 def test_entries_cost_no_more_than_they_count_for() -> None:
     """Measured: what an entry really takes beside its value."""
     ram = Ram(1 << 30)

@@ -81,6 +81,7 @@ def test_an_entry_of_another_type(server: Server) -> None:
     assert place.counts.snapshot()["errors"] == 0
 
 
+@pytest.mark.slow
 def test_silent_server_costs_one_timeout_and_is_left_alone() -> None:
     with server_that(lambda connection: time.sleep(60)) as url:
         place = place_at(url, timeout_s=0.02, rest_s=1000)
@@ -93,6 +94,7 @@ def test_silent_server_costs_one_timeout_and_is_left_alone() -> None:
     assert (counts["misses"], counts["errors"], counts["dropped"]) == (1001, 2, 1001)
 
 
+@pytest.mark.slow
 def test_a_trickle_is_given_up() -> None:
     framed = frame(KEY, b"v" * 60_000)
     with server_that(trickling(framed, 100, 0.05)) as url:

@@ -38,7 +38,8 @@ def test_the_second_runner_is_sent_the_images_again(
     rig = pool.get(config)
     assert not status.is_on("resumed_images")
     scheduler = rig.llm.llm_engine.engine_core.engine_core.scheduler
-    schedule, sent = scheduler.schedule, []
+    sent: list[int] = []
+    schedule = scheduler.schedule
 
     def see(*args: Any, **kwargs: Any) -> Any:
         step = schedule(*args, **kwargs)
@@ -66,5 +67,5 @@ def test_without_the_swap_the_engine_dies(pool: EnginePool, monkeypatch: pytest.
 def test_what_is_sent_reaches_workers_of_other_processes() -> None:
     """vLLM pickles a step for them; an attribute that it does not know must travel."""
     step = CachedRequestData.make_empty()
-    step.mmcache_images = {"request": {0: "feature"}}  # type: ignore[attr-defined]
+    step.mmcache_images = {"request": {0: "feature"}}
     assert pickle.loads(pickle.dumps(step)).mmcache_images == {"request": {0: "feature"}}

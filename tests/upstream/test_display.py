@@ -2,6 +2,7 @@
 """What a server says of where things are: only what is so, and no secret."""
 
 from argparse import Namespace
+from typing import Any
 
 import pytest
 
@@ -15,17 +16,22 @@ MIXED = State("mixed", "on in worker 0; off: not here (worker 1)")
 STORE = "/var/lib/features redis://user:secret@host:6379/0"
 
 
+def made(**values: Any) -> settings.Settings:
+    """Settings of these values, which need not be of the fields' own types."""
+    return settings.Settings(**values)
+
+
 @pytest.mark.parametrize("state", [ON, MIXED])
 def test_where_features_are(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_current", settings.Settings(store=STORE, feature_ram_bytes="1GiB"))
+    monkeypatch.setattr(settings, "_current", made(store=STORE, feature_ram_bytes="1GiB"))
     (line,) = display.whereabouts({"features": state, "observe": OFF})
     assert line == (
         "features are kept: RAM (1.0GiB), /var/lib/features (10.0GiB at most), redis://***@host:6379/0; beyond RAM "
         "until unused for 7 days (MMCACHE_STORE_TTL)"
     )
-    monkeypatch.setattr(settings, "_current", settings.Settings(store="/a", store_ttl="0"))
+    monkeypatch.setattr(settings, "_current", made(store="/a", store_ttl="0"))
     assert "/a (10.0GiB at most); beyond RAM until there is no room" in display.whereabouts({"features": state})[0]
-    monkeypatch.setattr(settings, "_current", settings.Settings(feature_ram_bytes=0))
+    monkeypatch.setattr(settings, "_current", made(feature_ram_bytes=0))
     assert display.whereabouts({"features": state}) == ["features are kept: nowhere"]
 
 

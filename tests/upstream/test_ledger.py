@@ -84,6 +84,7 @@ def in_process(code: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.process
 def test_orderings() -> None:
     """Each ordering in a forked child of one interpreter, two at a time.
 
@@ -132,6 +133,7 @@ def test_few_functions_are_replaced_on_v2() -> None:
     assert len(replaced) <= 32, "is there a subclass or an extension point for it?"
 
 
+@pytest.mark.process
 def test_disable_leaves_stock_vllm() -> None:
     """MMCACHE_DISABLE=1: register imports and replaces nothing."""
     out = in_process(
@@ -144,6 +146,7 @@ def test_disable_leaves_stock_vllm() -> None:
     assert "stock" in out
 
 
+@pytest.mark.process
 def test_entry_module_imports_only_the_standard_library() -> None:
     """A broken dependency must not make vLLM log an ImportError and run silently without us."""
     out = in_process(
@@ -154,6 +157,7 @@ def test_entry_module_imports_only_the_standard_library() -> None:
     assert out.strip() == "[]"
 
 
+@pytest.mark.process
 def test_wrong_variable_stops_register() -> None:
     code = (
         "from vllm_mmcache.base.errors import SettingsError\nfrom vllm_mmcache.plugin import register\n"
@@ -164,6 +168,7 @@ def test_wrong_variable_stops_register() -> None:
     assert in_process(code, MMCACHE_BLOCK_KEY="0") == "", "what is no setting stops nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", table(), ids=lambda hook: hook.name)
 def test_entry_is_complete(hook: Hook) -> None:
     assert all((hook.why, hook.upstream, hook.remove_when, hook.vllm, hook.wrapper.__doc__))

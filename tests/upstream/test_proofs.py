@@ -58,7 +58,8 @@ def test_a_good_file_is_used(state: Path) -> None:
 def test_it_holds_for_one_place_alone(name: str) -> None:
     add()
     value = getattr(PLACE, name)
-    other = replace(PLACE, **{name: value + 1 if isinstance(value, int) else f"{value}+other"})
+    change: dict[str, Any] = {name: value + 1 if isinstance(value, int) else f"{value}+other"}
+    other = replace(PLACE, **change)
     assert user_proofs.proven_rooms(other) == frozenset()
     assert user_proofs.proven_rooms(PLACE) == frozenset(ROOMS)
 
@@ -246,6 +247,7 @@ def _add_many(device: str) -> None:
         add(replace(PLACE, device=device, runner=number))
 
 
+@pytest.mark.process
 def test_several_at_once_lose_nothing() -> None:
     processes = [multiprocessing.get_context("fork").Process(target=_add_many, args=(f"{n}",)) for n in range(4)]
     for process in processes:

@@ -47,6 +47,10 @@ def decide(room: str, configurations: dict[str, Any], family: str = "gemma3", en
     return activation.decide(room, engine, vllm_config, own)
 
 
+def chosen(values: dict[str, Any]) -> settings.Settings:
+    return settings.Settings(**values)
+
+
 def test_every_room_and_seam_belongs_together() -> None:
     assert all(name in parts(role) for name, component in COMPONENTS.items() for role in component.on_install)
     assert set(ROOMS) <= set(settings.Settings.model_fields)
@@ -56,7 +60,7 @@ def test_every_room_and_seam_belongs_together() -> None:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_settings_decide_first(room: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_current", settings.Settings(**{room: False}))
+    monkeypatch.setattr(settings, "_current", chosen({room: False}))
     asked = (
         f"MMCACHE_{room.upper()}=1 switches it on" if COMPONENTS[room].opt_in else f"switched off by the setting {room}"
     )
@@ -74,11 +78,11 @@ def test_proof_decides_where_no_setting_does(
     off = decide(room, configurations)
     assert off.state == "off"
     assert f"MMCACHE_{room.upper()}=1 switches it on" in off.reason
-    monkeypatch.setattr(settings, "_current", settings.Settings(**{room: True}))
+    monkeypatch.setattr(settings, "_current", chosen({room: True}))
     assert decide(room, configurations) == ON
     monkeypatch.setattr(settings, "_current", settings.Settings(unproven=True))
     assert decide(room, configurations) == ON
-    monkeypatch.setattr(settings, "_current", settings.Settings(**{"unproven": True, room: False}))
+    monkeypatch.setattr(settings, "_current", chosen({"unproven": True, room: False}))
     assert decide(room, configurations).state == "off"
 
 
@@ -140,7 +144,7 @@ def test_the_users_proofs_are_read_once(
     monkeypatch.setattr(tested_engines, "TABLE", [])
     user_proofs.add(user_proofs.Place.of(configurations["gemma3"]), ["features", "metrics"], "a test", [])
     reads, read = [], user_proofs.read
-    monkeypatch.setattr(user_proofs, "read", lambda: reads.append("read") or read())  # type: ignore[func-returns-value]
+    monkeypatch.setattr(user_proofs, "read", lambda: reads.append("read") or read())
     for role in ROLES:
         activation.take_on(role, configurations["gemma3"])
         assert reads.pop() == "read"

@@ -51,6 +51,7 @@ def digest(*numbers: int) -> str:
     return found.hexdigest()
 
 
+@pytest.mark.process
 def test_same_number_same_conversation() -> None:
     code = "from tests.zoo.test_seeing import digest; print(digest(0, 1, 2, 3))"
     there = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
@@ -97,12 +98,14 @@ def test_right_answers() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_half_of_all_pairs_are_the_same_thing() -> None:
     verdicts = [converse(stream("pairs", i), ["both"]).answer.split(": ")[1] for i in range(400)]
     assert 160 < verdicts.count("same") < 240
     assert set(verdicts) == {"same", "different"}
 
 
+@pytest.mark.slow
 def test_plans_fit() -> None:
     for i in range(200):
         random = stream("plans", i)
@@ -113,6 +116,7 @@ def test_plans_fit() -> None:
         converse(random, plan)  # asserts that every question has the pictures it asks about
 
 
+@pytest.mark.slow
 def test_examples_are_what_processor_and_model_make(directory: Path) -> None:
     """Ids, pixels and positions of training equal those of the chat template, the processor and Transformers."""
     import torch
@@ -176,6 +180,7 @@ def test_committed_weights_are_those_that_were_measured(directory: Path) -> None
     assert (MEASURED["held_out"], MEASURED["right"] >= 490) == (500, True)
 
 
+@pytest.mark.slow
 def test_right_answers_are_counted(directory: Path) -> None:
     """The measure itself: all right answers count, one that is asked about another picture does not."""
     from dataclasses import replace

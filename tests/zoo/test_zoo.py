@@ -87,6 +87,7 @@ def difference(one: Any, other: Any) -> float:
     return float((one[1][0] - other[1][0]).abs().max())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("family", MANY)
 def test_same_seed_same_bytes(family: str, tmp_path: Path, elsewhere: Path) -> None:
     """Another process, with another hash seed, writes the same files; another seed writes other weights."""
@@ -96,6 +97,7 @@ def test_same_seed_same_bytes(family: str, tmp_path: Path, elsewhere: Path) -> N
     assert {name for name in here if other[name] != here[name]} == {"model.safetensors", "zoo.json"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MANY)
 def test_pictures_move_the_output(family: str, zoo_root: Path) -> None:
     directory = build_cached(family, zoo_root)
@@ -116,6 +118,7 @@ def test_pictures_move_the_output(family: str, zoo_root: Path) -> None:
     assert difference(swapped, ordered) > MOVED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_continuation_has_no_special_tokens(family: str, zoo_root: Path) -> None:
     """What the model writes can be sent back on the next turn: readable text, no placeholders."""
@@ -127,6 +130,7 @@ def test_continuation_has_no_special_tokens(family: str, zoo_root: Path) -> None
     assert not set(tokens) & set(processor.tokenizer.all_special_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name.endswith("-moe")])
 def test_experts_move_the_output(family: str, zoo_root: Path) -> None:
     """Each expert is asked, none is the only one, and the choice matters: a router turned round changes the output."""
@@ -154,6 +158,7 @@ def test_experts_move_the_output(family: str, zoo_root: Path) -> None:
     assert difference(wrong, right) > 20 * MOVED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chat_template_keeps_the_prefix(family: str, zoo_root: Path) -> None:
     """A turn more only adds text, so a server can reuse what it has; roles and pictures appear in order."""
@@ -168,6 +173,7 @@ def test_chat_template_keeps_the_prefix(family: str, zoo_root: Path) -> None:
     assert third.count(marker) == 1
 
 
+@pytest.mark.slow
 def test_options_are_written(tmp_path: Path) -> None:
     import json
 
@@ -214,6 +220,7 @@ def test_cached_model_is_built_once(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == [first.name]  # no scratch directory stays
 
 
+@pytest.mark.slow
 def test_incomplete_directory_is_refused(tmp_path: Path) -> None:
     final = build_cached("qwen2-vl", tmp_path)
     (final / "zoo.json").unlink()
@@ -221,6 +228,7 @@ def test_incomplete_directory_is_refused(tmp_path: Path) -> None:
         build_cached("qwen2-vl", tmp_path)
 
 
+@pytest.mark.process
 def test_import_is_cheap() -> None:
     code = "import sys, mmcache_tools.zoo; print(sorted({'torch', 'transformers', 'numpy', 'vllm'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -6,6 +6,7 @@ The attacker and the victims have salts of their own where nothing else is said;
 
 import concurrent.futures
 from collections.abc import Callable
+from typing import Any
 
 from PIL import Image
 
@@ -131,7 +132,7 @@ def broken_unicode(server: Target) -> str | None:
 def other_arguments(server: Target) -> str | None:
     """The same uuid with processor arguments, for another image."""
     uuid, secret, own = fresh("uuid"), png(fresh("secret")), png(fresh("own"))
-    arguments = {"mm_processor_kwargs": {"max_pixels": 48 * 48}}
+    arguments: dict[str, Any] = {"mm_processor_kwargs": {"max_pixels": 48 * 48}}
     server.ask(secret, uuid, **arguments)
     truth = server.truth(own, **arguments)
     if server.ask(own, uuid, **arguments).sees != truth:
@@ -176,7 +177,7 @@ def eviction(server: Target) -> str | None:
     return f"wrong answers: {wrong}" if wrong else None
 
 
-def mixed_up(server: Target, urls: list[str], **more: bool) -> str | None:
+def mixed_up(server: Target, urls: list[str], **more: Any) -> str | None:
     """Whether two items that differ get one answer, where a fresh tenant gets two. Without salts: they share."""
     truths = [server.truth(url=url, **more) for url in urls]
     assert all(one != other for number, one in enumerate(truths) for other in truths[:number]), "not told apart"

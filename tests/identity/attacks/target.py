@@ -86,7 +86,7 @@ class Target:
         messages: Any = [{"role": "user", "content": [part, {"type": "text", "text": "What is this?"}]}]
         start = time.perf_counter()
         try:
-            found = self.client.chat.completions.create(
+            found: Any = self.client.chat.completions.create(
                 model=MODEL, messages=messages, max_tokens=3, temperature=0, logprobs=True, top_logprobs=5,
                 extra_body=more, extra_headers=self.headers(salt),
             )  # fmt: skip

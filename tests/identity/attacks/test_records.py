@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from vllm_mmcache.components.observe.hooks_engine import Seen, _nearest
 from vllm_mmcache.components.observe.record import wire
@@ -142,6 +143,7 @@ def read(own: Traffic, others: Callable[[int], Traffic], across_salts: bool = Fa
     return records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("salt", [ATTACKER, None])
 def test_records_are_the_same_whatever_others_sent(salt: str | None) -> None:
     differed = 0
@@ -191,7 +193,7 @@ def test_what_is_shown_is_keyed(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_mmcache.components.observe.record.digests import shown
 
     def told(key: str | None) -> str:
-        monkeypatch.setattr(settings, "_current", settings.Settings(admin_key=key))
+        monkeypatch.setattr(settings, "_current", settings.Settings(admin_key=SecretStr(key) if key else None))
         return shown(salt_class(VICTIM))
 
     digests = [told(key) for key in ("first-key-of-a-server", "other-key-of-a-server", None)]

@@ -147,6 +147,7 @@ class Step:
         return torch.cat(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("window", [-1, 5, 16, 64, 128])

@@ -44,6 +44,7 @@ def of_transformers(model_type: str, length: int, spans: list[Span], window: int
     return {kind: masks[kind][0, 0] == 0 for kind in KINDS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", list(rules.SERVED))
 @hypothesis.settings(deadline=None)  # the first call imports the model
 @given(layout=layouts(), window=st.integers(2, 12))

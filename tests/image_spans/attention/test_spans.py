@@ -4,6 +4,7 @@
 How the kernel bounds a row is checked on the kernel itself, in test_kernel.py.
 """
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,6 +63,7 @@ def test_pieces_show_what_the_mask_allows(step: tuple[int, int, list[Span]]) -> 
     assert torch.equal(seen(cut(0, start, end, spans), start, end), allowed(start, end, spans, 0))
 
 
+@pytest.mark.slow
 @given(steps(), st.integers(1, 24))
 def test_wider_pieces_show_what_the_mask_allows(step: tuple[int, int, list[Span]], window: int) -> None:
     """Also images that are longer than the window, many times."""
@@ -85,6 +87,7 @@ def test_without_wider_pieces_a_longer_image_is_not_seen() -> None:
     assert not torch.equal(seen(cut(0, 0, 12, [(2, 9)]), 0, 12, 4), allowed(0, 12, [(2, 9)], 4))
 
 
+@pytest.mark.slow
 @given(steps())
 def test_without_spans_nothing_is_cut(step: tuple[int, int, list[Span]]) -> None:
     start, end, _ = step

@@ -122,7 +122,7 @@ def parsed(video: Any, needs_metadata: bool) -> Any:
 
 
 def mm_hash(item: Any, algorithm: str = "blake3", **more: Any) -> str:
-    return MultiModalHasher.hash_kwargs(algorithm, model_id="zoo", video=item, **more)  # type: ignore[arg-type]
+    return MultiModalHasher.hash_kwargs(algorithm, model_id="zoo", video=item, **more)
 
 
 def look(opening: Callable[[], Any]) -> Any:
@@ -154,6 +154,7 @@ def by_bytes(content: bytes) -> list[Callable[[Any], Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", FILES)
 def test_files_as_stock(name: str, options: str, tmp_path: Path) -> None:
@@ -169,6 +170,7 @@ def test_files_as_stock(name: str, options: str, tmp_path: Path) -> None:
             assert not len(VIDEOS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", TEXTS)
 def test_frames_as_stock(name: str, options: str) -> None:
@@ -225,7 +227,7 @@ def test_frames_that_are_hashed_are_decoded() -> None:
     assert known.frames.is_decoded
 
 
-CHANGED = {
+CHANGED: dict[str, Any] = {
     "a frame": (videos.jpegs([*FRAMES[:5], FRAMES[0], *FRAMES[6:]]), {}, {}),
     "num_frames": (TEXT, {"num_frames": 6}, {}),
     "fps": (TEXT, {"fps": 2}, {}),
@@ -409,7 +411,7 @@ def test_names_are_checked_as_stock_does(names: list[str | None] | None) -> None
         data = {"video": [video, None]}
         items = MultiModalDataParser(video_needs_metadata=True).parse_mm_data(data)
         try:
-            renderer = derived(RendererMixin, HfRenderer)
+            renderer: Any = derived(RendererMixin, HfRenderer)
             renderer.__new__(renderer)._validate_mm_uuids(data, items, {} if names is None else {"video": names})
         except ValueError as error:
             return str(error), video
