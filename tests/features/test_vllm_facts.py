@@ -9,10 +9,11 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.features.conftest import Put
 from vllm_mmcache.base import status
-from vllm_mmcache.components.features.rules import state_in
+from vllm_mmcache.components import features
 from vllm_mmcache.components.features.vllm_facts import why_not
 from vllm_mmcache.components.features.worker import hooks
 from vllm_mmcache.components.features.worker.vllm_probe import Unfit
+from vllm_mmcache.lifecycle import config_rules
 
 
 def config(**more: Any) -> Any:
@@ -52,14 +53,16 @@ def config(**more: Any) -> Any:
     ],
 )
 def test_configurations(vllm_config: Any, said: str) -> None:
-    assert str(state_in(vllm_config)).startswith(said)
+    assert str(config_rules.state_in(features.COMPONENT, vllm_config)).startswith(said)
 
 
 def test_the_engine_must_see_what_an_image_shows(put: Put) -> None:
     """By the name that identity gives it, or by its pixels, which go by shared memory here."""
     put(identity=False)
-    assert str(state_in(config(processor_cache="shm"))).startswith("off: with mm_processor_cache_type=shm")
-    assert state_in(config()) is None
+    assert str(config_rules.state_in(features.COMPONENT, config(processor_cache="shm"))).startswith(
+        "off: with mm_processor_cache_type=shm"
+    )
+    assert config_rules.state_in(features.COMPONENT, config()) is None
 
 
 def test_model_runners() -> None:
