@@ -176,7 +176,7 @@ def test_a_package_that_is_evicted_meanwhile(
 
 @pytest.mark.parametrize(
     "broken",
-    ["store.Store.fetch", "store.Store.find", "store.Store.reserve", "scheduler.Connector._is_awaited"],
+    ["store.Store.fetch", "store.Store.find", "store.Store.reserve", "hooks.Connector._is_awaited"],
 )
 @pytest.mark.parametrize("config", QWEN)
 def test_a_lookup_that_fails_is_a_miss(
@@ -185,7 +185,7 @@ def test_a_lookup_that_fails_is_a_miss(
     """A bug of ours, wherever it is, fails no request."""
     rig, runs = pool.get(config), Runs()
     with monkeypatch.context() as patched:
-        patched.setattr(f"vllm_mmcache.components.features.{broken}", lambda *asked: 1 // 0)
+        patched.setattr(f"vllm_mmcache.components.features.engine.{broken}", lambda *asked: 1 // 0)
         answers = ask_about(rig, 513)
     assert runs.new() == 1
     rig.forget_all_but_features()

@@ -153,9 +153,9 @@ def test_two_components_override_one_method() -> None:
         assert scheduler.make_stats() == ["first", "second"]
         with pytest.raises(HookDisturbed, match="make_stats"):
             installer.undo("first")
-        installer.undo("second")
-        assert scheduler.make_stats() == ["first"]
     finally:
-        installer.undo_all()
+        installer.undo("second")
+    assert scheduler.make_stats() == ["first"]
+    installer.undo("first")
     assert scheduler.make_stats() == []
     assert "make_stats" not in vars(SchedulerMixin)

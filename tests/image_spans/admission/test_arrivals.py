@@ -17,7 +17,7 @@ from transformers import Gemma3Config, Gemma4Config, PaliGemmaConfig
 from tests.image_spans.admission.arrivals import Engine, limited
 from tests.sizes import larger
 from vllm_mmcache.base.errors import UnschedulableImage
-from vllm_mmcache.components.image_spans import hooks_api, step_limits, waiting
+from vllm_mmcache.components.image_spans import hooks_api, hooks_engine, step_limits, waiting
 from vllm_mmcache.prove.answers import TOLERANCE
 from vllm_mmcache.prove.conversations import filler, picture, user
 
@@ -79,7 +79,8 @@ def test_without_the_check_all_wait(
     """Negative control: what is refused above would wait, and the text behind it, too, as all seats are taken."""
     rig = pool.get(config)
     span = longest_span(rig)
-    monkeypatch.setattr(hooks_api, "why_never", lambda *_: "")
+    for hooks in (hooks_api, hooks_engine):
+        monkeypatch.setattr(hooks, "why_never", lambda *_: "")
     with limited(rig, **{setting: span - 1}) as engine:
         ones = [engine.put(question) for question in (IMAGE, OTHER, IMAGE, OTHER, TEXT)]
         engine.until_done(ones, HANG_S)
