@@ -21,7 +21,7 @@ from vllm_mmcache.base.errors import HookDisturbed, HookError, SymbolChanged, Sy
 from vllm_mmcache.hooking.hook import Hook
 from vllm_mmcache.hooking.subclasses import mixin_for
 
-_OVERRIDES = "_mmcache_overrides"  # on a mixin's method: the names of the hooks that it runs
+_HOOKS = "_mmcache_hooks"  # on a mixin's method: the hooks that it runs, the last one first
 _INHERITED = object()  # the slot's owner did not define the attribute itself
 
 
@@ -44,13 +44,59 @@ class Replacement(wrapt.FunctionWrapper[Any, Any]):
 
 @dataclass
 class _Slot:
+    """A function of vLLM that is replaced."""
+
     owner: Any
     attribute: str
     raw: Any  # what vars(owner) held, or _INHERITED
     replacement: Any
 
+    def put(self) -> None:
+        setattr(self.owner, self.attribute, self.replacement)
 
-_installed: dict[str, list[_Slot]] = {}  # group -> slots, oldest first
+    def is_ours(self) -> bool:
+        return vars(self.owner).get(self.attribute) is self.replacement
+
+    def put_back(self) -> None:
+        if self.raw is _INHERITED:
+            delattr(self.owner, self.attribute)
+        else:
+            setattr(self.owner, self.attribute, self.raw)
+
+
+@dataclass
+class _Override:
+    """A method of vLLM that a mixin overrides. Several components can, and come and go in any order."""
+
+    owner: type
+    attribute: str
+    raw: Any  # vLLM's method
+    hook: Hook
+
+    def put(self) -> None:
+        self._change([*self._hooks(), self.hook])
+
+    def is_ours(self) -> bool:
+        return self.hook in self._hooks()
+
+    def put_back(self) -> None:
+        self._change([hook for hook in self._hooks() if hook is not self.hook])
+
+    def _hooks(self) -> tuple[Hook, ...]:
+        return getattr(vars(self.owner).get(self.attribute), _HOOKS, ())
+
+    def _change(self, hooks: list[Hook]) -> None:
+        if not hooks:
+            delattr(self.owner, self.attribute)
+            return
+        method: Any = None
+        for hook in hooks:
+            method = _override(self.owner, self.attribute, self.raw, hook, method)
+        setattr(method, _HOOKS, tuple(hooks))
+        setattr(self.owner, self.attribute, method)
+
+
+_installed: dict[str, list[_Slot | _Override]] = {}  # group -> slots, oldest first
 
 
 def version_supported(installed: str, spec: str) -> bool:
@@ -68,11 +114,11 @@ def install(group: str, hooks: Sequence[Hook], vllm_version: str, *, allow_untes
     """Install all hooks of one group, or none of them. A second call changes nothing."""
     if group in _installed:
         return Outcome(group, "on")
-    done: list[_Slot] = []
+    done: list[_Slot | _Override] = []
     try:
         planned = [slot for hook in hooks for slot in _resolve(hook, vllm_version, allow_untested)]
         for slot in planned:
-            setattr(slot.owner, slot.attribute, slot.replacement)
+            slot.put()
             done.append(slot)
         _confirm(done)
     except HookError as error:
@@ -158,7 +204,7 @@ def resolve_owner(target: str) -> tuple[Any, str]:
     return owner, attribute
 
 
-def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot]:
+def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot | _Override]:
     if not allow_untested and not version_supported(vllm_version, hook.vllm):
         raise VersionUnsupported(
             f"vLLM {vllm_version} is not in the tested range {hook.vllm}; "
@@ -167,7 +213,7 @@ def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot]
     for target in hook.reads:
         resolve_owner(target)
     wrapper = hook.wrapper
-    slots = []
+    slots: list[_Slot | _Override] = []
     original: Any = None
     for target in (hook.target, *hook.also):
         owner, attribute = resolve_owner(target)
@@ -178,10 +224,9 @@ def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot]
             original = raw
             _check_signature(hook, raw)
             if mixin := mixin_for(target):
-                below = vars(mixin).get(attribute, _INHERITED)  # another component's override of the same method
-                if hook.name in getattr(below, _OVERRIDES, ()):
+                if hook.name in {one.name for one in getattr(vars(mixin).get(attribute), _HOOKS, ())}:
                     raise SymbolChanged(f"{target} is overridden already")
-                slots.append(_Slot(mixin, attribute, below, _override(mixin, attribute, raw, hook, below)))
+                slots.append(_Override(mixin, attribute, raw, hook))
                 continue
         elif raw is not original:
             raise SymbolChanged(
@@ -194,17 +239,16 @@ def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot]
 
 
 def _override(mixin: type, attribute: str, raw: Any, hook: Hook, below: Any) -> Callable[..., Any]:
-    """A method of a mixin: the hook's wrapper around the mixin's method so far, `below`.
+    """A method of a mixin: the hook's wrapper around that of another hook, `below`.
 
-    Where it has none, around what comes after the mixin in the object's own order of classes.
+    Without one, around what comes after the mixin in the object's own order of classes.
     """
 
     @functools.wraps(raw)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        wrapped = getattr(super(mixin, self), attribute) if below is _INHERITED else below.__get__(self)
+        wrapped = getattr(super(mixin, self), attribute) if below is None else below.__get__(self)
         return hook.wrapper(wrapped, self, args, kwargs)
 
-    setattr(method, _OVERRIDES, (*getattr(below, _OVERRIDES, ()), hook.name))
     return method
 
 
@@ -221,17 +265,14 @@ def _check_signature(hook: Hook, raw: Any) -> None:
         raise SymbolChanged(f"{hook.target} has no argument {', '.join(missing)} any more; it has {', '.join(names)}")
 
 
-def _confirm(slots: Iterable[_Slot]) -> None:
+def _confirm(slots: Iterable[_Slot | _Override]) -> None:
     for slot in slots:
-        seen = vars(slot.owner).get(slot.attribute)
-        if seen is not slot.replacement:
+        if not slot.is_ours():
+            seen = vars(slot.owner).get(slot.attribute)
             owner = getattr(slot.owner, "__qualname__", getattr(slot.owner, "__name__", slot.owner))
             raise HookDisturbed(f"{owner}.{slot.attribute} now holds {seen!r}; take that away first")
 
 
-def _put_back(slots: list[_Slot]) -> None:
+def _put_back(slots: Sequence[_Slot | _Override]) -> None:
     for slot in reversed(slots):
-        if slot.raw is _INHERITED:
-            delattr(slot.owner, slot.attribute)
-        else:
-            setattr(slot.owner, slot.attribute, slot.raw)
+        slot.put_back()
