@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Subclasses of what vLLM's configuration and registry name: found by name, around the user's own, and gone again."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from vllm_mmcache.base.errors import HookDisturbed
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.hooking import installer, subclasses
 from vllm_mmcache.hooking.subclasses import RendererMixin, SchedulerMixin, WorkerMixin, derived
@@ -158,4 +160,21 @@ def test_two_components_override_one_method() -> None:
         installer.undo("second")
         installer.undo("first")
     assert scheduler.make_stats() == []
+    assert "make_stats" not in vars(SchedulerMixin)
+
+
+def test_what_others_put_on_a_mixin_is_left_alone() -> None:
+    """Nothing is installed over it, nor undone below it."""
+    (hook,) = [member for member in table() if member.name == "metrics.send"]
+    other = replace(hook, name="other")
+    assert installer.install("a test", [hook], vllm_version()).state == "on"
+    ours = vars(SchedulerMixin)["make_stats"]
+    try:
+        SchedulerMixin.make_stats = functools.wraps(ours)(lambda self: None)  # type: ignore[attr-defined]
+        assert "overridden already" in installer.install("another", [other], vllm_version()).reason
+        with pytest.raises(HookDisturbed, match="make_stats"):
+            installer.undo("a test")
+    finally:
+        SchedulerMixin.make_stats = ours  # type: ignore[attr-defined]
+        installer.undo("a test")
     assert "make_stats" not in vars(SchedulerMixin)

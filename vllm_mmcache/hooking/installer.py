@@ -21,7 +21,6 @@ from vllm_mmcache.base.errors import HookDisturbed, HookError, SymbolChanged, Sy
 from vllm_mmcache.hooking.hook import Hook
 from vllm_mmcache.hooking.subclasses import mixin_for
 
-_HOOKS = "_mmcache_hooks"  # on a mixin's method: the hooks that it runs, the last one first
 _INHERITED = object()  # the slot's owner did not define the attribute itself
 
 
@@ -74,29 +73,31 @@ class _Override:
     hook: Hook
 
     def put(self) -> None:
-        self._change([*self._hooks(), self.hook])
+        self._change([*_overridden(self.owner, self.attribute)[1], self.hook])
 
     def is_ours(self) -> bool:
-        return self.hook in self._hooks()
+        method, hooks = _overridden(self.owner, self.attribute)
+        return vars(self.owner).get(self.attribute) is method and self.hook in hooks
 
     def put_back(self) -> None:
-        self._change([hook for hook in self._hooks() if hook is not self.hook])
-
-    def _hooks(self) -> tuple[Hook, ...]:
-        return getattr(vars(self.owner).get(self.attribute), _HOOKS, ())
+        self._change([hook for hook in _overridden(self.owner, self.attribute)[1] if hook is not self.hook])
 
     def _change(self, hooks: list[Hook]) -> None:
         if not hooks:
             delattr(self.owner, self.attribute)
+            del _overrides[self.owner, self.attribute]
             return
         method: Any = None
         for hook in hooks:
             method = _override(self.owner, self.attribute, self.raw, hook, method)
-        setattr(method, _HOOKS, tuple(hooks))
         setattr(self.owner, self.attribute, method)
+        _overrides[self.owner, self.attribute] = method, hooks
 
 
 _installed: dict[str, list[_Slot | _Override]] = {}  # group -> slots, oldest first
+_overrides: dict[
+    tuple[type, str], tuple[Any, list[Hook]]
+] = {}  # a mixin's method, and its hooks, the last called first
 
 
 def version_supported(installed: str, spec: str) -> bool:
@@ -224,7 +225,8 @@ def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot 
             original = raw
             _check_signature(hook, raw)
             if mixin := mixin_for(target):
-                if hook.name in {one.name for one in getattr(vars(mixin).get(attribute), _HOOKS, ())}:
+                method, others = _overridden(mixin, attribute)
+                if vars(mixin).get(attribute) is not method or hook.name in {other.name for other in others}:
                     raise SymbolChanged(f"{target} is overridden already")
                 slots.append(_Override(mixin, attribute, raw, hook))
                 continue
@@ -236,6 +238,11 @@ def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot 
             _Slot(owner, attribute, vars(owner).get(attribute, _INHERITED), Replacement(raw, wrapper, hook.name))
         )
     return slots
+
+
+def _overridden(mixin: type, attribute: str) -> tuple[Any, list[Hook]]:
+    """Our method of a mixin and the hooks that it runs; None and none where we have none."""
+    return _overrides.get((mixin, attribute), (None, []))
 
 
 def _override(mixin: type, attribute: str, raw: Any, hook: Hook, below: Any) -> Callable[..., Any]:
