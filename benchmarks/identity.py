@@ -30,7 +30,7 @@ from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.identity.middleware import FindTenant
 from vllm_mmcache.components.identity.vllm_endpoints import find_tenant_in_body
 from vllm_mmcache.hooking import installer
-from vllm_mmcache.lifecycle.registry import hooks_of
+from vllm_mmcache.lifecycle.registry import COMPONENTS
 
 PAYLOAD_BYTES = 1 << 20
 SALT = {"salt": "a salt of forty-three characters, as advised"}
@@ -59,7 +59,7 @@ def measure(options: Namespace) -> Result:
     content = variant(content, "\0" * (PAYLOAD_BYTES - len(content)))
     stock = per_image_s(content, options.rounds)
     for group in ("lazy_media", "identity"):
-        outcome = installer.install(group, hooks_of(group), vllm_version())
+        outcome = installer.install(group, COMPONENTS[group].all_hooks(), vllm_version())
         assert outcome.state == "on", outcome.reason
     try:
         for case, headers in TENANTS.items():

@@ -16,14 +16,14 @@ from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.identity.aliases import ALIASES
 from vllm_mmcache.content.content_name import name_of
 from vllm_mmcache.hooking import installer
-from vllm_mmcache.lifecycle.registry import hooks_of
+from vllm_mmcache.lifecycle.registry import COMPONENTS
 
 
 @pytest.fixture(params=["stock", "identity"])
 def side(request: pytest.FixtureRequest) -> Iterator[str]:
     """For what must hold, or fail, on stock too."""
     if request.param == "identity":
-        outcome = installer.install("identity", hooks_of("identity"), vllm_version())
+        outcome = installer.install("identity", COMPONENTS["identity"].all_hooks(), vllm_version())
         assert outcome.state == "on", outcome.reason
     yield request.param
     installer.undo("identity")
@@ -32,7 +32,7 @@ def side(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def installed() -> Iterator[None]:
     ALIASES.clear()
-    outcome = installer.install("identity", hooks_of("identity"), vllm_version())
+    outcome = installer.install("identity", COMPONENTS["identity"].all_hooks(), vllm_version())
     assert outcome.state == "on", outcome.reason
     yield
     installer.undo("identity")

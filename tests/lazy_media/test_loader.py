@@ -22,7 +22,7 @@ from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
 from vllm_mmcache.content.base64_image import TEXTS
 from vllm_mmcache.hooking import installer
-from vllm_mmcache.lifecycle.registry import hooks_of
+from vllm_mmcache.lifecycle.registry import COMPONENTS
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.storage import records
@@ -43,7 +43,7 @@ def room() -> Iterator[None]:
     TEXTS.clear()
     RECORDS.clear()
     records.close()
-    outcome = installer.install("lazy_media", hooks_of("lazy_media"), vllm_version())
+    outcome = installer.install("lazy_media", COMPONENTS["lazy_media"].all_hooks(), vllm_version())
     assert outcome.state == "on", outcome.reason
     try:
         yield
@@ -164,7 +164,7 @@ def test_other_options_are_another_record() -> None:
 @pytest.mark.usefixtures("installed")
 def test_images_are_known_to_their_tenant_alone() -> None:
     """The loader is made in the request's context and used in a thread that has another one."""
-    installer.install("identity", hooks_of("identity"), vllm_version())
+    installer.install("identity", COMPONENTS["identity"].all_hooks(), vllm_version())
     content = FILES["png"]
     text = base64.b64encode(content).decode()
 

@@ -19,10 +19,10 @@ from vllm.distributed import parallel_state
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.metrics import counters, transport
-from vllm_mmcache.lifecycle.registry import hooks_of
+from vllm_mmcache.lifecycle.registry import COMPONENTS
 
 rank, place = int(sys.argv[1]), sys.argv[2]
-assert installer.install("metrics", hooks_of("metrics"), vllm_version()).state == "on"
+assert installer.install("metrics", COMPONENTS["metrics"].all_hooks(), vllm_version()).state == "on"
 with set_current_vllm_config(VllmConfig()):
     parallel_state.init_distributed_environment(2, rank, f"file://{place}", rank, "gloo")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, backend="gloo")

@@ -40,7 +40,7 @@ PRELUDE = """
 import importlib, inspect
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.hooking import installer
-from vllm_mmcache.lifecycle.registry import FIRST, REPORT, hooks_of, parts, table
+from vllm_mmcache.lifecycle.registry import FIRST, REPORT, COMPONENTS, parts, table
 targets = [t for m in table() for t in (m.target, *m.also)]
 
 def raw():
@@ -69,7 +69,7 @@ def roles():
 
 def install():
     for group in dict.fromkeys(hook.component for hook in table()):
-        outcome = installer.install(group, hooks_of(group), vllm_version())
+        outcome = installer.install(group, [hook for hook in table() if hook.component == group], vllm_version())
         assert outcome.state == "on", outcome
 """
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm_mmcache.base.role import Role
+from vllm_mmcache.base.role import ROLES, Role
 from vllm_mmcache.hooking.hook import Hook, declared_in
 
 if TYPE_CHECKING:
-    from vllm_mmcache.base.role import Role
+    from vllm_mmcache.base.role import ROLES, Role
     from vllm_mmcache.base.status import State
 
 
@@ -50,6 +50,10 @@ class Component:
         """Its hooks in a process of this role; imports the modules that declare them."""
         modules = self.hooks.get(role, ())
         return [hook for name in modules for hook in declared_in(f"{self.package}.{name}") if hook.process == role]
+
+    def all_hooks(self) -> list[Hook]:
+        """Its hooks in all roles."""
+        return [hook for role in ROLES for hook in self.hooks_in(role)]
 
     def state_in(self, vllm_config: Any) -> State | None:
         """Why it has nothing to do in a configuration, or can't be in it; None where its rule says neither."""

@@ -39,7 +39,7 @@ def start() -> installer.Outcome:
     Raises: SettingsError; HookError, where they don't fit and tenants must be kept apart.
     """
     version = vllm_version()
-    outcome = _install(FIRST.name, _first_hooks(), version)
+    outcome = _install(FIRST.name, FIRST.all_hooks(), version)
     if outcome.state != "on":
         settings.warn_of_unknown_variables()
         refuse_if_required(f"nothing of mmcache is on: {outcome.reason}")
@@ -121,7 +121,7 @@ def foresee(vllm_config: Any = None) -> dict[str, State]:
     """
     version, engine = vllm_version(), engine_here(vllm_config)
     own, _ = own_proofs(engine, vllm_config)
-    nothing = misfit(_first_hooks(), version)
+    nothing = misfit(FIRST.all_hooks(), version)
     found: dict[str, State] = {}
     for role in ROLES:
         absent = nothing or misfit(REPORT.hooks_in(role), version)
@@ -188,10 +188,6 @@ def words(states: Iterable[tuple[str, State]]) -> str:
         if any(state.state == kind for _, state in said)
     )
     return on + others
-
-
-def _first_hooks() -> list[Hook]:
-    return [hook for role in ROLES for hook in FIRST.hooks_in(role)]
 
 
 def _switch_on(component: Component, role: Role, vllm_config: Any, version: str) -> State:

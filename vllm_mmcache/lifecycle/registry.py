@@ -50,9 +50,4 @@ def parts(role: Role) -> dict[str, Component]:
 def table() -> tuple[Hook, ...]:
     """Every symbol of vLLM that is replaced or overridden; imports all that declares one."""
     everything = (FIRST, REPORT, *COMPONENTS.values())
-    return tuple(hook for component in everything for role in ROLES for hook in component.hooks_in(role))
-
-
-def hooks_of(name: str) -> list[Hook]:
-    """The hooks of a component, of FIRST or of REPORT, in all roles."""
-    return [hook for hook in table() if hook.component == name]
+    return tuple(hook for component in everything for hook in component.all_hooks())

@@ -32,7 +32,7 @@ from vllm_mmcache.components.lazy_media.video.vllm_video import RecordedVideo
 from vllm_mmcache.components.lazy_media.vllm_source import load
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.hooking.subclasses import RendererMixin, derived
-from vllm_mmcache.lifecycle.registry import hooks_of
+from vllm_mmcache.lifecycle.registry import COMPONENTS
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.storage import records
 
@@ -292,7 +292,7 @@ def test_metadata_is_each_requests_own() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_videos_are_known_to_their_tenant_alone() -> None:
-    installer.install("identity", hooks_of("identity"), vllm_version())
+    installer.install("identity", COMPONENTS["identity"].all_hooks(), vllm_version())
 
     def is_known(salt: str | None, way: Callable[[Any], Any]) -> bool:
         token = tenant.SALT.set(salt)
