@@ -8,6 +8,7 @@ through multiprocessing.util, the second through torch.distributed: each engine 
 
 import functools
 import multiprocessing.util
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ def _prepare() -> None:
     """Once in a process, where the guard is first put up: an audit hook can't be taken away."""
     import torch.distributed
 
+    platform.processor()  # Python asks a program for it, once in a process, whoever comes first
     spawn, join = multiprocessing.util.spawnv_passfds, torch.distributed.init_process_group
     multiprocessing.util.spawnv_passfds = _instead(spawn, "a process, multiprocessing's spawn")
     torch.distributed.init_process_group = _instead(join, "an engine, or joins a process group as one does")

@@ -16,7 +16,7 @@ from benchmarks.catalogue import BENCHMARKS
 from tests.sizes import larger
 
 REPO = Path(__file__).parents[2]
-PAGES = sorted({*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md"), *REPO.glob("*/README.md")})
+PAGES = sorted({*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md"), *REPO.glob("[a-z]*/README.md")})
 
 
 def load(script: str) -> Any:

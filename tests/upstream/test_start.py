@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,25 @@ from vllm_mmcache.base.role import ROLES
 from vllm_mmcache.base.status import ON, State
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle import activation, config_rules, tested_engines, user_proofs
-from vllm_mmcache.lifecycle.registry import COMPONENTS, ROOMS, parts
+from vllm_mmcache.lifecycle.registry import COMPONENTS, FIRST, ROOMS, parts
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS, Engine, Row
 
 pytestmark = pytest.mark.usefixtures("no_role")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_stays_installed() -> Iterator[None]:
+    """The roles taken on here end, and what they have installed is undone.
+
+    What vLLM has had the plugin register stays, since it asks once in a process.
+    """
+    before, states = set(installer._installed), dict(status._states)
+    yield
+    status._states.clear()
+    status._states.update(states)
+    status._refresh()
+    for group in reversed([group for group in installer._installed if group not in {*before, FIRST.name}]):
+        installer.undo(group)
 
 
 @pytest.fixture(scope="module")
@@ -321,14 +337,14 @@ from vllm_mmcache.lifecycle import tested_engines
 tested_engines.TABLE[:] = []
 from mmcache_tools.harness.engines import EngineConfig, EnginePool
 from vllm_mmcache.prove.conversations import one, picture, user
-from vllm_mmcache.lifecycle.registry import hooks_of
+from vllm_mmcache.lifecycle.registry import COMPONENTS
 pool = EnginePool(pathlib.Path({str(tmp_path)!r}))
 rig = pool.get(EngineConfig("qwen2-vl"))
 ask = user(picture(1), "What is it?")
 answers = [one(rig, ask), one(rig, ask)]
 same = answers[0].token_ids == answers[1].token_ids
 states = {{room: state.state for room, state in status.in_force().items()}}
-members = [(room, member) for room in tested_engines.ENGINE_ROOMS for member in hooks_of(room)]
+members = [(room, member) for room in tested_engines.ENGINE_ROOMS for member in COMPONENTS[room].all_hooks()]
 replaced = [room for room, member in members if installer.is_replaced(member.target)]
 print(json.dumps([same, answers[1].num_cached_tokens, states, rig.features is None, replaced]))
 pool.close()
