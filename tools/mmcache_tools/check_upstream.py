@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make check-upstream`: resolve the ledger against the vLLM 0.32.0 and 0.33.0 wheels without importing them.
+"""`make check-upstream`: resolve every hook against the vLLM 0.32.0 and 0.33.0 wheels without importing them.
 
     python -m mmcache_tools.check_upstream [--wheels DIR] [--record]
 

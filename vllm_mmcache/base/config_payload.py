@@ -7,8 +7,6 @@ from typing import Any
 from vllm_mmcache.base import settings
 
 _CARRIED = "mmcache_settings"  # attributes of an additional_config
-
-
 _OUR_NAMES = "mmcache_names"
 
 

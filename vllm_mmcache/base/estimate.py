@@ -6,8 +6,6 @@ import math
 import numpy as np
 
 NUM_BUCKETS = 32
-
-
 WEIGHT = 0.2  # of the newest measurement
 
 

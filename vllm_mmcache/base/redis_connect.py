@@ -15,8 +15,6 @@ from vllm_mmcache.base.remote_url import Host, RemoteUrl, parsed
 from vllm_mmcache.base.store_url import error_without_secrets, without_secrets
 
 FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
-
-
 SOCKET: Host = ("", 0)
 
 

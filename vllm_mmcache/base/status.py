@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rooms are on in this process, and why the others are not: the one answer, which every wrapper asks for.
 
-A room is a group of the ledger that has a setting of its name. A process plays one role or several: it makes the
-configuration and talks to clients (api, or the offline program), it schedules (engine), it runs the model (worker).
+A room is a component (hooking/component.py) with a setting of its name. A process plays one role or several: it makes
+the configuration and talks to clients (api, or the offline program), it schedules (engine), it runs the model (worker).
 lifecycle/activation.py decides for a role when the process takes it on; what a room finds out later, when the model is
 loaded, and what the ranks agree on, is put over that. Imports no vLLM.
 """

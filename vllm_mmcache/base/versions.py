@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that ties mmcache to one range of vLLM versions: the ledger of hooks and the machine that applies it."""
+"""Versions of what is installed, by their metadata. Any process."""
 
 from importlib import metadata
 

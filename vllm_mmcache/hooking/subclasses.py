@@ -3,8 +3,8 @@
 
 The engine process names a subclass of the configuration's own scheduler class (`scheduler_cls`), and one of its worker
 class (`worker_cls`), which travels to the workers as a name; the API process names one of each renderer in vLLM's
-registry. Each derives from a mixin here first, then from that class. An entry of the ledger whose owner is in MIXINS
-becomes a method of the mixin (hooks.py), so it can come and go while instances live; without one a subclass does what
+registry. Each derives from a mixin here first, then from that class. A hook whose owner is in MIXINS becomes a
+method of the mixin (installer.py), so it can come and go while instances live; without one a subclass does what
 its base does.
 """
 

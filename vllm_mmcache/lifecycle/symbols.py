@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger as it fits here, for `mmcache doctor --symbols`. Runs on the command line; replaces nothing."""
+"""The table of hooks as it fits here, for `mmcache doctor --symbols`. Runs on the command line; replaces nothing."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from vllm_mmcache.lifecycle.registry import table
 
 
 def symbols() -> list[dict[str, Any]]:
-    """A row per ledger entry: group, name, target, process, misfit (empty where it fits), body (tested or changed)."""
+    """A row per hook: group, name, target, process, misfit (empty where it fits), body (tested or changed)."""
     version = vllm_version()
     untested = settings.current().allow_untested_vllm
     return [

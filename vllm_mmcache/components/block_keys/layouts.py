@@ -2,10 +2,7 @@
 """Which layout of block keys is used under a hash algorithm, and why. Any process."""
 
 CUMULATIVE = "cumulative"
-
-
 STOCK = "stock"
-
 
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes base64 images out of a request's JSON body before it is parsed, and keeps them as views on the bytes received.
 
-`layer` is the ASGI layer, `scan` finds the base64 text in the bytes, `shapes` says which places of a request hold
-images, `payload` is one image's text, `references` connects the short names in the body with the payloads.
+`middleware` is the ASGI layer, `extract` takes the images out of a body, and `request_shapes` says which places of a
+request hold images. The text of one image, and the placeholder that stands for it, are in the package `content`.
 """
 
 from vllm_mmcache.hooking.component import Component

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images that attend both ways are never split by a step, and run as such.
 
-`scheduler` cuts steps around spans (`spans`), `admission` refuses what no step can hold and gives the others their
-turn, `attention` is the backend that reads images' full KV from the paged cache; `rules` says of which models images
-attend both ways. Engine, API and worker process.
+`hooks_engine` cuts steps around spans (`spans`) and gives long ones their turn, `hooks_api` refuses what no step can
+hold, `vllm_backend` is the attention backend that reads images' full KV from the paged cache, and
+`reference_attention` is that in its naive form; `rules` says of which models images attend both ways. Engine, API and
+worker process.
 """
 
 from vllm_mmcache.hooking.component import Component

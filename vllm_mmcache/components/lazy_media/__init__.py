@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images whose bytes are known stay undecoded until somebody needs their pixels.
 
-`picture` is such an image, `records` is what is known about the bytes, `loader` puts both under vLLM's image loader.
+`lazy_image` is such an image, `media_info` is what is known about the bytes, and `hooks` puts both under vLLM's image
+loader; `video/` does the same for videos.
 """
 
 from vllm_mmcache.hooking.component import Component

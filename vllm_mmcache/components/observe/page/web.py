@@ -41,7 +41,7 @@ HERE = Path(__file__).parent
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Rooms = Callable[[], dict[str, Any]]
-"""What is in force: rooms and places; see lifecycle/display.py."""
+"""What is in force: rooms and places; see `as_json` of base/status.py."""
 
 
 def routes(records: Callable[[], RecordStore | None], admin_key: str | None, rooms: Rooms) -> list[Route]:
