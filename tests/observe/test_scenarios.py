@@ -244,6 +244,7 @@ def test_what_happened_to_an_image(ask: Observed) -> None:
     assert notes(ask.chat(user(picture_of_this_test, QUESTION))) == ("left", "skipped", "hit", "not_needed")
     moved = user(RULES, picture_of_this_test, QUESTION)
     assert notes(ask.chat(moved)) == ("left", "skipped", "hit", "encoder_cache")
+    assert ask.rig.features.copying.wait(60)  # what the first request computed is on its way to RAM
     ask.rig.llm.llm_engine.reset_encoder_cache()
     assert ask.rig.features.wait_until_known(600)  # the weights, which may be others
     assert notes(ask.chat(user(words(70), picture_of_this_test, QUESTION)))[3] == "ram"
