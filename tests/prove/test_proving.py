@@ -76,9 +76,7 @@ def test_all_that_passed_is_kept(started: Callable[..., list[Item]]) -> None:
     verdict = prove(compiled=True)
     assert [(item.rooms, item.compiled, item.together) for item in ran] == [
         ((), False, False),
-        (("block_keys",), False, False),
-        (("metrics",), False, False),
-        (("features",), False, False),
+        *(((room,), False, False) for room in ENGINE_ROOMS if room in OF_USE),
         ((), True, False),
         (ENGINE_ROOMS, True, True),
     ]
@@ -112,7 +110,7 @@ def test_a_room_that_fails_stays_off_and_says_what_differed(started: Callable[..
 def test_one_room_is_tried_beside_those_that_are_on_by_default(started: Callable[..., list[Item]]) -> None:
     ran = started()
     verdict = prove(("features",))
-    assert [item.rooms for item in ran] == [(), ("features",), ("image_spans", "metrics", "features")]
+    assert [item.rooms for item in ran] == [(), ("features",), ("image_spans", "features", "metrics")]
     assert list(verdict.rooms) == ["features"]
     assert user_proofs.proven_rooms(PLACE) == {"features"}
 
@@ -239,7 +237,7 @@ def test_vllms_arguments() -> None:
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0rc1", "0.33.1.dev2+gabc", "0.34.0", "dev"])
 def test_a_vllm_where_nothing_would_be_on(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_mmcache.base.versions.vllm_version", lambda: version)
+    monkeypatch.setattr(look, "vllm_version", lambda: version)
     monkeypatch.delenv(items.UNTESTED, raising=False)
     with pytest.raises(EnvironmentProblem, match=re.escape(f"vLLM {version} is outside")):
         look.see("", [])
@@ -247,7 +245,7 @@ def test_a_vllm_where_nothing_would_be_on(version: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("version", ["0.32.0+cpu", "0.33.1"])
 def test_a_vllm_that_can_be_proven(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_mmcache.base.versions.vllm_version", lambda: version)
+    monkeypatch.setattr(look, "vllm_version", lambda: version)
     monkeypatch.delenv(items.UNTESTED, raising=False)
     assert look.see("", []).vllm == version
 

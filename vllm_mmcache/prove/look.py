@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_mmcache.base import distributions
 from vllm_mmcache.base.errors import EnvironmentProblem
+from vllm_mmcache.base.versions import vllm_version
 
 ERROR = "mmcache prove: "  # what a line begins with that is for the user
 
@@ -59,7 +60,6 @@ def see(model: str, arguments: Sequence[str], fixed: Sequence[str] = ()) -> Seen
     """In the process of its own. Raises: EnvironmentProblem."""
     from vllm.platforms import current_platform
 
-    from vllm_mmcache.base.versions import vllm_version
     from vllm_mmcache.hooking.hook import TESTED_VLLM
     from vllm_mmcache.hooking.installer import version_supported
     from vllm_mmcache.lifecycle.activation import platform_name
