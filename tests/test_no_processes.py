@@ -23,27 +23,33 @@ TRUE = [sys.executable, "-c", ""]
 refused = pytest.raises(pytest.fail.Exception, match="a test of the fast lane starts a")
 
 
-def caught() -> None:
+def start_and_catch() -> None:
     with contextlib.suppress(BaseException):
         subprocess.run(TRUE, check=True)
 
 
-def in_thread() -> None:
-    thread = threading.Thread(target=caught)
+def start_in_asyncio() -> None:
+    with contextlib.suppress(BaseException):
+        asyncio.run(asyncio.create_subprocess_exec(*TRUE))
+
+
+def in_thread(function: Callable[[], None]) -> None:
+    """Call it in a thread of its own, where no event loop runs: a test with a browser leaves one in the main thread."""
+    thread = threading.Thread(target=function)
     thread.start()
     thread.join()
 
 
 WAYS: dict[str, Callable[[], object]] = {
     "subprocess": lambda: subprocess.run(TRUE, check=True),
-    "asyncio": lambda: asyncio.run(asyncio.create_subprocess_exec(*TRUE)),
+    "asyncio": lambda: in_thread(start_in_asyncio),
     "system": lambda: os.system("true"),
     "fork": os.fork,
     "posix_spawn": lambda: os.posix_spawn(sys.executable, TRUE, {}),
     "multiprocessing": multiprocessing.get_context("spawn").Process(target=print).start,
     "multiprocessing by fork": multiprocessing.get_context("fork").Process(target=print).start,
-    "in a thread": in_thread,
-    "caught": caught,
+    "in a thread": lambda: in_thread(start_and_catch),
+    "caught": start_and_catch,
     "an engine": lambda: torch.distributed.init_process_group("gloo", rank=0, world_size=1),
 }
 
