@@ -66,7 +66,7 @@ upstream-tests: $(STAMP)  ## vLLM's own tests with and without the plugin; VLLM_
 	@$(BIN)/python -m pip install --quiet --editable '.[cpu,dev,upstream]'
 	@$(BIN)/python scripts/upstream_tests.py "$(VLLM_SRC)" $(ARGS)
 
-gpu-check:  ## each room on an NVIDIA GPU: exactness, then benchmarks; VLLM_PYTHON=/path/to/python, with vLLM in it
+gpu-check:  ## each component on an NVIDIA GPU: exactness, then benchmarks; VLLM_PYTHON=/path/to/python, with vLLM in it
 	@"$(VLLM_PYTHON)" -m scripts.gpu_check.run $(ARGS)
 
 gpu-ship: $(STAMP)  ## the same on a machine without a network, in pieces: ARGS='pack --facts facts.json'; ARGS=--help

@@ -3,7 +3,7 @@
 
 Targets: at most 50 microseconds an image, warm, at a payload of 1 MB, beyond the digest; uuid-only turns within 5 % of
 stock's. The image is warm: its bytes are known, so that their digest is remembered, as on every turn but the first.
-What is left is what this room adds: alias, tenant and arguments. The turns are those of real servers. Finding the
+What is left is what this component adds: alias, tenant and arguments. The turns are those of real servers. Finding the
 tenant of a request, by each way of naming it: at most 20 microseconds.
 """
 
@@ -54,7 +54,7 @@ HEADERS = [
 
 
 def measure(options: Namespace) -> Result:
-    """Case -> median seconds per image of vLLM's digest (without the room and its memory), and of the warm room."""
+    """Case -> median seconds per image of vLLM's digest (without the component and its memory), and of the warm component."""
     result, content = Result(), picture(PNG, 0)
     content = variant(content, "\0" * (PAYLOAD_BYTES - len(content)))
     stock = per_image_s(content, options.rounds)

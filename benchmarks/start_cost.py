@@ -3,7 +3,7 @@
 
 Stock and plugin start in turn, a real server with the engine and one worker in processes of their own. A whole process
 takes 10 s with a spread of a second, so the plugin's own part is measured directly, too (probe/sitecustomize.py): its
-functions and rooms that run at start, its modules, and the modules that a stock process has not imported by then.
+functions and components that run at start, its modules, and the modules that a stock process has not imported by then.
 
 --plugin measures another checkout. Target: at most 0.5 s of the plugin's own in each process.
 """

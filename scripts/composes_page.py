@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs vLLM's features with the rooms and writes docs/composes.md from what came of it.
+"""Runs vLLM's features with the components and writes docs/composes.md from what came of it.
 
     python -m scripts.composes_page [--run FEATURE ... | --run] [--engine v1]
 
@@ -24,7 +24,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from scripts.matrix import REPO, commit
-from tests.composes.features import BY_NAME, FEATURES, ROOMS, Feature
+from tests.composes.features import BY_NAME, COMPONENT_NAMES, FEATURES, Feature
 from tests.composes.running import judge, run
 
 USUAL = ("properties", "system-out", "system-err")  # of a test that passed, in JUnit's format
@@ -41,9 +41,9 @@ HEAD = """# What it composes with
 Beside which features of vLLM 0.32 the plugin stays exact, and what holds for [KV connectors](#kv-connectors). Tried on
 the CPU with tiny models: Gemma 3 where no other is named. Numbers, dates and commits: `composes.json`.
 
-- **exact**: every room with work on that model was on and reused what it could; answers had the tokens and
+- **exact**: every component with work on that model was on and reused what it could; answers had the tokens and
   log-probabilities (1e-3 in float32) of that engine's cold run, and another picture changed them.
-- **room off**: exact without that room; the server says why at start.
+- **component off**: exact without that component; the server says why at start.
 - **fails**: vLLM itself ends so on the CPU. **-**: not run.
 
 The last {deployed} rows are servers of Qwen3-VL, asked over HTTP; other questions go past `lazy_media`, `pixels` and
@@ -89,7 +89,7 @@ class Row:
 
     feature: str
     engine: str
-    rooms: dict[str, str] = field(default_factory=dict)
+    components: dict[str, str] = field(default_factory=dict)
     error: str = ""  # as expected: vLLM can't do this here
     failed: str = ""  # not as expected
     delta: float = 0.0  # to a cold run
@@ -122,9 +122,13 @@ def record_tests(features: Sequence[Feature], engine: str, scratch: Path) -> Ite
         module = file.removesuffix(".py").replace("/", ".")
         mine = [one for one in cases if one.get("classname") == module and test in ("", one.get("name"))]
         bad = [f"{one.get('name')}: {child.tag}" for one in mine for child in one if child.tag not in USUAL]
-        rooms = {room: feature.expected(engine).get(room, "on") for room in ROOMS if room in feature.uses}
+        components = {
+            component: feature.expected(engine).get(component, "on")
+            for component in COMPONENT_NAMES
+            if component in feature.uses
+        }
         why = "" if mine and not bad else f"pytest ended with {done.returncode}, of {len(mine)} tests: {bad}"
-        yield Row(feature.name, engine, rooms=rooms, failed=why, **made())
+        yield Row(feature.name, engine, components=components, failed=why, **made())
 
 
 def made() -> dict[str, Any]:
@@ -148,7 +152,9 @@ def record(feature: Feature, engine: str, scratch: Path) -> Row:
         "accepted": result["accepted"],
         "delta": float(f"{delta:.1e}"),
     }
-    return Row(**about, rooms={room: result["rooms"][room] for room in ROOMS}, **numbers)
+    return Row(
+        **about, components={component: result["components"][component] for component in COMPONENT_NAMES}, **numbers
+    )
 
 
 def mark(feature: Feature, row: Row | None) -> str:
@@ -160,16 +166,16 @@ def mark(feature: Feature, row: Row | None) -> str:
     if row.error:
         fails = feature.fails.get(row.engine)
         return f"fails: `{fails.words if fails and fails.words in row.error else short(row.error)}`"
-    states = {room: state.partition(":")[0] for room, state in row.rooms.items()}
-    off = [f"`{room}` {state}" for room, state in states.items() if state not in ("on", "unneeded")]
+    states = {component: state.partition(":")[0] for component, state in row.components.items()}
+    off = [f"`{component}` {state}" for component, state in states.items() if state not in ("on", "unneeded")]
     return ", ".join(off) or "exact"
 
 
 def about(feature: Feature, rows: Sequence[Row]) -> str:
     """The feature, its model where that is another than the head says, its note, and what alone was looked at."""
-    model = "" if feature.uses == ROOMS else NAMES.get(feature.family, f" ({feature.family})")
-    looked_at = [f"`{room}`" for room in ROOMS if any(room in row.rooms for row in rows)]
-    only = f"only {', '.join(looked_at)}; " if 0 < len(looked_at) < len(ROOMS) else ""
+    model = "" if feature.uses == COMPONENT_NAMES else NAMES.get(feature.family, f" ({feature.family})")
+    looked_at = [f"`{component}`" for component in COMPONENT_NAMES if any(component in row.components for row in rows)]
+    only = f"only {', '.join(looked_at)}; " if 0 < len(looked_at) < len(COMPONENT_NAMES) else ""
     said = (only + feature.note).rstrip(".; ")
     return one_line(feature.title + model + (f"; {said}" if said else ""))
 
@@ -182,7 +188,7 @@ def page(rows: list[Row]) -> str:
         mine = {row.engine: row for row in reversed(rows) if row.feature == feature.name}
         marks = [mark(feature, mine.get(engine)) for engine in engines]
         lines.append(" | ".join([about(feature, list(mine.values())), *marks]))
-    deployed = sum(feature.uses == ROOMS for feature in FEATURES)
+    deployed = sum(feature.uses == COMPONENT_NAMES for feature in FEATURES)
     return HEAD.format(deployed=deployed) + "\n".join(lines) + "\n\n" + KV_CONNECTORS
 
 
@@ -220,7 +226,7 @@ def main() -> int:
         scratch = options.scratch or Path(folder)
         wanted = [BY_NAME[name] for name in ([] if options.run is None else options.run or BY_NAME)]
         for row in runs(wanted, options.engine, scratch):
-            print(f"{row.feature}: {row.failed or row.error or row.rooms}", flush=True)
+            print(f"{row.feature}: {row.failed or row.error or row.components}", flush=True)
             rows[row.place] = row
             ordered = [rows[place] for place in sorted(rows)]
             RESULTS.write_text(json.dumps([asdict(one) for one in ordered], indent=1) + "\n")

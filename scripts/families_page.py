@@ -32,7 +32,7 @@ Whether the feature store works with your model. Of the {num} architectures of v
   are tried when the model is loaded: if their features depend on each other, or the tower runs parts of the language
   model, the log says so and nothing is stored.
 - **Tested**: on real engines, cold against warm and against Transformers ([exactness](exactness.md)).
-- The other rooms don't depend on the class. On the CPU, of models whose images attend both ways, those of
+- The other components don't depend on the class. On the CPU, of models whose images attend both ways, those of
   [this table](image_attention.md) are served and the others refused, PaliGemma among them.
 
 """

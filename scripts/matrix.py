@@ -44,7 +44,7 @@ How many tests pass on each vLLM, model runner and scheduling, on the CPU. Dates
 - On V2 Triton's interpreter runs the kernels, and only tests that start an engine are run.
 - `all`: every scenario on every family; elsewhere what CI runs. `-`: not run.
 """
-# The folders whose tests must have passed on an engine before a room is on by default there.
+# The folders whose tests must have passed on an engine before a component is on by default there.
 EVIDENCE: dict[str, tuple[str, ...]] = {
     "block_keys": ("tests/exactness", "tests/block_keys"),
     "image_spans": ("tests/exactness", "tests/image_spans"),
@@ -151,10 +151,10 @@ def replaced(rows: list[Row], new: Row) -> list[Row]:
     return sorted([*(row for row in rows if not is_replaced(row)), new], key=lambda row: row.place)
 
 
-def proves(rooms: Sequence[str], vllm: str, engine: str, rows: Sequence[Row]) -> bool:
-    """Whether each folder that is about these rooms has a row of this engine, and nothing failed there."""
+def proves(components: Sequence[str], vllm: str, engine: str, rows: Sequence[Row]) -> bool:
+    """Whether each folder that is about these components has a row of this engine, and nothing failed there."""
     here = [row for row in rows if (row.vllm, row.engine) == (vllm, engine)]
-    for folder in {folder for room in rooms for folder in EVIDENCE[room]}:
+    for folder in {folder for component in components for folder in EVIDENCE[component]}:
         whole = [row for row in here if row.tests in ("tests", folder)]
         if not any(row.passed for row in whole) or any(row.failed for row in here if row.tests.startswith(folder)):
             return False

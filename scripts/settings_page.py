@@ -26,7 +26,7 @@ A variable `{PREFIX}*` that is no setting does not stop it: it has no effect, is
 that may have been meant, and a finding of `mmcache doctor`. So a misspelt name of a setting that protects, such as
 `{PREFIX}REQUIRE_SALTS=1`, protects nothing; that line is an error. Run `mmcache doctor` after each change of variables.
 
-A room that is unset is on where it is [proven](limits.md#where-a-room-is-on). Write sizes as `512MiB`.
+A component that is unset is on where it is [proven](limits.md#where-a-component-is-on). Write sizes as `512MiB`.
 
 setting | default | what it does
 ---|---|---

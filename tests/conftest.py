@@ -49,7 +49,7 @@ if not WHOLE:
 
 ANSWERS = ("block_keys", "composes", "exactness", "identity", "image_checkpoints", "image_spans", "resumed_images",
            "speculative")  # fmt: skip
-SHARE_SERVERS = ("deployments", "lifted_bodies")
+SHARE_SERVERS = ("deployments", "image_extraction")
 assert all(Path(__file__).with_name(name).is_dir() for name in (*ANSWERS, *SHARE_SERVERS))
 
 # What keeps a test out of the fast lane: its marks, and fixtures that start a program or an engine.

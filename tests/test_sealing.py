@@ -39,9 +39,9 @@ def test_there_and_back(num_bytes: int) -> None:
     source = KEY.opened(_Bytes(sealed), NAME)
     assert source.num_bytes == num_bytes
     for start, end in [(0, min(7, num_bytes)), (num_bytes // 2, num_bytes), (num_bytes // 3, num_bytes // 2)]:
-        room = bytearray(end - start)
-        source.read_into(start, memoryview(room), 0.0)
-        assert room == whole[start:end]
+        component = bytearray(end - start)
+        source.read_into(start, memoryview(component), 0.0)
+        assert component == whole[start:end]
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)

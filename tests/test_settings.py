@@ -138,7 +138,7 @@ def test_every_field_is_documented_and_frozen() -> None:
         ({"REQUIRE_SALT": "1", "IDENTITY": "0"}, {}, "MMCACHE_REQUIRE_SALT = True and MMCACHE_IDENTITY = False"),
         ({"REQUIRE_SALT": "1", "DISABLE": "1"}, {}, "MMCACHE_DISABLE = True and MMCACHE_REQUIRE_SALT = True"),
         ({"OBSERVE": "1"}, {"metrics": False}, "MMCACHE_OBSERVE = True and additional-config mmcache.metrics = False"),
-        ({}, {"lifted_bodies": True, "lazy_media": False}, "additional-config mmcache.lifted_bodies = True and "),
+        ({}, {"image_extraction": True, "lazy_media": False}, "additional-config mmcache.image_extraction = True and "),
     ],
 )
 def test_contradictions(
@@ -249,3 +249,43 @@ def test_a_misspelt_protection_is_not_taken_for_another(monkeypatch: pytest.Monk
     monkeypatch.setenv("MMCACHE_REQUIRE_SALT", "perhaps")
     with pytest.raises(SettingsError, match="MMCACHE_REQUIRE_SALT = 'perhaps'"):
         settings.load_settings()
+
+
+@pytest.mark.parametrize(
+    ("config", "variables", "is_on", "warnings"),
+    [
+        ({}, {"MMCACHE_PIXELS": "0"}, False, ["MMCACHE_PIXELS is an older name of MMCACHE_LAZY_PROCESSING"]),
+        ({"pixels": False}, {}, False, ["mmcache.pixels is an older name of lazy_processing"]),
+        ({"pixels": False}, {"MMCACHE_LAZY_PROCESSING": "1"}, False, ["mmcache.pixels is an older"]),  # config wins
+        ({"lazy_processing": True}, {"MMCACHE_PIXELS": "0"}, True, ["MMCACHE_PIXELS is an older name"]),
+        ({"lazy_processing": True, "pixels": False}, {}, True, ["mmcache.pixels is an older name"]),
+        ({}, {"MMCACHE_LAZY_PROCESSING": "1", "MMCACHE_PIXELS": "0"}, True, ["MMCACHE_PIXELS is an older name"]),
+        ({}, {"MMCACHE_PIXELS": ""}, None, []),
+        ({"lazy_processing": False}, {}, False, []),
+    ],
+)
+def test_an_older_name_is_read_and_said(
+    config: dict[str, object],
+    variables: dict[str, str],
+    is_on: bool | None,
+    warnings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(settings, "_warned_of", set())
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):  # each name is said once
+        assert settings.load_settings(config).lazy_processing is is_on
+        settings.warn_of_unknown_variables()
+    said = [record.getMessage() for record in log.records]
+    assert len(said) == len(warnings)
+    assert all(part in line for part, line in zip(warnings, said, strict=True))
+
+
+def test_a_wrong_value_is_said_under_the_name_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMCACHE_LIFTED_BODIES", "perhaps")
+    with pytest.raises(SettingsError, match=r"^MMCACHE_LIFTED_BODIES = 'perhaps' is not allowed"):
+        settings.load_settings()
+    with pytest.raises(SettingsError, match=r"^additional-config mmcache.pixels = 'perhaps' is not allowed"):
+        settings.load_settings({"pixels": "perhaps"})

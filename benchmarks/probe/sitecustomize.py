@@ -19,7 +19,10 @@ from types import FunctionType
 from typing import Any
 
 PLUGIN = "vllm_mmcache"
-STARTS = (f"{PLUGIN}.plugin", f"{PLUGIN}.upstream")  # here all functions are timed, in rooms those that wrap vLLM's
+STARTS = (
+    f"{PLUGIN}.plugin",
+    f"{PLUGIN}.upstream",
+)  # here all functions are timed, in components those that wrap vLLM's
 WRAPPER = ("wrapped", "instance", "args", "kwargs")
 FUNCTIONS, VLLM = f"{PLUGIN}'s functions", "wrapped"
 POLL_S = 0.1

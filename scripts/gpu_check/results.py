@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of a machine: a file that later runs add to, what it proves, and the table of proven rooms."""
+"""The result of a machine: a file that later runs add to, what it proves, and the table of proven components."""
 
 import json
 import re
@@ -33,22 +33,23 @@ def save(path: Path, result: dict[str, Any]) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def rooms_proven(result: dict[str, Any], runner: str) -> list[str]:
-    """The rooms that this result proves for a model runner, "V1" or "V2"; the other runner's items don't count.
+def components_proven(result: dict[str, Any], runner: str) -> list[str]:
+    """The components that this result proves for a model runner, "V1" or "V2"; the other runner's items don't count.
 
-    Every item with the room was run and has passed. One whose engine stock vLLM can't run either proves nothing and
-    hinders nothing; but the room alone, all rooms, and all rooms compiled must each have passed somewhere.
+    Every item with the component was run and has passed. One whose engine stock vLLM can't run either proves nothing
+    and hinders nothing; but the component alone, all components, and all components compiled must each have passed
+    somewhere.
     """
     items = plan(tuple(FIRST_FAMILIES), [runner], result["platform"] != "cpu", short=False)
     states: dict[tuple[str, bool, bool], set[str]] = {}
     for item in items:
         outcome = result["items"].get(item.name, {"state": "not run"})
         is_unrunnable = outcome["state"] == "not checked" and "engine" not in outcome
-        for room in item.rooms:
-            kind = states.setdefault((room, len(item.rooms) == 1, item.compiled), set())
+        for component in item.components:
+            kind = states.setdefault((component, len(item.components) == 1, item.compiled), set())
             kind |= set() if is_unrunnable else {outcome["state"]}
-    return [room for room in tested_engines.ENGINE_ROOMS
-            if all(found == {"passed"} for kind, found in states.items() if kind[0] == room)]  # fmt: skip
+    return [component for component in tested_engines.ENGINE_COMPONENTS
+            if all(found == {"passed"} for kind, found in states.items() if kind[0] == component)]  # fmt: skip
 
 
 def engine_of(result: dict[str, Any], runner: str) -> tested_engines.Engine:
@@ -66,8 +67,8 @@ def record(result: dict[str, Any], path: Path) -> None:
     evidence = str(path.relative_to(REPO))
     table = [row for row in tested_engines.rows() if row.evidence != evidence]
     for runner in result["runners"]:
-        rooms = rooms_proven(result, runner)
-        print(f"proven on {result['platform']}, model runner {runner}: {', '.join(rooms) or 'nothing'}")
-        if rooms:
-            table.append(tested_engines.Row(engine_of(result, runner), tuple(rooms), evidence))
+        components = components_proven(result, runner)
+        print(f"proven on {result['platform']}, model runner {runner}: {', '.join(components) or 'nothing'}")
+        if components:
+            table.append(tested_engines.Row(engine_of(result, runner), tuple(components), evidence))
     tested_engines.FILE.write_text(tested_engines.written(table))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the rooms that touch the engine on a machine with an NVIDIA GPU: exactness first, then short benchmarks.
+"""Checks the components that touch the engine on a machine with an NVIDIA GPU: exactness first, then short benchmarks.
 
-python -m scripts.gpu_check.run [--families gemma3] [--rooms features] [--runners V2] [--short] [--record]
+python -m scripts.gpu_check.run [--families gemma3] [--components features] [--runners V2] [--short] [--record]
 
 Runs with the interpreter that has vLLM, and installs nothing into it. Writes results/<machine>.json; a later run on the
 same machine with the same vLLM adds to it. --platform cpu does the same on the CPU, to try the command.
@@ -31,12 +31,12 @@ from benchmarks.results import commit
 from scripts.gpu_check import found as here
 from scripts.gpu_check import results
 from vllm_mmcache.base.errors import EnvironmentProblem
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 from vllm_mmcache.prove.items import MORE, OutOfTime
 from vllm_mmcache.prove.runs import Runs
 
 BENCHMARK_S = 1800.0
-WORDS = {"stock vLLM": "stock", "all rooms": "all"}  # of --rooms
+WORDS = {"stock vLLM": "stock", "all components": "all"}  # of --components
 
 Outcome = dict[str, Any]  # state, reason, commit, and what else was found
 
@@ -63,16 +63,16 @@ def parse() -> Namespace:
     add = parser.add_argument
     add("--platform", choices=("cuda", "rocm", "cpu"), default="cuda")
     add("--families", nargs="+", choices=FIRST_FAMILIES, default=list(FIRST_FAMILIES))
-    add("--rooms", nargs="+", choices=("stock", *ENGINE_ROOMS, "all"), help="these items alone")
+    add("--components", nargs="+", choices=("stock", *ENGINE_COMPONENTS, "all"), help="these items alone")
     add("--runners", nargs="+", choices=("V1", "V2"), help="vLLM's model runners; default: both")
     add("--precision", choices=("bfloat16", "float32"), help="default: bfloat16 on CUDA")
     add("--benchmarks", nargs="*", help="these alone; none after the option is none at all")
-    add("--short", action="store_true", help="all rooms together alone, few scenarios, no benchmarks")
+    add("--short", action="store_true", help="all components together alone, few scenarios, no benchmarks")
     add("--jobs", type=int, default=1, help="engines at a time; on a GPU 2 GiB of its memory each")
     add("--seconds", type=float, help="start nothing later; go on where an earlier run was stopped")
     add("--log", type=Path, help="a file for all that the engines' processes say")
     add("--results", type=Path, help="this file instead of results/<machine>.json")
-    add("--record", action="store_true", help="put the rooms that are proven into the plugin's table")
+    add("--record", action="store_true", help="put the components that are proven into the plugin's table")
     return parser.parse_args()
 
 
@@ -88,7 +88,7 @@ def check(found: here.Found, options: Namespace) -> int:
     run.result["not_checked"] = left_out(found)
     results.save(path, run.result)
 
-    print("\n| family | rooms | model runner | engine | state | reason |", "|---|---|---|---|---|---|", sep="\n")
+    print("\n| family | components | model runner | engine | state | reason |", "|---|---|---|---|---|---|", sep="\n")
     for name, outcome in run.ran.items():
         if not name.startswith("benchmark "):
             print("|", " | ".join([*name.split(", "), outcome["state"], outcome["reason"].replace("|", "\\|")]), "|")
@@ -129,11 +129,15 @@ class Run:
         runs = Runs(how, self._end)
         runners = [one for one in self._found.runners if one in (options.runners or self._found.runners)]
         whole = plan(options.families, runners, self._found.platform != "cpu", options.short)
-        for _, group in itertools.groupby(whole, key=lambda item: (item.runner, bool(item.rooms))):
+        for _, group in itertools.groupby(whole, key=lambda item: (item.runner, bool(item.components))):
             items = list(group)
-            wanted = [one for one in items if not options.rooms or WORDS.get(one.what, one.what) in options.rooms]
+            wanted = [
+                one for one in items if not options.components or WORDS.get(one.what, one.what) in options.components
+            ]
             self._go({item.name: partial(runs.run, item) for item in wanted}, options.jobs)
-            runs.stocks |= {item.setting: known[item.name] for item in items if not item.rooms and item.name in known}
+            runs.stocks |= {
+                item.setting: known[item.name] for item in items if not item.components and item.name in known
+            }
 
     def benchmarks(self) -> None:
         """Those that were asked for; without a word all that say something of a GPU, but none in the short form."""
@@ -165,7 +169,7 @@ class Run:
 
 
 def benchmark(name: str, end: float) -> Outcome:
-    """Run a benchmark in its short form, every room on: its state and reason, and its result where there is one.
+    """Run a benchmark in its short form, every component on: its state and reason, and its result where there is one.
 
     `end` is a time of time.monotonic(). Raises: OutOfTime after it.
     """
@@ -173,7 +177,9 @@ def benchmark(name: str, end: float) -> Outcome:
 
     if (left_s := end - time.monotonic()) <= 0:
         raise OutOfTime
-    environ = {f"BENCH_MMCACHE_{room.upper()}": "1" for room in ENGINE_ROOMS} | {"VLLM_PLUGINS": "mmcache"}
+    environ = {f"BENCH_MMCACHE_{component.upper()}": "1" for component in ENGINE_COMPONENTS} | {
+        "VLLM_PLUGINS": "mmcache"
+    }
     with tempfile.TemporaryDirectory() as folder:
         try:
             result = bench.run(name, Path(folder), environ, min(left_s, BENCHMARK_S))
@@ -197,7 +203,7 @@ def environments(platform: str) -> dict[str, dict[str, str]]:
 def left_out(found: here.Found) -> dict[str, str]:
     """What no run of this command checks here, and why."""
     left = {
-        "lazy_media, lifted_bodies, identity, pixels": "in the API server, without a CUDA part; `make test` has them",
+        "lazy_media, image_extraction, identity, pixels": "in the API server, without a CUDA part; `make test` has them",
         "more than one GPU": "every engine here has one",
     }
     if found.platform == "cpu":

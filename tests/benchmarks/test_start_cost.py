@@ -114,10 +114,8 @@ def test_reports_are_told_apart_and_those_of_another_plugin_refused(tmp_path: Pa
 
 
 PLUGIN = "from vllm_mmcache.lifecycle import activation\n\ndef register():\n    activation.start()\n"
-ROOM = "def wrap(wrapped, instance, args, kwargs):\n    return wrapped()\n\ndef other():\n    pass\n"
-START = (
-    "def start():\n    import colorsys\n    from vllm_mmcache import room\n    room.wrap(room.other, None, (), {})\n"
-)
+COMPONENT = "def wrap(wrapped, instance, args, kwargs):\n    return wrapped()\n\ndef other():\n    pass\n"
+START = "def start():\n    import colorsys\n    from vllm_mmcache import component\n    component.wrap(component.other, None, (), {})\n"
 PROGRAM = """
 import os, time
 from vllm_mmcache.plugin import register
@@ -137,7 +135,7 @@ def test_the_probe_in_a_process_of_its_own(tmp_path: Path) -> None:
         (package / f"{name}__init__.py").write_text(text)
     (package / "plugin.py").write_text(PLUGIN)
     (package / "lifecycle" / "activation.py").write_text(START)
-    (package / "room.py").write_text(ROOM)
+    (package / "component.py").write_text(COMPONENT)
     environ = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(PROBE), str(tmp_path)]),
         "START_COST_FOLDER": str(folder),

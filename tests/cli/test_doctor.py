@@ -15,7 +15,7 @@ from mmcache_tools.zoo import build_cached
 from tests.cli.test_commands import assert_one_line, mmcache
 from tests.engine_configuration import CHOSEN
 from vllm_mmcache.cli import doctor, doctor_text
-from vllm_mmcache.lifecycle.registry import ROOMS, parts, table
+from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, parts, table
 
 EXAMINE = """
 import contextlib, json, logging, os, sys
@@ -106,7 +106,7 @@ def reports(models: dict[str | None, str | None]) -> dict[str, dict[str, Any]]:
 
 
 def states(report: dict[str, Any]) -> dict[str, str]:
-    return {room: said["state"] for room, said in report["rooms"].items()}
+    return {component: said["state"] for component, said in report["components"].items()}
 
 
 def findings(report: dict[str, Any]) -> dict[str, str]:
@@ -117,8 +117,8 @@ def findings(report: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.process
 def test_models_differ_where_they_should(reports: dict[str, dict[str, Any]]) -> None:
     both_ways, causal = states(reports["gemma3"]), states(reports["qwen3-vl"])
-    assert set(both_ways) == set(ROOMS)
-    assert {room for room in ROOMS if both_ways[room] != causal[room]} == {"image_spans"}
+    assert set(both_ways) == set(COMPONENT_NAMES)
+    assert {component for component in COMPONENT_NAMES if both_ways[component] != causal[component]} == {"image_spans"}
     assert (both_ways["image_spans"], causal["image_spans"]) == ("on", "unneeded")
     assert findings(reports["gemma3"]) == findings(reports["qwen3-vl"]) == {}
     for report in (reports["gemma3"], reports["qwen3-vl"]):
@@ -134,7 +134,7 @@ def test_without_a_model(
     monkeypatch.setenv("COLUMNS", "1000")
     report = reports["bare"]
     assert (report["engine"]["runner"], report["engine"]["scheduling"]) == (None, None)
-    assert set(states(report)) == set(ROOMS)
+    assert set(states(report)) == set(COMPONENT_NAMES)
     assert states(report)["image_spans"] == "on"  # not known to be unneeded
     assert findings(report) == {}
     more = "(`mmcache doctor MODEL` knows more)"
@@ -146,7 +146,7 @@ def test_without_a_model(
 @pytest.mark.process
 def test_off_for_a_reason_is_no_finding_unless_it_was_asked_for(reports: dict[str, dict[str, Any]]) -> None:
     for name in ("uncached", "uncached, wanted"):
-        assert reports[name]["rooms"]["features"] == {"state": "off", "reason": "prefix caching is off"}
+        assert reports[name]["components"]["features"] == {"state": "off", "reason": "prefix caching is off"}
     assert findings(reports["uncached"]) == {}
     assert findings(reports["uncached, wanted"]) == {
         "MMCACHE_FEATURES": "set, but features will be off: prefix caching is off"
@@ -156,7 +156,7 @@ def test_off_for_a_reason_is_no_finding_unless_it_was_asked_for(reports: dict[st
 @pytest.mark.process
 def test_the_command_line_counts(reports: dict[str, dict[str, Any]]) -> None:
     report = reports["by command line"]
-    assert report["rooms"]["identity"]["state"] == "off"
+    assert report["components"]["identity"]["state"] == "off"
     assert findings(report) == {}
     value = next(row["value"] for row in report["settings"] if row["variable"] == "MMCACHE_IDENTITY")
     assert value is False
@@ -169,7 +169,7 @@ def test_wrong_and_contradicting_settings(reports: dict[str, dict[str, Any]]) ->
     seen = findings(reports["contradiction"])["settings"]
     assert "MMCACHE_REQUIRE_SALT" in seen
     assert "MMCACHE_IDENTITY" in seen
-    assert reports["wrong"]["rooms"] == reports["contradiction"]["rooms"] == {}
+    assert reports["wrong"]["components"] == reports["contradiction"]["components"] == {}
 
 
 @pytest.mark.process
@@ -184,7 +184,7 @@ def test_unknown_variables(reports: dict[str, dict[str, Any]]) -> None:
     assert not any("not protected" in seen for seen in findings(reports["unknown"]).values())
     assert findings(reports["service"]) == {}
     for name in ("unknown", "misspelt", "service"):
-        assert reports[name]["rooms"] == reports["bare"]["rooms"]
+        assert reports[name]["components"] == reports["bare"]["components"]
 
 
 @pytest.mark.process
@@ -205,14 +205,14 @@ def test_a_model_that_cannot_be_resolved(reports: dict[str, dict[str, Any]]) -> 
     assert "\n" not in seen
     assert where.removeprefix("model ") in seen
     assert "validation error" not in seen  # vLLM's sentence, not what pydantic puts around it
-    assert report["rooms"] == reports["bare"]["rooms"]
+    assert report["components"] == reports["bare"]["components"]
 
 
 @pytest.mark.process
 def test_nothing_of_ours_runs(reports: dict[str, dict[str, Any]]) -> None:
     for name, reason in (("disabled", "MMCACHE_DISABLE is set"), ("left out", "VLLM_PLUGINS=other leaves mmcache out")):
         assert set(states(reports[name]).values()) == {"off"}
-        assert {said["reason"] for said in reports[name]["rooms"].values()} == {reason}
+        assert {said["reason"] for said in reports[name]["components"].values()} == {reason}
     assert findings(reports["disabled"]) == {}
     assert "require_salt is not kept" in findings(reports["left out"])["VLLM_PLUGINS"]
 
@@ -222,10 +222,10 @@ def test_the_rust_frontend(reports: dict[str, dict[str, Any]]) -> None:
     report = reports["rust"]
     assert set(findings(report)) == {"VLLM_USE_RUST_FRONTEND", "MMCACHE_REQUIRE_SALT"}
     here = states(report)
-    assert here["identity"] == here["lazy_media"] == here["lifted_bodies"] == "off"
+    assert here["identity"] == here["lazy_media"] == here["image_extraction"] == "off"
     assert here["image_spans"] == "mixed"  # it has a part in the engine
-    assert {room: state for room, state in here.items() if room not in parts("api")} == {
-        room: state for room, state in states(reports["gemma3"]).items() if room not in parts("api")
+    assert {component: state for component, state in here.items() if component not in parts("api")} == {
+        component: state for component, state in states(reports["gemma3"]).items() if component not in parts("api")
     }
 
 
@@ -235,10 +235,10 @@ def test_a_broken_symbol_is_a_finding(reports: dict[str, dict[str, Any]]) -> Non
     ((where, seen),) = findings(report).items()
     assert where == "symbols of lazy_media"
     assert BROKEN.target in seen
-    need_it = {"lazy_media", "lifted_bodies", "pixels"}
-    assert {room for room in need_it if states(report)[room] == "off"} == need_it
-    others = {room: state for room, state in states(report).items() if room not in need_it}
-    assert others == {room: state for room, state in states(reports["bare"]).items() if room in others}
+    need_it = {"lazy_media", "image_extraction", "lazy_processing"}
+    assert {component for component in need_it if states(report)[component] == "off"} == need_it
+    others = {component: state for component, state in states(report).items() if component not in need_it}
+    assert others == {component: state for component, state in states(reports["bare"]).items() if component in others}
     rows = {row["name"]: row["misfit"] for row in report["symbols"]}
     assert set(rows) == {member.name for member in table()}
     assert {name for name, misfit in rows.items() if misfit} == {BROKEN.name}
@@ -268,7 +268,7 @@ def test_what_a_kv_connector_cannot_do(reports: dict[str, dict[str, Any]]) -> No
 
 @pytest.mark.process
 def test_checkpoints_beside_a_kv_connector(reports: dict[str, dict[str, Any]]) -> None:
-    hybrid, sliding = (reports[name]["rooms"]["image_checkpoints"] for name in ("hybrid", "sliding"))
+    hybrid, sliding = (reports[name]["components"]["image_checkpoints"] for name in ("hybrid", "sliding"))
     assert hybrid["state"] == "off"
     assert "Mamba state" in hybrid["reason"]
     if CHOSEN.runner == 1:
@@ -285,7 +285,9 @@ def test_one_screen(models: dict[str | None, str | None]) -> None:
     assert len(lines) <= 30 + 2 * outcome.stdout.count("finding in ")
     assert max(map(len, lines)) <= 100
     words = [line.split() for line in lines]
-    assert [room for room in ROOMS if any(line[:1] == [room] for line in words)] == list(ROOMS)
+    assert [component for component in COMPONENT_NAMES if any(line[:1] == [component] for line in words)] == list(
+        COMPONENT_NAMES
+    )
     assert any(line[:2] == ["image_spans", "on"] for line in words)
     assert "Traceback" not in outcome.stderr
 
@@ -296,8 +298,8 @@ def test_json_has_everything(models: dict[str | None, str | None]) -> None:
     facts = json.loads(outcome.stdout)
     assert outcome.returncode == (1 if facts["findings"] else 0)
     assert facts["vllm"]["version"].startswith("0.3")
-    assert set(facts["rooms"]) == set(ROOMS)
-    assert {row["group"] for row in facts["symbols"]} >= set(ROOMS)
+    assert set(facts["components"]) == set(COMPONENT_NAMES)
+    assert {row["group"] for row in facts["symbols"]} >= set(COMPONENT_NAMES)
     assert set(facts["block_keys"]) == {"sha256", "sha256_cbor", "xxhash", "xxhash_cbor"}
     assert {row["variable"] for row in facts["settings"]} >= {"MMCACHE_DISABLE", "MMCACHE_BLOCK_KEYS"}
     assert {"torch", "transformers"} <= set(facts["packages"])

@@ -14,8 +14,8 @@ from mmcache_tools.harness.server import CPU_ARGS, serve
 from mmcache_tools.zoo import build_cached
 from openai import AsyncOpenAI, OpenAI
 
+from tests.image_extraction.test_server import differences, encoded, image_url, picture, settle
 from tests.lazy_media import files
-from tests.lifted_bodies.test_server import differences, encoded, image_url, picture, settle
 from tests.sizes import larger
 from vllm_mmcache.client import AsyncOnceTransport, OnceTransport, async_http_client, http_client
 from vllm_mmcache.prove.pictures import ellipses

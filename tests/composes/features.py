@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The features of vLLM that the rooms are tried with: how each is switched on, and what the engine must say then.
+"""The features of vLLM that the components are tried with: how each is switched on, and what the engine must say then.
 
 A feature is run by worker.py in an engine of its own, or shown by tests of a whole deployment, which it names. One
 that does not run on the CPU has the error that vLLM ends with, so that the day it runs is noticed.
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 IN_THE_ENGINE = ("block_keys", "image_checkpoints", "features", "image_spans")
-"""Rooms that a question to an engine uses. The others work where a request comes in."""
+"""Components that a question to an engine uses. The others work where a request comes in."""
 
-ROOMS = (*IN_THE_ENGINE, "lazy_media", "pixels", "identity")
-"""The columns of the page. `lifted_bodies` is of servers; `metrics` and `observe` reuse nothing."""
+COMPONENT_NAMES = (*IN_THE_ENGINE, "lazy_media", "lazy_processing", "identity")
+"""The columns of the page. `image_extraction` is of servers; `metrics` and `observe` reuse nothing."""
 
 NO_STATES = "off: wrong prefix hits of Mamba states are reported with speculative decoding (vLLM 53912)"
 NO_DRAFT_MODEL = "off: not shown to be right with speculative decoding by draft_model"
@@ -32,25 +32,25 @@ class Fails:
 
 @dataclass(frozen=True)
 class Feature:
-    """One row. Rooms that `says` leaves out are on in the row's family, or have nothing to do there."""
+    """One row. Components that `says` leaves out are on in the row's family, or have nothing to do there."""
 
     name: str
     title: str
-    family: str = "gemma3"  # it has every room's work: a sliding window, and images that attend both ways
+    family: str = "gemma3"  # it has every component's work: a sliding window, and images that attend both ways
     engine: dict[str, Any] = field(default_factory=dict)  # arguments of LLM()
     way: str = "plain"  # how questions are put: a function of ways.py
     tokens_behind: int = 40  # of text behind a question's picture
-    says: dict[str, str] = field(default_factory=dict)  # room -> its state and reason, where it is not on
+    says: dict[str, str] = field(default_factory=dict)  # component -> its state and reason, where it is not on
     says_on_v2: dict[str, str] = field(default_factory=dict)  # where that is otherwise on model runner V2
     fails: dict[str, Fails] = field(default_factory=dict)  # by engine configuration of the tests
-    uses: tuple[str, ...] = IN_THE_ENGINE  # rooms whose work the questions are
+    uses: tuple[str, ...] = IN_THE_ENGINE  # components whose work the questions are
     shown_by: str = ""  # tests of a deployment instead of an engine
     tested_on: str = ""  # the engine configuration of those tests, where it is another one
     in_ci: bool = False
     note: str = ""
 
     def expected(self, engine: str) -> dict[str, str]:
-        """What the report says of rooms that are not on, by the name of an engine configuration of the tests."""
+        """What the report says of components that are not on, by the name of an engine configuration of the tests."""
         return self.says if engine == "v1" else self.says | self.says_on_v2
 
 
@@ -75,7 +75,9 @@ def always(stage: str, words: str) -> dict[str, Fails]:
 def deployment(name: str, title: str, tested_on: str = "") -> Feature:
     """A case of tests/deployments/test_composes.py."""
     shown_by = f"tests/deployments/test_composes.py::test_flags[{name}]"
-    return Feature(name, title, family="qwen3-vl", shown_by=shown_by, says=QWEN, uses=ROOMS, tested_on=tested_on)
+    return Feature(
+        name, title, family="qwen3-vl", shown_by=shown_by, says=QWEN, uses=COMPONENT_NAMES, tested_on=tested_on
+    )
 
 
 QWEN = {
@@ -138,7 +140,7 @@ FEATURES = (
     ),
     Feature(
         "pooling", "pooling models", family="qwen3-vl", engine={"runner": "pooling", "convert": "embed"}, way="pooled",
-        note="V2 schedules them synchronously, where no room is proven.",
+        note="V2 schedules them synchronously, where no component is proven.",
     ),
     Feature("priority", "priority scheduling", engine={"scheduling_policy": "priority"}, way="with_priority"),
     Feature(

@@ -13,7 +13,7 @@ from typing import Any
 
 from mmcache_tools.zoo import BY_NAME
 
-from tests.composes.features import ROOMS, Feature
+from tests.composes.features import COMPONENT_NAMES, Feature
 from tests.engine_configuration import CONFIGURATIONS
 
 TOLERANCE = 1e-3  # of log-probabilities in float32, as everywhere
@@ -57,12 +57,14 @@ def judge(feature: Feature, result: Result, engine: str) -> float:
         assert expected.words in result["error"], result["error"]
         return 0.0
     assert result["stage"] == "end", result["error"]
-    rooms, says = result["rooms"], feature.expected(engine)
-    for room in ROOMS:
-        if room in says:
-            assert rooms[room] == says[room], f"{room}: {rooms[room]}"
+    components, says = result["components"], feature.expected(engine)
+    for component in COMPONENT_NAMES:
+        if component in says:
+            assert components[component] == says[component], f"{component}: {components[component]}"
         else:
-            assert rooms[room] == "on" or rooms[room].startswith("unneeded"), f"{room}: {rooms[room]}"
+            assert components[component] == "on" or components[component].startswith("unneeded"), (
+                f"{component}: {components[component]}"
+            )
     assert feature.way != "letters" or result["accepted"] > 0, "no draft was accepted, so nothing was tested"
     asked, cold, reused = result["asked"], result["cold"], result["reused"]
     tolerance = TOLERANCE if is_float32(feature) else BF16_TOLERANCE
@@ -73,10 +75,10 @@ def judge(feature: Feature, result: Result, engine: str) -> float:
     assert (result["from_transformers"] or 0.0) <= tolerance, "both attend to images as no one else does"
     assert reused["again"] > reused["other"], reused
     assert feature.way in ASKS_ITSELF or result["reused_cold"] == reused["first"] == 0, reused
-    if rooms["image_checkpoints"] == "on" or BY_NAME[feature.family].keeps_all_kv:
+    if components["image_checkpoints"] == "on" or BY_NAME[feature.family].keeps_all_kv:
         assert reused["second"] > reused["other"], reused
-    # Who kept the picture's features: the room, vLLM's connector, or nobody, which is the control of the two.
-    kept = rooms["features"] == "on" or "ec_transfer_config" in feature.engine
+    # Who kept the picture's features: the component, vLLM's connector, or nobody, which is the control of the two.
+    kept = components["features"] == "on" or "ec_transfer_config" in feature.engine
     assert (result["tower"] == 0) == kept, f"{result['tower']} runs of the vision tower"
     return max(deltas.values())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each feature of vLLM in an engine of its own: rooms as the table says, answers those of a cold run.
+"""Each feature of vLLM in an engine of its own: components as the table says, answers those of a cold run.
 
 CI runs a few of them, `make matrix` (TEST_MATRIX=1) all. docs/composes.md is written from the same runs.
 """
@@ -65,8 +65,8 @@ def test_the_results_are_the_tables() -> None:
         feature = BY_NAME[row.feature]
         if not feature.shown_by:
             assert bool(row.error) == (row.engine in feature.fails), row
-            for room, expected in feature.expected(row.engine).items():
-                assert row.error or row.failed or row.rooms[room] == expected, row
+            for component, expected in feature.expected(row.engine).items():
+                assert row.error or row.failed or row.components[component] == expected, row
 
 
 def test_another_result_makes_another_page() -> None:
@@ -80,7 +80,7 @@ def test_another_result_makes_another_page() -> None:
 @pytest.mark.process
 def test_tests_that_do_not_run_show_nothing(tmp_path: Path) -> None:
     """Negative control of the rows that tests stand for."""
-    shown = Feature("dp2", "", shown_by="tests/test_rooms.py")
-    lost = Feature("tp2", "", shown_by="tests/test_rooms.py::test_that_nobody_wrote")
+    shown = Feature("dp2", "", shown_by="tests/test_components.py")
+    lost = Feature("tp2", "", shown_by="tests/test_components.py::test_that_nobody_wrote")
     assert [bool(row.failed) for row in composes_page.record_tests([shown], "v1", tmp_path)] == [False]
     assert [bool(row.failed) for row in composes_page.record_tests([shown, lost], "v1", tmp_path)] == [False, True]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine with one feature: what it says of its rooms, and whether answers are those of a cold run.
+"""One engine with one feature: what it says of its components, and whether answers are those of a cold run.
 
     echo '{"feature": "lora", "scratch": "/tmp/x"}' | python -m tests.composes.worker
 
@@ -59,19 +59,19 @@ def run(feature: Feature, scratch: Path) -> dict[str, Any]:
     stage, began = "start", time.monotonic()
     try:
         rig = ZooRig(EngineConfig(feature.family, more=tuple(arguments.items())), model)
-        rooms = rooms_of_engine()
+        components = components_of_engine()
         stage = "answers"
         found = ask(rig, feature, scratch)
     except Exception as error:  # whatever vLLM raises; the test compares
         return {"stage": stage, "error": f"{type(error).__name__}: {error}"[:600]}
-    return {"stage": "end", "rooms": rooms, "seconds": round(time.monotonic() - began), **found}
+    return {"stage": "end", "components": components, "seconds": round(time.monotonic() - began), **found}
 
 
-def rooms_of_engine() -> dict[str, str]:
+def components_of_engine() -> dict[str, str]:
     """What the report says; nothing without the plugin."""
     from vllm_mmcache.base import status
 
-    return {room: str(state) for room, state in status.in_force().items()}
+    return {component: str(state) for component, state in status.in_force().items()}
 
 
 def question(number: int, behind: int, words: str = "What is in this picture?") -> list[Message]:
@@ -80,7 +80,7 @@ def question(number: int, behind: int, words: str = "What is in this picture?") 
 
 
 def ask(rig: ZooRig, feature: Feature, scratch: Path) -> dict[str, Any]:
-    """Warm in each way that a room reuses something, then each question cold."""
+    """Warm in each way that a component reuses something, then each question cold."""
     put = WAYS[feature.way]
 
     def count(conversation: list[Message]) -> tuple[Said, int]:
@@ -120,7 +120,7 @@ def ask(rig: ZooRig, feature: Feature, scratch: Path) -> dict[str, Any]:
 
 
 def tower_runs(rig: ZooRig) -> list[int]:
-    """Grows by one whenever the tower runs, from now on; the room's own counter stands still where it is off."""
+    """Grows by one whenever the tower runs, from now on; the component's own counter stands still where it is off."""
     model, runs = rig.runner.model, []
     embed = model.embed_multimodal
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real deployments of `vllm serve`, what they say of the rooms, what they answer, and that nothing of them is left."""
+"""Real deployments of `vllm serve`, what they say of the components, what they answer, and that nothing of them is left."""
 
 import contextlib
 import os
@@ -30,8 +30,8 @@ TOLERANCE = 1e-3  # of log-probabilities in float32, as in the exactness tests
 
 _MARK = "TEST_DEPLOYMENT"  # a variable that each process of a deployment has, wherever it moved to
 
-Room = tuple[str, str]
-"""State and reason, as mmcache:room_info shows them."""
+Component = tuple[str, str]
+"""State and reason, as mmcache:component_info shows them."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,16 @@ class Deployment(Server):
         samples = [sample for family in text_string_to_metric_families(shown) for sample in family.samples]
         return {(s.name, tuple(s.labels.values())): s.value for s in samples if s.name.startswith("mmcache:")}
 
-    def rooms(self) -> dict[str, Room]:
-        """What mmcache:room_info shows; each room has one state."""
-        shown = [labels for (name, labels), value in self.metrics().items() if name == "mmcache:room_info" and value]
+    def components(self) -> dict[str, Component]:
+        """What mmcache:component_info shows; each component has one state."""
+        shown = [
+            labels for (name, labels), value in self.metrics().items() if name == "mmcache:component_info" and value
+        ]
         found = {labels[-1 if len(labels) < 3 else 1]: labels for labels in shown}
         assert len(found) == len(shown), shown
-        return {room: (labels[2], labels[0]) for room, labels in found.items()}  # Prometheus sorts labels by name
+        return {
+            component: (labels[2], labels[0]) for component, labels in found.items()
+        }  # Prometheus sorts labels by name
 
     def total(self, name: str) -> float:
         """The sum of a counter over all its labels."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of the recipes, on real servers: answers are stock's, cold and warm, and the rooms are on.
+"""The flags of the recipes, on real servers: answers are stock's, cold and warm, and the components are on.
 
 Encoder data parallel and the processor cache in shared memory, two tensor-parallel ranks, two data-parallel engines
 behind one port, two API servers. `make matrix` runs them (TEST_MATRIX=1).
@@ -12,7 +12,7 @@ import pytest
 from tests.deployments.deployment import TWO_RANKS, Answer, Deployment, deployed
 from tests.engine_configuration import CHOSEN
 from tests.sizes import larger
-from vllm_mmcache.lifecycle.registry import ROOMS
+from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES
 
 pytestmark = [pytest.mark.engine, larger]
 
@@ -56,9 +56,9 @@ def test_flags(model: Path, stock: list[Answer], tmp_path: Path, name: str) -> N
     if name == "pp2" and CHOSEN.runner == 1:
         pytest.skip("vLLM's runner V1 does not run pipeline stages on the CPU: its second stage asserts")
     with deployed(model, tmp_path / "log", *CASES[name]) as server:
-        rooms = server.rooms()
-        assert {room for room in ROOMS if rooms[room][0] != "on"} - NOT_ON <= {
-            room for room in ROOMS if rooms[room][0] == "unneeded"
-        }, rooms
+        components = server.components()
+        assert {component for component in COMPONENT_NAMES if components[component][0] != "on"} - NOT_ON <= {
+            component for component in COMPONENT_NAMES if components[component][0] == "unneeded"
+        }, components
         assert len(set(server.in_force())) == 1
         assert_exact(server, stock)

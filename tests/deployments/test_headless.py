@@ -37,11 +37,13 @@ def test_a_node_without_us(model: Path, stock: list[Answer], tmp_path: Path) -> 
         second_node(model, tmp_path / "node", port, VLLM_PLUGINS="none"),
         deployed(model, tmp_path / "log", *group(port)) as head,
     ):
-        rooms = head.rooms()
-        for room in {**parts("engine"), **parts("worker")}:
-            assert "it has no mmcache (engine 1)" in rooms[room][1] or rooms[room][0] == "off", room
-        assert rooms["block_keys"] == ("mixed", "on in engine 0; off: it has no mmcache (engine 1)")
-        assert rooms["identity"] == ("on", "")
+        components = head.components()
+        for component in {**parts("engine"), **parts("worker")}:
+            assert "it has no mmcache (engine 1)" in components[component][1] or components[component][0] == "off", (
+                component
+            )
+        assert components["block_keys"] == ("mixed", "on in engine 0; off: it has no mmcache (engine 1)")
+        assert components["identity"] == ("on", "")
         (line,) = set(head.in_force())  # of two API servers, vLLM's default for two engines
         assert "block_keys (on in engine 0; off: it has no mmcache (engine 1))" in line
         for turn in range(8):

@@ -17,11 +17,15 @@ def test_a_fork_with_our_patches(model: Path, stock: list[Answer], tmp_path: Pat
     tree = copy_installed(tmp_path / "fork")
     assert apply(tree).returncode == 0
     with deployed(model, tmp_path / "log", paths=[tree]) as server:
-        rooms = server.rooms()
-        own = {room for room, (state, why) in rooms.items() if state == "unneeded" and "vLLM has its own: " in why}
+        components = server.components()
+        own = {
+            component
+            for component, (state, why) in components.items()
+            if state == "unneeded" and "vLLM has its own: " in why
+        }
         assert {"resumed_images", "image_checkpoints", "lazy_media"} <= own
-        assert rooms["lifted_bodies"] == ("off", "needs lazy_media, which is unneeded")
-        assert rooms["identity"] == rooms["features"] == rooms["block_keys"] == ("on", "")
+        assert components["image_extraction"] == ("off", "needs lazy_media, which is unneeded")
+        assert components["identity"] == components["features"] == components["block_keys"] == ("on", "")
         assert server.ask(0).equals(stock[0])
         assert server.ask(0).equals(stock[0])
         assert server.ask(1).equals(stock[1])

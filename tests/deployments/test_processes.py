@@ -25,8 +25,8 @@ from vllm_mmcache.base import status
 def main():
     llm = LLM({model!r}, enforce_eager=True, block_size=32, max_model_len=256, dtype="float32", {more})
     answer = llm.generate("red cat", SamplingParams(max_tokens=4, temperature=0))[0].outputs[0].token_ids
-    places = {{place: {{room: one.state for room, one in states.items()}} for place, states in status.places().items()}}
-    print("found:", json.dumps([list(answer), status.roles(), status.process_name(), places]))
+    places = {{place: {{component: one.state for component, one in states.items()}} for place, states in
+    status.places().items()}} print("found:", json.dumps([list(answer), status.roles(), status.process_name(), places]))
 """
 # Unguarded: a spawned process would run the program again, in its turn.
 FORKED = BODY + "\nmain()\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks that are not alike: a room that is off in one is off in all, and the report says which."""
+"""Two tensor-parallel ranks that are not alike: a component that is off in one is off in all, and the report says which."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.deployments.deployment import TWO_RANKS, Answer, Deployment, deployed, plant, refused
 from tests.sizes import larger
-from vllm_mmcache.lifecycle.registry import ROOMS, parts
+from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, parts
 
 pytestmark = pytest.mark.engine
 
@@ -43,8 +43,8 @@ def assert_exact(server: Deployment, stock: list[Answer]) -> None:
 def test_alike(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     """Negative control of the others."""
     with deployed(model, tmp_path / "log", *TWO_RANKS) as server:
-        rooms = server.rooms()
-        assert rooms["features"] == ("on", "")
+        components = server.components()
+        assert components["features"] == ("on", "")
         (line,) = server.in_force()
         assert "features" in line.partition(";")[0]
         assert_exact(server, stock)
@@ -52,15 +52,15 @@ def test_alike(model: Path, stock: list[Answer], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("found", ["before the tower runs", pytest.param("after", marks=larger)])
-def test_a_room_is_off_in_one_rank(model: Path, stock: list[Answer], tmp_path: Path, found: str) -> None:
+def test_a_component_is_off_in_one_rank(model: Path, stock: list[Answer], tmp_path: Path, found: str) -> None:
     path = plant(tmp_path / "site", "vllm_mmcache.components.features.worker.hooks", "VllmWorker-1", UNFIT[found])
     with deployed(model, tmp_path / "log", *TWO_RANKS, paths=[path]) as server:
         reason = "it is unlike the others, says a test (worker 1)"
-        assert server.rooms()["features"] == ("off", reason)
+        assert server.components()["features"] == ("off", reason)
         (line,) = server.in_force()
         assert f"off: features ({reason})" in line
         assert "mmcache: off in all ranks: features: it is unlike the others" in server.log()
-        assert server.rooms()["block_keys"] == ("on", "")
+        assert server.components()["block_keys"] == ("on", "")
         assert_exact(server, stock)
         assert server.total("tower_images_avoided") == 0
 
@@ -69,12 +69,12 @@ def test_a_room_is_off_in_one_rank(model: Path, stock: list[Answer], tmp_path: P
 def test_one_rank_without_us(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     path = plant(tmp_path / "site", "vllm_mmcache.plugin", "VllmWorker-1", NEVER)
     with deployed(model, tmp_path / "log", *TWO_RANKS, paths=[path]) as server:
-        rooms = server.rooms()
-        assert set(rooms) == set(ROOMS)
-        on = {room for room, (state, _) in rooms.items() if state == "on"}
+        components = server.components()
+        assert set(components) == set(COMPONENT_NAMES)
+        on = {component for component, (state, _) in components.items() if state == "on"}
         assert not on & set(parts("worker"))
         assert {"identity", "block_keys", "lazy_media"} <= on
-        assert "it has no mmcache (worker 1" in rooms["features"][1]
+        assert "it has no mmcache (worker 1" in components["features"][1]
         assert_exact(server, stock)
     said = refused(model, tmp_path / "refused", *TWO_RANKS, paths=[path])
     assert "require_salt is set, but mmcache is not in worker 1 of engine 0" in said

@@ -39,9 +39,9 @@ def test_of_a_third_party(model: Path, stock: list[Answer], tmp_path: Path) -> N
     path = installed_plugin(tmp_path / "path", "third_party", PLUGIN)
     (path / "third_party_renderer.py").write_text(RENDERER)
     with deployed(model, tmp_path / "log", "--tokenizer-mode", "third", paths=[path]) as server:
-        rooms = server.rooms()
-        assert rooms["identity"] == ("off", "the renderer ThirdRenderer is not vLLM's and may go past it")
-        assert rooms["lifted_bodies"] == ("off", "not shown to be right with the renderer ThirdRenderer")
+        components = server.components()
+        assert components["identity"] == ("off", "the renderer ThirdRenderer is not vLLM's and may go past it")
+        assert components["image_extraction"] == ("off", "not shown to be right with the renderer ThirdRenderer")
         (line,) = server.in_force()
         assert "identity (the renderer ThirdRenderer is not vLLM's" in line
         assert server.ask(0).equals(stock[0])
@@ -55,6 +55,6 @@ def test_of_a_third_party(model: Path, stock: list[Answer], tmp_path: Path) -> N
 def test_another_of_vllm(model: Path, tmp_path: Path) -> None:
     """DeepSeek's; its prompts are not this model's, so what it answers is of no interest here."""
     with deployed(model, tmp_path / "log", "--tokenizer-mode", "deepseek_v32", MMCACHE_REQUIRE_SALT="1") as server:
-        rooms = server.rooms()
-        assert rooms["identity"] == rooms["lazy_media"] == ("on", "")
-        assert rooms["lifted_bodies"] == ("off", "not shown to be right with the renderer DeepseekV32Renderer")
+        components = server.components()
+        assert components["identity"] == components["lazy_media"] == ("on", "")
+        assert components["image_extraction"] == ("off", "not shown to be right with the renderer DeepseekV32Renderer")

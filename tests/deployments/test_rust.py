@@ -28,12 +28,12 @@ def rust(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(program)}
 
 
-def test_rooms_of_the_api_are_off(model: Path, rust: dict[str, Any], tmp_path: Path) -> None:
+def test_components_of_the_api_are_off(model: Path, rust: dict[str, Any], tmp_path: Path) -> None:
     with deployed(model, tmp_path / "log", **rust) as server:
         said = server.log()
         assert "mmcache: the Rust frontend (VLLM_USE_RUST_FRONTEND) runs no Python: off are" in said
         (line,) = [line for line in said.splitlines() if "runs no Python" in line]
-        assert all(room in line for room in parts("api"))
+        assert all(component in line for component in parts("api"))
         assert not server.in_force()
         body = {"model": "zoo", "prompt": "red cat", "max_tokens": 4, "temperature": 0}
         answers = [httpx.post(f"{server.url}/v1/completions", json=body, timeout=60) for _ in range(2)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several API servers and several engines: each server shows the same report, and it says where a room is off."""
+"""Several API servers and several engines: each server shows the same report, and it says where a component is off."""
 
 import os
 import re
@@ -9,15 +9,15 @@ import pytest
 
 from tests.deployments.deployment import Answer, Deployment, deployed, plant
 from tests.sizes import larger
-from vllm_mmcache.lifecycle.registry import ROOMS
+from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES
 
 pytestmark = pytest.mark.engine
 
 FAR = """
 from vllm_mmcache.base.status import State
 decide = module.decide
-def far(room, *rest):
-    return State("off", "not here, says a test") if room == "block_keys" else decide(room, *rest)
+def far(component, *rest):
+    return State("off", "not here, says a test") if component == "block_keys" else decide(component, *rest)
 module.decide = far
 """
 
@@ -37,9 +37,9 @@ def test_two_api_servers_and_two_engines(model: Path, stock: list[Answer], tmp_p
         assert len(set(lines)) == 1
         reason = "on in engine 0; off: not here, says a test (engine 1)"
         assert f"mixed: block_keys ({reason})" in lines[0]
-        shown = [server.rooms() for _ in range(6)]  # whichever server answers
+        shown = [server.components() for _ in range(6)]  # whichever server answers
         assert all(one == shown[0] for one in shown)
-        assert set(shown[0]) == set(ROOMS)
+        assert set(shown[0]) == set(COMPONENT_NAMES)
         assert shown[0]["block_keys"] == ("mixed", reason)
         assert shown[0]["features"] == ("on", "")
         assert len(set(re.findall(r"\((ApiServer_\d+|APIServer_\d+) pid", server.log()))) == 2
@@ -56,11 +56,11 @@ def test_the_command_line_switches(model: Path, stock: list[Answer], tmp_path: P
     store = tmp_path / "store"
     said = f'{{"mmcache": {{"features": true, "lazy_media": false, "store": "{store}"}}}}'
     with deployed(model, tmp_path / "log", "--additional-config", said, paths=[path]) as server:
-        rooms = server.rooms()
-        assert {room for room, (state, _) in rooms.items() if state == "on"} == {"features", "identity"}
-        assert rooms["lazy_media"] == ("off", "switched off by the setting lazy_media")
-        assert rooms["lifted_bodies"] == ("off", "needs lazy_media, which is off")
-        assert rooms["block_keys"][1].startswith("not yet proven on vLLM")
+        components = server.components()
+        assert {component for component, (state, _) in components.items() if state == "on"} == {"features", "identity"}
+        assert components["lazy_media"] == ("off", "switched off by the setting lazy_media")
+        assert components["image_extraction"] == ("off", "needs lazy_media, which is off")
+        assert components["block_keys"][1].startswith("not yet proven on vLLM")
         assert "[worker] on" in server.log()
         assert server.ask(0).equals(stock[0])
         server.forget()
@@ -75,12 +75,12 @@ def test_unproven(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     variables = {"MMCACHE_UNPROVEN": "1", "MMCACHE_FEATURES": "1", "MMCACHE_RESUMED_IMAGES": "0"}
     args = ("--additional-config", '{"mmcache": {"features": false}}')
     with deployed(model, tmp_path / "log", *args, paths=[path], **variables) as server:
-        rooms = server.rooms()
-        assert rooms["features"] == ("off", "switched off by the setting features")
-        assert rooms["resumed_images"] == ("off", "switched off by the setting resumed_images")
-        assert rooms["observe"][0] == "off"
-        assert rooms["block_keys"] == rooms["metrics"] == ("on", "")
-        loud = "WARNING .*MMCACHE_UNPROVEN is set: rooms are on that nobody has shown to be exact here"
+        components = server.components()
+        assert components["features"] == ("off", "switched off by the setting features")
+        assert components["resumed_images"] == ("off", "switched off by the setting resumed_images")
+        assert components["observe"][0] == "off"
+        assert components["block_keys"] == components["metrics"] == ("on", "")
+        loud = "WARNING .*MMCACHE_UNPROVEN is set: components are on that nobody has shown to be exact here"
         said = [line.split()[0] for line in server.log().splitlines() if re.search(loud, line)]
         assert sorted(said) == ["(APIServer", "(EngineCore", "(VllmWorker-0"]
         assert server.ask(0).equals(stock[0])

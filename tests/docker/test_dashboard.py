@@ -69,7 +69,7 @@ def test_every_table_drop_and_error_is_shown() -> None:
     worth_a_look = {
         name for name in exposed() if name.endswith(("_errors_total", "_dropped_total", "_set_aside_total"))
     }
-    worth_a_look |= {name for name in exposed() if name.endswith("_budget_bytes")} | {"room_info"}
+    worth_a_look |= {name for name in exposed() if name.endswith("_budget_bytes")} | {"component_info"}
     assert worth_a_look <= named(*queries())
 
 

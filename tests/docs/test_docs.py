@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages are in step with the code: settings, links, rooms and commands."""
+"""The pages are in step with the code: settings, links, components and commands."""
 
 import importlib.util
 import json

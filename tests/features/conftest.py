@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from vllm_mmcache.base import settings, status
-from vllm_mmcache.lifecycle.registry import ROOMS
+from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES
 
 if TYPE_CHECKING:
     from mmcache_tools.harness.engines import EnginePool
@@ -133,11 +133,11 @@ def alone(pool: "EnginePool") -> Iterator["EnginePool"]:
 
 @pytest.fixture
 def put(monkeypatch: pytest.MonkeyPatch) -> Put:
-    """Puts settings in force for one test, and switches the rooms that they name, of an engine that is there, too."""
+    """Puts settings in force for one test, and switches the components that they name, of an engine that is there, too."""
 
     def put_in_force(**values: object) -> None:
         monkeypatch.setattr(settings, "_current", settings.load_settings(values))
-        for room in values.keys() & set(ROOMS):
-            monkeypatch.setitem(status._is_on, room, values[room])
+        for component in values.keys() & set(COMPONENT_NAMES):
+            monkeypatch.setitem(status._is_on, component, values[component])
 
     return put_in_force

@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from tests.features.conftest import Put
 from tests.features.tiers import LONG_S, within
 from tests.features.towers import Runs, question, slots
-from tests.lifted_bodies.test_server import MODEL, chat, counters, image_url, picture
+from tests.image_extraction.test_server import MODEL, chat, counters, image_url, picture
 from vllm_mmcache.content import client_hashes
 
 pytestmark = pytest.mark.engine

@@ -48,7 +48,7 @@ class Engine:
         self.copying = Copying(self.store, self.arena, self.ranks)
 
     def save(self, number: int, shape: Shape = SHAPE) -> tuple[Place, Slot]:
-        """Room for what a rank shall save."""
+        """Component for what a rank shall save."""
         slot = self.store.reserve(identity(number), shape)
         assert slot is not None
         return self.copying.save(f"image-{number}", slot, identity(number), shape), slot

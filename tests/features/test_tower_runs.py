@@ -2,7 +2,7 @@
 """The vision tower runs once per image on real engines, and every answer is that of a cold run.
 
 Negative controls: spoiled features spoil the answer, so hits really use them; a swapped image runs the tower and gets
-its own answer; with the room off the tower runs as often as on stock.
+its own answer; with the component off the tower runs as often as on stock.
 """
 
 from pathlib import Path
@@ -197,7 +197,7 @@ def test_a_lookup_that_fails_is_a_miss(
 @pytest.mark.parametrize("name", ["../../x", "a\0b", "x" * 1024**2], ids=["path", "nul", "1MB"])
 @pytest.mark.parametrize("config", QWEN)
 def test_hostile_names(pool: EnginePool, config: EngineConfig, name: str, put: Put) -> None:
-    put(identity=False)  # the store must do without that room
+    put(identity=False)  # the store must do without that component
     rig = pool.get(config)
     rig.assert_exact([ask_named(rig, 514, name)])
     rig.forget_all_but_features()

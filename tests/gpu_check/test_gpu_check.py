@@ -47,7 +47,7 @@ def env(**more: str) -> dict[str, str]:
 @pytest.mark.engine
 @pytest.mark.parametrize("runner", ["V2", "V1"])
 def test_the_command_on_the_cpu(runner: str, tmp_path: Path) -> None:
-    """One family, all rooms, in processes of its own; also a room whose variable the user has set to off.
+    """One family, all components, in processes of its own; also a component whose variable the user has set to off.
 
     V2 is the engine that users run, with async scheduling, but through Triton's interpreter.
     """
@@ -57,13 +57,13 @@ def test_the_command_on_the_cpu(runner: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=found.REPO, env=env(MMCACHE_FEATURES="0"), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(path.read_text())
-    assert (result["platform"], list(result["items"])) == ("cpu", [f"qwen3-vl, all rooms, {runner}, eager"])
+    assert (result["platform"], list(result["items"])) == ("cpu", [f"qwen3-vl, all components, {runner}, eager"])
     (item,) = result["items"].values()
     assert item["state"] == "passed", item
     assert item["engine"]["model_runner"].startswith(f"vllm.v1.worker.cpu{'.' if runner == 'V2' else '_'}")
     assert item["engine"]["async_scheduling"] == (runner == "V2")
     states = {name: check["state"] for name, check in item["checks"].items()}
-    assert {states[f"{room} is on"] for room in tested_engines.ENGINE_ROOMS} == {"passed"}
+    assert {states[f"{component} is on"] for component in tested_engines.ENGINE_COMPONENTS} == {"passed"}
     for name in (
         "swapped_image",
         "use of features",
@@ -75,7 +75,7 @@ def test_the_command_on_the_cpu(runner: str, tmp_path: Path) -> None:
     ):
         assert states[name] == "passed"
     assert states["use of image_spans"] == "not checked"
-    assert f"| qwen3-vl | all rooms | {runner} | eager | passed |" in done.stdout
+    assert f"| qwen3-vl | all components | {runner} | eager | passed |" in done.stdout
     assert "- more than one GPU: every engine here has one" in done.stdout
 
 
@@ -124,7 +124,7 @@ def test_the_checkout_is_a_plugin_and_nothing_is_installed(tmp_path: Path) -> No
 @pytest.mark.engine
 @pytest.mark.parametrize("config", [EngineConfig("qwen3-vl")], ids=["qwen3-vl"])
 def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hits on other KV, a room that is off, one that should be, no use of a room, and controls that see nothing."""
+    """Hits on other KV, a component that is off, one that should be, no use of a component, and controls that see nothing."""
     from mmcache_tools.prove_zoo import checks as zoo_checks
 
     from tests.features.towers import features_by_image
@@ -142,11 +142,11 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
         return [one(rig, ask)]
 
     monkeypatch.setattr(zoo_checks, "SHORT", (spoiled,))
-    rows = {row.check: row for row in zoo_checks.rows_of(rig, tested_engines.ENGINE_ROOMS, short=True)}
+    rows = {row.check: row for row in zoo_checks.rows_of(rig, tested_engines.ENGINE_COMPONENTS, short=True)}
     assert [name for name, row in rows.items() if row.state == "failed"] == ["spoiled"]
     assert rows["spoiled"].inexact
     said = {"engine": {}, "rows": [asdict(row) for row in rows.values()]}
-    item = items.Item("qwen3-vl", tested_engines.ENGINE_ROOMS, "V1")
+    item = items.Item("qwen3-vl", tested_engines.ENGINE_COMPONENTS, "V1")
     outcome = items.judge(item, said, None)
     assert (outcome["state"], outcome["reason"].partition(" ")[0]) == ("failed", "spoiled:")
     assert run.exit_code({item.name: outcome}) == 1
@@ -188,8 +188,8 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
     assert (row.state, "was judged right" in row.reason) == ("failed", True)
 
 
-def test_stock_is_not_counted_and_excuses_a_room_alone() -> None:
-    """An answer that stock gets wrong in the same check is no room's fault; all rooms together have no excuse."""
+def test_stock_is_not_counted_and_excuses_a_component_alone() -> None:
+    """An answer that stock gets wrong in the same check is no component's fault; all components together have no excuse."""
     stock = {**FAILED, "engine": {}, "checks": {"same_again": {"state": "failed", "reason": "differ by 2"}}}
     wrong = {"check": "same_again", "state": "failed", "reason": "differ by 2", "inexact": True}
     right = {"check": "text_only", "state": "passed", "reason": "", "inexact": False}
@@ -205,7 +205,7 @@ def test_stock_is_not_counted_and_excuses_a_room_alone() -> None:
     use = {"rows": [wrong | {"check": "use of block_keys"}, right], "engine": {}}
     assert items.judge(alone, use, stock)["state"] == "passed"
     assert items.judge(alone, use, {**stock, "checks": {"same_again": {"state": "passed"}}})["state"] == "failed"
-    assert items.judge(items.Item("gemma3", tested_engines.ENGINE_ROOMS, "V1"), said, stock)["state"] == "failed"
+    assert items.judge(items.Item("gemma3", tested_engines.ENGINE_COMPONENTS, "V1"), said, stock)["state"] == "failed"
     idle = {"check": "block_keys is on", "state": "not checked", "reason": "not for this runner", "inexact": False}
     outcome = items.judge(alone, {**said, "rows": [idle, right]}, None)
     assert (outcome["state"], "not for this runner" in outcome["reason"]) == ("not checked", True)
@@ -227,33 +227,33 @@ def result_of(platform: str) -> dict[str, Any]:
 
 def test_what_a_result_proves() -> None:
     result = result_of("cuda")
-    everything = list(tested_engines.ENGINE_ROOMS)
+    everything = list(tested_engines.ENGINE_COMPONENTS)
 
-    def without(*rooms: str) -> list[str]:
-        return [room for room in everything if room not in rooms]
+    def without(*components: str) -> list[str]:
+        return [component for component in everything if component not in components]
 
-    assert results.rooms_proven(result, "V1") == results.rooms_proven(result, "V2") == everything
+    assert results.components_proven(result, "V1") == results.components_proven(result, "V2") == everything
     for state in (FAILED, NOT_CHECKED):  # on one runner; the other's proof stays, and does not stand in
         result["items"]["gemma3, image_spans, V2, eager"] = dict(state)
-        assert results.rooms_proven(result, "V2") == without("image_spans")
-        assert results.rooms_proven(result, "V1") == everything
+        assert results.components_proven(result, "V2") == without("image_spans")
+        assert results.components_proven(result, "V1") == everything
     result["items"]["qwen3-vl, stock vLLM, V1, eager"] = dict(FAILED)
-    assert results.rooms_proven(result, "V1") == everything, "stock is not counted"
+    assert results.components_proven(result, "V1") == everything, "stock is not counted"
     result["items"]["qwen2-vl, features, V2, eager"] = dict(NO_ENGINE)
-    assert results.rooms_proven(result, "V2") == without("image_spans"), "nobody can run that"
+    assert results.components_proven(result, "V2") == without("image_spans"), "nobody can run that"
     del result["items"]["qwen3-vl, features, V2, eager"]
-    assert results.rooms_proven(result, "V2") == without("image_spans", "features")
-    result["items"]["qwen3.5, all rooms, V2, compiled"] = dict(FAILED)
-    assert results.rooms_proven(result, "V2") == []
+    assert results.components_proven(result, "V2") == without("image_spans", "features")
+    result["items"]["qwen3.5, all components, V2, compiled"] = dict(FAILED)
+    assert results.components_proven(result, "V2") == []
 
     result = result_of("cuda")
     for family in FIRST_FAMILIES:
-        result["items"][f"{family}, all rooms, V2, compiled"] = dict(NO_ENGINE)
-    assert results.rooms_proven(result, "V2") == [], "never compiled"
-    assert results.rooms_proven(result, "V1") == everything
+        result["items"][f"{family}, all components, V2, compiled"] = dict(NO_ENGINE)
+    assert results.components_proven(result, "V2") == [], "never compiled"
+    assert results.components_proven(result, "V1") == everything
 
 
-def test_recording_switches_rooms_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_switches_components_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "tested_engines.json"
     table.write_text(tested_engines.FILE.read_text())
     monkeypatch.setattr(tested_engines, "FILE", table)
@@ -263,18 +263,18 @@ def test_recording_switches_rooms_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     result["items"]["gemma3, image_spans, V2, eager"] = dict(NOT_CHECKED)
     results.record(result, path)
     written = [row for row in tested_engines.rows() if row not in before]
-    assert [(row.engine, row.rooms) for row in written] == [
-        (tested_engines.Engine("0.33", "cuda", 1, "async"), tested_engines.ENGINE_ROOMS),
+    assert [(row.engine, row.components) for row in written] == [
+        (tested_engines.Engine("0.33", "cuda", 1, "async"), tested_engines.ENGINE_COMPONENTS),
         (
             tested_engines.Engine("0.33", "cuda", 2, "async"),
-            tuple(r for r in tested_engines.ENGINE_ROOMS if r != "image_spans"),
+            tuple(r for r in tested_engines.ENGINE_COMPONENTS if r != "image_spans"),
         ),
     ]
     result["items"]["gemma3, block_keys, V2, eager"]["engine"] = {"async_scheduling": False}
     with pytest.raises(ValueError, match="V2 has items with async and sync scheduling"):
         results.record(result, path)
     for runner in ("V1", "V2"):
-        result["items"][f"gemma3, all rooms, {runner}, eager"] = dict(FAILED)
+        result["items"][f"gemma3, all components, {runner}, eager"] = dict(FAILED)
     results.record(result, path)
     assert tested_engines.rows() == before
 
@@ -316,8 +316,8 @@ def test_a_benchmark_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("row", tested_engines.rows(), ids=lambda row: f"{row.engine}")
 def test_every_row_has_its_evidence(row: tested_engines.Row) -> None:
-    """A room is on by default only where the tests run, or where a committed result says that it passed."""
-    assert set(row.rooms) <= set(tested_engines.ENGINE_ROOMS)
+    """A component is on by default only where the tests run, or where a committed result says that it passed."""
+    assert set(row.components) <= set(tested_engines.ENGINE_COMPONENTS)
     assert None not in astuple(row.engine)
     if row.evidence == "make test":
         assert (row.engine.platform, row.engine.vllm) == ("cpu", "0.32"), "CI has no other"
@@ -326,20 +326,22 @@ def test_every_row_has_its_evidence(row: tested_engines.Row) -> None:
         engines: dict[Any, str] = {(1, "sync"): "v1", (2, "async"): "v2-async"}
         engine = engines[row.engine.runner, row.engine.scheduling]
         assert row.engine.platform == "cpu"
-        assert matrix.proves(row.rooms, row.engine.vllm, engine, matrix.read())
+        assert matrix.proves(row.components, row.engine.vllm, engine, matrix.read())
         return
     result = json.loads((found.REPO / row.evidence).read_text())
     runner = f"V{row.engine.runner}"
     assert results.engine_of(result, runner) == row.engine
-    assert set(row.rooms) <= set(results.rooms_proven(result, runner))
+    assert set(row.components) <= set(results.components_proven(result, runner))
 
 
 def test_doctor_on_a_platform_without_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's rooms are off and say how to switch them on; those of the API server are on."""
+    """The engine's components are off and say how to switch them on; those of the API server are on."""
     monkeypatch.setattr(tested_engines, "TABLE", [])
     monkeypatch.setattr(settings, "_current", settings.Settings())
     states = foresee()
-    for room in tested_engines.ENGINE_ROOMS:
-        said = rf"off: not yet proven on vLLM .*, cpu: .*, MMCACHE_{room.upper()}=1 switches it on"
-        assert re.fullmatch(said, str(states[room]))
-    assert {states[room] for room in ("lazy_media", "lifted_bodies", "identity", "pixels")} == {ON}
+    for component in tested_engines.ENGINE_COMPONENTS:
+        said = rf"off: not yet proven on vLLM .*, cpu: .*, MMCACHE_{component.upper()}=1 switches it on"
+        assert re.fullmatch(said, str(states[component]))
+    assert {states[component] for component in ("lazy_media", "image_extraction", "identity", "lazy_processing")} == {
+        ON
+    }

@@ -20,7 +20,7 @@ from vllm_mmcache.prove import items
 FOUND = found.Found("some GPU", "cuda", "0.33.0", "3.12", ("V2", "V1"))
 OPTIONS: dict[str, Any] = {
     "families": ["gemma3", "qwen3-vl"],
-    "rooms": None,
+    "components": None,
     "runners": None,
     "precision": None,
     "short": False,
@@ -38,13 +38,13 @@ def how(platform: str) -> ZooHow:
 def test_the_order_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runner V2 first, of each runner stock before all else; what time was too short for is run by the next call."""
     started: list[items.Item] = []
-    stop_at = "gemma3, all rooms, V2, compiled"
+    stop_at = "gemma3, all components, V2, compiled"
 
     def put(item: items.Item, how: ZooHow, stock: Any, left_s: float) -> dict[str, Any]:
         if item.name == stop_at or (started and started[-1].runner == "V1" and stop_at):
             raise items.OutOfTime
         started.append(item)
-        assert (stock is None) == (not item.rooms), "each is compared with stock, also with an earlier call's"
+        assert (stock is None) == (not item.components), "each is compared with stock, also with an earlier call's"
         return {"state": "passed", "reason": item.name, "engine": {}, "checks": {}}
 
     monkeypatch.setattr(items, "run", put)
@@ -61,7 +61,7 @@ def test_the_order_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert stop_at in not_reached
     assert sorted([*ran, *not_reached]) == sorted(item.name for item in whole)
     assert json.loads((tmp_path / "result.json").read_text())["items"] == ran
-    first = [item.runner == "V2" and not item.rooms for item in started]
+    first = [item.runner == "V2" and not item.components for item in started]
     assert first[:4] == [True] * 4
     assert not any(first[4:])
 
@@ -78,7 +78,7 @@ def test_the_order_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.process
 def test_no_time_left() -> None:
     """Nothing is started, and nothing is said of what was not."""
-    item = items.Item("gemma3", tested_engines.ENGINE_ROOMS, "V2")
+    item = items.Item("gemma3", tested_engines.ENGINE_COMPONENTS, "V2")
     with pytest.raises(items.OutOfTime):
         items.run(item, how("cpu"), None, 0)
     with pytest.raises(items.OutOfTime):
@@ -94,7 +94,7 @@ def test_the_variables_of_an_item() -> None:
     assert not {"TEST_ENGINE", "TRITON_INTERPRET"} & set(environ)
     environ = how("cpu").environment(items.Item("gemma3", ("features",), "V2"))
     assert (environ["TEST_ENGINE"], environ["TEST_ASYNC_SCHEDULING"]) == ("v2-async", "1")
-    assert [environ[f"MMCACHE_{room.upper()}"] for room in ("features", "metrics")] == ["1", "0"]
+    assert [environ[f"MMCACHE_{component.upper()}"] for component in ("features", "metrics")] == ["1", "0"]
     assert how("cpu").environment(items.Item("gemma3", (), "V1"))[SWITCH] == "0"
 
 

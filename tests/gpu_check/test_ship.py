@@ -172,7 +172,7 @@ def test_to_a_clean_directory(tmp_path: Path) -> None:
     result = json.loads(path.read_text())
     (item,) = result["items"].values()
     assert (item["state"], item["commit"]) == ("passed", "abc"), item
-    assert "== qwen3-vl, all rooms, V1, eager: exit code 0" in (tmp_path / "out" / "gpu_check.log").read_text()
+    assert "== qwen3-vl, all components, V1, eager: exit code 0" in (tmp_path / "out" / "gpu_check.log").read_text()
 
     shutil.rmtree(there / ship.ARRIVED / "environment" / "wrapt")
     done = do(there, *check)

@@ -72,6 +72,6 @@ def test_tenants_share_nothing(pool: EnginePool, config: EngineConfig) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_block_keys_are_ours(pool: EnginePool, config: EngineConfig) -> None:
-    """What hashes the blocks of this engine's requests is the room's hasher, not vLLM's."""
+    """What hashes the blocks of this engine's requests is the component's hasher, not vLLM's."""
     core = pool.get(config).llm.llm_engine.engine_core.engine_core
     assert core.request_block_hasher.__module__.startswith("vllm_mmcache.")

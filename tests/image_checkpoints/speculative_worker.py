@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine with a drafter, questions about images put to it with the room and without.
+"""One engine with a drafter, questions about images put to it with the component and without.
 
 Run with `python -m tests.image_checkpoints.speculative_worker`, a task on stdin, JSON on the last line of stdout; a
 process of its own, since after numba, which ngram imports, vLLM 0.32 can't start another engine on the CPU.

@@ -48,7 +48,7 @@ def test_second_question_with_a_drafter(family: str, drafter: str, tmp_path: Pat
     assert [on["cached"][number] for number in later] == [on["best"][number] for number in later]
     assert all(on["best"][number] > 150 for number in later), "the words before the image alone"
     assert [on["cached"][number] for number in first] == [off["cached"][number] for number in first]
-    # The control: without the room vLLM has nothing at the image's end, until it has missed it once.
+    # The control: without the component vLLM has nothing at the image's end, until it has missed it once.
     assert [off["cached"][number] for number in (1, 4)] == [0, 0]
     for side in (on, off):
         assert side["drafts"] > 20

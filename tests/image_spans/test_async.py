@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's rooms where a step is scheduled before the tokens of the last one are known.
+"""The scheduler's components where a step is scheduled before the tokens of the last one are known.
 
 That is so with TEST_ENGINE=v2-async; elsewhere the same must hold, and no step is ahead of its tokens.
 """

@@ -50,8 +50,10 @@ def test_a_server_in_a_pod(tmp_path: Path) -> None:
         again = running.ask(1)
         assert again.equals(first)
         assert running.total("tower_images_avoided") >= 1
-        states = {room: state for room, (state, _) in running.rooms().items()}
-        assert {states[room] for room in ("features", "identity", "pixels", "block_keys")} == {"on"}, running.rooms()
+        states = {component: state for component, (state, _) in running.components().items()}
+        assert {states[component] for component in ("features", "identity", "lazy_processing", "block_keys")} == {
+            "on"
+        }, running.components()
         in_memory = {path.name for path in (root / "dev/shm").iterdir()}
         assert all(name.startswith(("psm_", "sem.")) for name in in_memory), in_memory  # vLLM's, and Python's
         stored = root / volume.relative_to("/")

@@ -15,7 +15,7 @@ from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 
 from tests.lazy_media import files
-from tests.lazy_media.test_loader import image_io, mm_hash, room
+from tests.lazy_media.test_loader import component, image_io, mm_hash
 from tests.lazy_media.test_restarts import restart
 from vllm_mmcache.base import settings, status
 from vllm_mmcache.components.lazy_media import hooks as images
@@ -32,7 +32,7 @@ class AnotherImageMediaIO(ImageMediaIO):
 
 
 def identity_off(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(status, "is_on", lambda room: room != "identity")
+    patch.setattr(status, "is_on", lambda component: component != "identity")
 
 
 def of_image(**options: Any) -> Key:
@@ -105,7 +105,7 @@ def test_a_name_from_exif_ends_when_identity_is_on(tmp_path: Path, monkeypatch: 
     content = files.saved(ellipses("named"), "JPEG")
     by_pixels = mm_hash(image_io({}).load_bytes(content))
     monkeypatch.setattr(settings, "_current", settings.Settings(store=str(tmp_path), identity=False))
-    with room():
+    with component():
         opened = image_io({}).load_bytes(content)
         opened.media.getexif()[ExifTags.Base.ImageID] = uuid.UUID(int=7)
         by_exif = mm_hash(opened)
@@ -116,6 +116,6 @@ def test_a_name_from_exif_ends_when_identity_is_on(tmp_path: Path, monkeypatch: 
         assert mm_hash(known) == by_exif, "the control: the name is kept with the image"
         restart()
     monkeypatch.setattr(settings, "_current", settings.Settings(store=str(tmp_path)))
-    with room():
+    with component():
         assert mm_hash(image_io({}).load_bytes(content)) == by_pixels
     restart()

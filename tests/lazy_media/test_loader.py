@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's image loader and hasher with the room installed, side by side with stock, for every kind of file."""
+"""vLLM's image loader and hasher with the component installed, side by side with stock, for every kind of file."""
 
 import base64
 import contextlib
@@ -38,7 +38,7 @@ FILES = {**files.good(), **files.bad()}
 
 
 @contextlib.contextmanager
-def room() -> Iterator[None]:
+def component() -> Iterator[None]:
     """The group installed, with nothing known; stock outside of the block."""
     TEXTS.clear()
     RECORDS.clear()
@@ -53,7 +53,7 @@ def room() -> Iterator[None]:
 
 @pytest.fixture
 def installed() -> Iterator[None]:
-    with room():
+    with component():
         yield
 
 
@@ -100,7 +100,7 @@ def test_as_stock(name: str, options: str, tmp_path: Path) -> None:
     ]
     stock = look(lambda: ways[0](image_io(OPTIONS[options])))
     assert stock == look(lambda: ways[1](image_io(OPTIONS[options])))
-    with room():
+    with component():
         for way in (*ways, *ways):
             assert look(lambda way=way: way(image_io(OPTIONS[options]))) == stock  # type: ignore[misc]
         if isinstance(stock[0], type):  # an error
@@ -110,7 +110,7 @@ def test_as_stock(name: str, options: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["not base64!", "AAA", "", "ÄÖÜ" * 9, "AAAA\nAAAA", "mmcache-0000-0000-0"])
 def test_text_that_is_no_base64(text: str) -> None:
     stock = look(lambda: image_io({}).load_base64("image/png", text))
-    with room():
+    with component():
         assert look(lambda: image_io({}).load_base64("image/png", text)) == stock
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is opened again from its origin, in a process that has no room, is what stock opens: every kind of file."""
+"""What is opened again from its origin, in a process that has no component, is what stock opens: every kind of file."""
 
 import base64
 import json
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lazy_media import files
-from tests.lazy_media.test_loader import OPTIONS, image_io, look, room
+from tests.lazy_media.test_loader import OPTIONS, component, image_io, look
 from vllm_mmcache.components.lazy_media.vllm_source import Origin, load, origin_of
 
 GOOD = files.good()
@@ -33,7 +33,7 @@ def origins(loader: Any, content: bytes) -> list[Origin]:
 @pytest.mark.parametrize("name", GOOD)
 def test_images_are_opened_again(name: str, options: str) -> None:
     stock = look(lambda: image_io(OPTIONS[options]).load_bytes(GOOD[name]))
-    with room():
+    with component():
         found = origins(image_io(OPTIONS[options]), GOOD[name])
     for origin in found:
         assert look(lambda origin=origin: load(origin)) == stock  # type: ignore[misc]

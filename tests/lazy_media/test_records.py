@@ -97,8 +97,8 @@ def test_entries_cost_no_more_than_they_count_for() -> None:
         texts.admit(secrets.token_bytes(32), secrets.token_bytes(32))
 
     def new_video(videos: Bounded[Key, Record]) -> None:
-        room = MAX_METADATA_BYTES - len(json.dumps({"frames": ""}))
-        record = record_of((64, 720, 1280, 3), {"frames": secrets.token_hex(room // 2)})
+        component = MAX_METADATA_BYTES - len(json.dumps({"frames": ""}))
+        record = record_of((64, 720, 1280, 3), {"frames": secrets.token_hex(component // 2)})
         assert record is not None
         for _ in range(MAX_MM_HASHES):
             record.keep_mm_hash(("blake3", "video", secrets.token_hex(32)), secrets.token_hex(32))

@@ -19,7 +19,7 @@ from PIL import Image, features
 
 from tests.features.tiers import LONG_S
 from tests.lazy_media import files
-from tests.lazy_media.test_loader import FILES, OPTIONS, image_io, look, mm_hash, room
+from tests.lazy_media.test_loader import FILES, OPTIONS, component, image_io, look, mm_hash
 from tests.sizes import scaled
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.lazy_media import hooks as loader
@@ -48,9 +48,9 @@ NO_RECORDS = [
 ANOTHER_PROCESS = """
 import json, sys
 from pathlib import Path
-from tests.lazy_media.test_loader import image_io, mm_hash, room
+from tests.lazy_media.test_loader import image_io, mm_hash, component
 from vllm_mmcache.metrics import counters
-with room():
+with component():
     media = image_io(json.loads(sys.argv[2])).load_bytes(Path(sys.argv[1]).read_bytes())
     seen = [mm_hash(media), *media.size, media.mode, counters.IMAGES_DECODED.value]
 print(json.dumps(seen))
@@ -67,9 +67,9 @@ def restart() -> None:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The room, with records in a directory."""
+    """The component, with records in a directory."""
     monkeypatch.setattr(settings, "_current", settings.Settings(store=str(tmp_path / "store")))
-    with room():
+    with component():
         yield tmp_path / "store"
     restart()
 
@@ -87,7 +87,7 @@ def test_as_stock_after_a_restart(name: str, options: str, tmp_path: Path, monke
     text = base64.b64encode(content).decode()
     stock = look(lambda: image_io(OPTIONS[options]).load_bytes(content))
     monkeypatch.setattr(settings, "_current", settings.Settings(store=str(tmp_path)))
-    with room():
+    with component():
         restart()
         assert look(lambda: image_io(OPTIONS[options]).load_bytes(content)) == stock
         restart()

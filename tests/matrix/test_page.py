@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scripts import matrix
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 
 ROW = matrix.Row("0.33", "v2-async", "tests/a", f"{matrix.OVERLAY}, torch 2.13", passed=2, skipped=1, date="2026-11-22")
 
@@ -68,7 +68,7 @@ def test_every_test_is_in_a_part() -> None:
         assert any(file == part or part in file.parents for part in parts), file
 
 
-def test_what_proves_a_room() -> None:
+def test_what_proves_a_component() -> None:
     """Each folder about it has passed on that engine, and nothing there has failed."""
     folders = sorted(set(matrix.EVIDENCE["features"]))
     rows = [matrix.Row("0.33", "v1", folder, "", passed=3, skipped=1) for folder in folders]
@@ -83,4 +83,4 @@ def test_what_proves_a_room() -> None:
     whole = dataclasses.replace(rows[0], tests="tests")
     assert matrix.proves(["features", "metrics"], "0.33", "v1", [whole])
     assert not matrix.proves(["features"], "0.33", "v1", [*rows, dataclasses.replace(whole, failed=["a test"])])
-    assert set(matrix.EVIDENCE) == set(ENGINE_ROOMS)
+    assert set(matrix.EVIDENCE) == set(ENGINE_COMPONENTS)

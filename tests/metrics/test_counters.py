@@ -65,10 +65,10 @@ def test_several_processes(tmp_path: Path) -> None:
 
 
 def test_bookkeeping_never_fails_a_request(log: pytest.LogCaptureFixture) -> None:
-    """One log line per room, with the traceback; what follows goes on."""
+    """One log line per component, with the traceback; what follows goes on."""
     for _ in range(3):
-        with guarded("a room"):
+        with guarded("a component"):
             raise KeyError("lost")
     assert [record.message for record in log.records] == [
-        "mmcache: bookkeeping of a room failed; requests go on without it"
+        "mmcache: bookkeeping of a component failed; requests go on without it"
     ]

@@ -27,7 +27,7 @@ from vllm_mmcache.prove.pictures import ellipses
 
 @contextlib.contextmanager
 def observed() -> Iterator[None]:
-    """The room installed and on within the block, also for an engine that is there already."""
+    """The component installed and on within the block, also for an engine that is there already."""
     before = settings.current()
     os.environ["MMCACHE_OBSERVE"] = "1"
     roles: tuple[Role, ...] = ("api", "engine")

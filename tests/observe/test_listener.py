@@ -41,7 +41,7 @@ def test_there_and_not_on_the_clients_port(address: str) -> None:
     assert TestClient(app).get("/mmcache").status_code == 404
     page = f"http://{address}/mmcache"
     assert httpx.get(page, timeout=60).status_code == 200
-    assert httpx.get(f"{page}/rooms", timeout=60).status_code == 401
+    assert httpx.get(f"{page}/components", timeout=60).status_code == 401
     assert httpx.get(f"{page}/records", headers={"Authorization": f"Bearer {KEY}"}, timeout=60).status_code == 503
     assert serve.page_address([]) == page
     with pytest.raises(SettingsError, match="observe_listen"):

@@ -25,7 +25,7 @@ EXAMPLES = [
 
 
 IN_FORCE: dict[str, Any] = {
-    "rooms": {
+    "components": {
         "identity": {"state": "on", "reason": ""},
         "features": {"state": "mixed", "reason": "on in worker 0; off: <b>no</b> tower (worker 1)"},
         "observe": {"state": "off", "reason": "MMCACHE_OBSERVE=1 switches it on"},

@@ -53,7 +53,7 @@ def test_list_and_totals(server: Server, page: "Page") -> None:
     assert "reused" in text(page, "#tokens-caption")
     page.screenshot(path=ARTEFACTS / "list.png", full_page=True)
 
-    assert text(page, "#rooms") == "Rooms on: identity; mixed: features; off: observe."
+    assert text(page, "#components") == "Components on: identity; mixed: features; off: observe."
     page.click("#why summary")
     assert "features is mixed: on in worker 0; off: <b>no</b> tower (worker 1)" in text(page, "#reasons")
     assert page.locator("#reasons b").count() == 0
@@ -193,7 +193,7 @@ def test_nothing_is_recorded(server: Server, page: "Page") -> None:
     server.store = None
     page.goto(server.page)
     expect(page.locator("#status")).to_contain_text("nothing is recorded")
-    expect(page.locator("#rooms")).to_contain_text("mixed: features")  # said all the same
+    expect(page.locator("#components")).to_contain_text("mixed: features")  # said all the same
     page.close()  # asks no more
     page.problems.clear()  # type: ignore[attr-defined]
 

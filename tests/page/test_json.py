@@ -52,7 +52,7 @@ def test_records(server: Server) -> None:
         assert sum(facts["missed_tokens"].values()) + facts["reused_tokens"] == facts["prompt_tokens"]
     assert body(server, "/totals")["totals"]["requests"] == len(EXAMPLES)
     assert set(body(server, "/totals")["meanings"]) == set(MEANINGS)
-    assert {name: body(server, "/totals")[name] for name in IN_FORCE} == body(server, "/rooms") == IN_FORCE
+    assert {name: body(server, "/totals")[name] for name in IN_FORCE} == body(server, "/components") == IN_FORCE
 
 
 def test_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ DATA = (
     f"/records/{EXAMPLES[0].id}",
     "/records/none",
     "/totals",
-    "/rooms",
+    "/components",
 )
 WRONG = (
     None, "", "Bearer", "Bearer wrong", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer  {KEY}", f"bearer\t{KEY}",
@@ -173,12 +173,12 @@ def test_a_cursor_that_is_none(server: Server, nonsense: str) -> None:
 @pytest.mark.process
 def test_nothing_is_recorded() -> None:
     serving = Server(None)
-    assert body(serving, "/rooms") == IN_FORCE
+    assert body(serving, "/components") == IN_FORCE
     assert get(serving, "/totals").status_code == 503
     assert get(serving, "/records").status_code == 503
     said = get(serving, "/records").json()["error"]
     assert "--observe" in said
-    assert IN_FORCE["rooms"]["observe"]["reason"] in said
+    assert IN_FORCE["components"]["observe"]["reason"] in said
     assert_one_line(mmcache("explain", "--url", serving.url, MMCACHE_ADMIN_KEY=KEY), "nothing is recorded")
     assert get(serving, "/records", "wrong").status_code == 401
     serving.stop()

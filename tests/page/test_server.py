@@ -60,7 +60,7 @@ def records(server: Server, path: str = "?full=1") -> Any:
 
 def test_the_keys_open_different_doors(server: Server) -> None:
     """The clients' key tells nothing of other clients; the operator's is no client's."""
-    data = ("/mmcache/records", "/mmcache/records/x", "/mmcache/totals", "/mmcache/rooms")
+    data = ("/mmcache/records", "/mmcache/records/x", "/mmcache/totals", "/mmcache/components")
     for headers in ({}, {"Authorization": "Bearer wrong"}, CLIENT):
         assert [httpx.get(server.url + path, headers=headers, timeout=60).status_code for path in data] == [401] * 4
     assert [httpx.get(server.url + path, headers=OPERATOR, timeout=60).status_code for path in data] == [
@@ -112,15 +112,17 @@ def test_a_conversation(server: Server, page: "Page") -> None:
 
 def test_what_is_in_force_is_said_everywhere_alike(server: Server, page: "Page") -> None:
     """In the JSON, on the page, on /metrics and in the log, with where things are; the wish before it is no more."""
-    told = httpx.get(f"{server.url}/mmcache/rooms", headers=OPERATOR, timeout=60).json()
-    on = {room for room, said in told["rooms"].items() if said["state"] == "on"}
+    told = httpx.get(f"{server.url}/mmcache/components", headers=OPERATOR, timeout=60).json()
+    on = {component for component, said in told["components"].items() if said["state"] == "on"}
     assert {"identity", "observe", "features"} <= on
-    assert told["rooms"]["image_spans"]["state"] == "unneeded"
+    assert told["components"]["image_spans"]["state"] == "unneeded"
     assert {"api", "engine 0", "worker 0 of engine 0"} == set(told["places"])
     assert told["places"]["worker 0 of engine 0"]["features"] == {"state": "on", "reason": ""}
     metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
-    for room, said in told["rooms"].items():
-        assert re.search(rf'mmcache:room_info{{[^}}]*room="{room}"[^}}]*state="{said["state"]}"', metrics), room
+    for component, said in told["components"].items():
+        assert re.search(
+            rf'mmcache:component_info{{[^}}]*component="{component}"[^}}]*state="{said["state"]}"', metrics
+        ), component
     totals = httpx.get(f"{server.url}/mmcache/totals", headers=OPERATOR, timeout=60).json()
     assert {name: totals[name] for name in told} == told
     log = server.log_path.read_text(errors="replace")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patches do for a fork what the plugin does; patches/apply says why, where it does nothing.
 
-Applied to a copy of the installed vLLM, without the plugin, the exactness tests pass; with the plugin, its rooms step
-aside.
+Applied to a copy of the installed vLLM, without the plugin, the exactness tests pass; with the plugin, its components
+step aside.
 """
 
 import itertools
@@ -54,10 +54,10 @@ def counts(said: str) -> dict[str, int]:
 
 
 def outcomes_on(tree: Path) -> dict[str, tuple[str, str]]:
-    """State and reason of each room, as `mmcache doctor` finds them on a tree."""
+    """State and reason of each component, as `mmcache doctor` finds them on a tree."""
     done = run_on(tree, "-m", "vllm_mmcache.cli", "doctor", "--json")
-    rooms = json.loads(done.stdout)["rooms"]
-    return {room: (said["state"], said["reason"]) for room, said in rooms.items()}
+    components = json.loads(done.stdout)["components"]
+    return {component: (said["state"], said["reason"]) for component, said in components.items()}
 
 
 @pytest.mark.engine
@@ -81,11 +81,13 @@ def test_wrong_without_the_patches(tree: Path) -> None:
 @pytest.mark.process
 def test_the_plugin_steps_aside(patched: Path) -> None:
     outcomes = outcomes_on(patched)
-    aside = {room for room, (_, reason) in outcomes.items() if reason.startswith("vLLM has its own")}
-    assert {outcomes[room][0] for room in aside} == {"unneeded"}
+    aside = {component for component, (_, reason) in outcomes.items() if reason.startswith("vLLM has its own")}
+    assert {outcomes[component][0] for component in aside} == {"unneeded"}
     assert aside == {"image_spans", "resumed_images", "image_checkpoints", "lazy_media"}
-    others = {room: state for room, (state, _) in outcomes.items() if room not in aside}
-    assert {others.pop(room) for room in ("lifted_bodies", "pixels")} == {"off"}  # which need lazy_media
+    others = {component: state for component, (state, _) in outcomes.items() if component not in aside}
+    assert {others.pop(component) for component in ("image_extraction", "lazy_processing")} == {
+        "off"
+    }  # which need lazy_media
     assert others.pop("observe") == "off"  # nobody asked for it
     assert set(others.values()) == {"on"}
 
@@ -93,10 +95,10 @@ def test_the_plugin_steps_aside(patched: Path) -> None:
 @larger
 @pytest.mark.engine
 def test_the_plugin_works_on_a_part_of_the_patches(tree: Path) -> None:
-    """Attention patched, scheduler not: the room stays on for its scheduler's part, and nothing is done twice.
+    """Attention patched, scheduler not: the component stays on for its scheduler's part, and nothing is done twice.
 
-    Identity patched: the patch knows no tenants, so the room stays on, and must win. Of its tests those alone fail that
-    say what stock does, since a uuid is not trusted here: the patch is at work.
+    Identity patched: the patch knows no tenants, so the component stays on, and must win. Of its tests those alone fail
+    that say what stock does, since a uuid is not trusted here: the patch is at work.
     """
     part = ("--only", "cpu-attn-mm-prefix", "--only", "content-bound-uuids")
     apply("--reverse", tree)

@@ -18,7 +18,7 @@ import pytest
 from scripts import soak
 from tests.features.conftest import TIMEOUT_S, Server
 from tests.features.packages import BUDGET_BYTES, SHAPE, features, identity, load, save
-from tests.pixels.test_record import MAX_TOKENS, file_of, opened, processor_of
+from tests.lazy_processing.test_record import MAX_TOKENS, file_of, opened, processor_of
 from tests.planted import hostile
 from tests.planted.hostile import Marker
 from tests.sizes import scaled

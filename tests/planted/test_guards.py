@@ -12,10 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.lazy_media.test_loader import image_io, room
+from tests.lazy_media.test_loader import component, image_io
 from tests.lazy_media.test_restarts import is_known, restart
-from tests.pixels.asking import png
-from tests.pixels.test_record import file_of, kinds_of, opened, processor_of
+from tests.lazy_processing.asking import png
+from tests.lazy_processing.test_record import file_of, kinds_of, opened, processor_of
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.lazy_media.hooks import RecordWrong
 from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
@@ -120,7 +120,7 @@ def test_a_size_that_is_not_the_images(tmp_path: Path, monkeypatch: pytest.Monke
     """Whoever asks for pixels is told, and the next one has the right size."""
     content = png(Image.new("RGB", SIZE, "red"))
     monkeypatch.setattr(settings, "_current", settings.Settings(store=str(tmp_path)))
-    with room():
+    with component():
         assert image_io({}).load_bytes(content).size == SIZE
         (record,) = RECORDS._entries.values()
         assert record.name is not None
@@ -144,7 +144,7 @@ def test_a_size_that_is_not_the_images(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_record_beyond_what_vllm_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = png(Image.new("RGB", SIZE, "red"))
     monkeypatch.setattr(settings, "_current", settings.Settings(store=str(tmp_path)))
-    with room():
+    with component():
         image_io({}).load_bytes(content)
         (record,) = RECORDS._entries.values()
         planted = Record((20_000, 20_000), "RGB", record.io_config).packed()

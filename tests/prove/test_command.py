@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mmcache prove` on the CPU engine, as users run it: what passes is kept, and a room that answers wrongly is not.
+"""`mmcache prove` on the CPU engine, as users run it: what passes is kept, and a component that answers wrongly is not.
 
-One room at a time, with few scenarios: an item takes a quarter to half a minute on two cores.
+One component at a time, with few scenarios: an item takes a quarter to half a minute on two cores.
 """
 
 import json
@@ -42,7 +42,7 @@ def prove(state: Path, *arguments: str, **more: str) -> tuple[int, list[dict[str
         "prove",
         "--short",
         "--json",
-        "--rooms",
+        "--components",
         "features",
         *arguments,
     ]
@@ -55,35 +55,35 @@ def prove(state: Path, *arguments: str, **more: str) -> tuple[int, list[dict[str
 def test_what_passes_is_proven_for_this_place_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, (verdict,), said = prove(tmp_path, "--families", "qwen3-vl", "--", "--block-size", "64")
     assert code == 0, said
-    assert verdict["rooms"]["features"]["state"] == "proven"
+    assert verdict["components"]["features"]["state"] == "proven"
     states = [(name, item["state"]) for name, item in verdict["items"].items()]
     assert states == [
         ("qwen3-vl, stock vLLM", "passed"),
         ("qwen3-vl, features", "passed"),
-        ("qwen3-vl, all rooms", "passed"),
+        ("qwen3-vl, all components", "passed"),
     ]
     assert {item["engine"]["block_tokens"] for item in verdict["items"].values()} == {64}, "the user's argument"
     place = Place(**verdict["place"])
     assert (place.platform, place.architecture) == ("cpu", architecture_of("qwen3-vl"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert user_proofs.proven_rooms(place) == {"features"}
+    assert user_proofs.proven_components(place) == {"features"}
     (proof,), lines = user_proofs.read()
     assert (proof.how, proof.arguments, lines) == ("zoo family qwen3-vl", ("--block-size", "64"), [])
     for other in (replace(place, vllm="0.31.0"), replace(place, device="other"), replace(place, mmcache="9")):
-        assert user_proofs.proven_rooms(other) == frozenset()
+        assert user_proofs.proven_components(other) == frozenset()
     assert "[2/3] qwen3-vl, features: passed: " in said
     assert f"On from the next start, for {place.architecture} on {place.device}: features." in said
 
 
-def test_a_room_that_answers_wrongly_is_not_proven(tmp_path: Path) -> None:
+def test_a_component_that_answers_wrongly_is_not_proven(tmp_path: Path) -> None:
     """Negative control of the whole command."""
     (tmp_path / "sitecustomize.py").write_text(SPOIL)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     code, (verdict,), said = prove(tmp_path / "state", "--families", "qwen3-vl", PYTHONPATH=path)
     assert code == 1, said
-    room = verdict["rooms"]["features"]
-    assert room["state"] == "failed"
-    assert room["reason"].startswith("use of features: log-probabilities differ by ")
+    component = verdict["components"]["features"]
+    assert component["state"] == "failed"
+    assert component["reason"].startswith("use of features: log-probabilities differ by ")
     assert "features failed, " in said
     assert (
         not (tmp_path / "state" / "mmcache" / "proofs.json").exists()
@@ -103,5 +103,5 @@ def test_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert {checks[f"control: {name}"]["state"] for name in ("other image", "spoiled KV")} == {"passed"}
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (proof,), _ = user_proofs.read()
-    assert (proof.how, proof.rooms) == (f"own model {model}", ("features",))
+    assert (proof.how, proof.components) == (f"own model {model}", ("features",))
     assert proof.place.architecture == architecture_of("qwen3-vl")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is proven of which items: a failed item, a room that was not seen at work, an engine of another place."""
+"""What is proven of which items: a failed item, a component that was not seen at work, an engine of another place."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from vllm_mmcache.base.errors import EnvironmentProblem
 from vllm_mmcache.cli import preflight
 from vllm_mmcache.cli import prove as verb
 from vllm_mmcache.lifecycle import user_proofs
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 from vllm_mmcache.lifecycle.user_proofs import Place
 from vllm_mmcache.prove import arguments, items, look, proving
 from vllm_mmcache.prove.items import Item, OwnHow
@@ -47,7 +47,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Item]]:
             ran.append(item)
             said: Said = {"state": "passed", "reason": "9 checks", "engine": {}, "place": asdict(place)}
             said |= {"proven": ["metrics", "image_spans"], "of_use": OF_USE}
-            said["checks"] = {f"use of {room}": {"state": "passed"} for room in item.rooms}
+            said["checks"] = {f"use of {component}": {"state": "passed"} for component in item.components}
             change(item, said)
             return said
 
@@ -57,15 +57,17 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Item]]:
     return start
 
 
-def prove(rooms: tuple[str, ...] = ENGINE_ROOMS, compiled: bool = False) -> proving.Verdict:
-    return proving.prove(Runs(ZooHow()), "qwen3-vl", "zoo family qwen3-vl", rooms, compiled=compiled)
+def prove(components: tuple[str, ...] = ENGINE_COMPONENTS, compiled: bool = False) -> proving.Verdict:
+    return proving.prove(Runs(ZooHow()), "qwen3-vl", "zoo family qwen3-vl", components, compiled=compiled)
 
 
-def fail(*rooms: str, together: bool = False) -> Callable[[Item, Said], Any]:
-    """These rooms' own items fail, or all together."""
+def fail(*components: str, together: bool = False) -> Callable[[Item, Said], Any]:
+    """These components' own items fail, or all together."""
 
     def change(item: Item, said: Said) -> None:
-        if item.rooms and (item.together if together else not item.together and set(item.rooms) & set(rooms)):
+        if item.components and (
+            item.together if together else not item.together and set(item.components) & set(components)
+        ):
             said |= {"state": "failed", "reason": "same_again: log-probabilities differ by 2.31e+00 > 1e-03"}
 
     return change
@@ -74,28 +76,30 @@ def fail(*rooms: str, together: bool = False) -> Callable[[Item, Said], Any]:
 def test_all_that_passed_is_kept(started: Callable[..., list[Item]]) -> None:
     ran = started()
     verdict = prove(compiled=True)
-    assert [(item.rooms, item.compiled, item.together) for item in ran] == [
+    assert [(item.components, item.compiled, item.together) for item in ran] == [
         ((), False, False),
-        *(((room,), False, False) for room in ENGINE_ROOMS if room in OF_USE),
+        *(((component,), False, False) for component in ENGINE_COMPONENTS if component in OF_USE),
         ((), True, False),
-        (ENGINE_ROOMS, True, True),
+        (ENGINE_COMPONENTS, True, True),
     ]
-    assert user_proofs.proven_rooms(PLACE) == set(ENGINE_ROOMS)
-    assert verdict.rooms["image_spans"] == ("proven", "together with the others; this model has no use for it")
+    assert user_proofs.proven_components(PLACE) == set(ENGINE_COMPONENTS)
+    assert verdict.components["image_spans"] == ("proven", "together with the others; this model has no use for it")
     assert proving.exit_code([verdict]) == 0
     (line,) = proving.sentences(verdict)
     assert line.startswith(f"On from the next start, for {PLACE.architecture} on Some GPU: block_keys, image_spans, ")
     for other in (replace(PLACE, vllm="0.33.1"), replace(PLACE, device="Other GPU"), replace(PLACE, runner=1)):
-        assert user_proofs.proven_rooms(other) == frozenset()
+        assert user_proofs.proven_components(other) == frozenset()
 
 
-def test_a_room_that_fails_stays_off_and_says_what_differed(started: Callable[..., list[Item]]) -> None:
+def test_a_component_that_fails_stays_off_and_says_what_differed(started: Callable[..., list[Item]]) -> None:
     ran = started()
     prove()
     ran = started(fail("features", "metrics"))
     verdict = prove()
-    assert ran[-1].rooms == tuple(room for room in ENGINE_ROOMS if room not in ("features", "metrics"))
-    assert user_proofs.proven_rooms(PLACE) == set(ENGINE_ROOMS) - {"features", "metrics"}, (
+    assert ran[-1].components == tuple(
+        component for component in ENGINE_COMPONENTS if component not in ("features", "metrics")
+    )
+    assert user_proofs.proven_components(PLACE) == set(ENGINE_COMPONENTS) - {"features", "metrics"}, (
         "what was proven is taken back"
     )
     assert proving.exit_code([verdict]) == 1
@@ -107,42 +111,42 @@ def test_a_room_that_fails_stays_off_and_says_what_differed(started: Callable[..
     assert any("metrics failed, though" in line and "MMCACHE_METRICS=0 switches it off" in line for line in said)
 
 
-def test_one_room_is_tried_beside_those_that_are_on_by_default(started: Callable[..., list[Item]]) -> None:
+def test_one_component_is_tried_beside_those_that_are_on_by_default(started: Callable[..., list[Item]]) -> None:
     ran = started()
     verdict = prove(("features",))
-    assert [item.rooms for item in ran] == [(), ("features",), ("image_spans", "features", "metrics")]
-    assert list(verdict.rooms) == ["features"]
-    assert user_proofs.proven_rooms(PLACE) == {"features"}
+    assert [item.components for item in ran] == [(), ("features",), ("image_spans", "features", "metrics")]
+    assert list(verdict.components) == ["features"]
+    assert user_proofs.proven_components(PLACE) == {"features"}
 
 
 def test_what_fails_together_proves_nothing(started: Callable[..., list[Item]]) -> None:
     started(fail(together=True))
     verdict = prove()
     assert user_proofs.read() == ([], [])
-    assert verdict.rooms["features"] == (
+    assert verdict.components["features"] == (
         "failed",
-        "with the other rooms: same_again: log-probabilities differ by 2.31e+00 > 1e-03",
+        "with the other components: same_again: log-probabilities differ by 2.31e+00 > 1e-03",
     )
     assert proving.exit_code([verdict]) == 1
 
 
-def test_a_room_must_be_seen_at_work_and_at_one_place(started: Callable[..., list[Item]]) -> None:
+def test_a_component_must_be_seen_at_work_and_at_one_place(started: Callable[..., list[Item]]) -> None:
     def idle(item: Item, said: Said) -> None:
-        if "features" in item.rooms:
+        if "features" in item.components:
             said["checks"]["use of features"] = {"state": "not checked", "reason": "nothing to see"}
 
     started(idle)
     verdict = prove()
-    assert verdict.rooms["features"] == ("not checked", "it was not seen at work: nothing to see")
-    assert "features" not in user_proofs.proven_rooms(PLACE)
-    assert "block_keys" in user_proofs.proven_rooms(PLACE)
+    assert verdict.components["features"] == ("not checked", "it was not seen at work: nothing to see")
+    assert "features" not in user_proofs.proven_components(PLACE)
+    assert "block_keys" in user_proofs.proven_components(PLACE)
 
     def elsewhere(item: Item, said: Said) -> None:
-        if item.rooms == ("block_keys",):
+        if item.components == ("block_keys",):
             said["place"] = asdict(replace(PLACE, scheduling="sync"))
 
     started(elsewhere)
-    state, why = prove().rooms["block_keys"]
+    state, why = prove().components["block_keys"]
     assert (state, "its engine was another than stock's" in why) == ("not checked", True)
 
 
@@ -160,7 +164,7 @@ def test_what_stock_does_not_run_is_not_checked(started: Callable[..., list[Item
     assert "stock vLLM does not run this: RuntimeError: out of memory" in line
 
 
-def test_where_only_one_room_makes_images_right_the_others_are_tried_with_it(
+def test_where_only_one_component_makes_images_right_the_others_are_tried_with_it(
     started: Callable[..., list[Item]],
 ) -> None:
     """On the CPU, models whose images attend both ways."""
@@ -170,10 +174,10 @@ def test_where_only_one_room_makes_images_right_the_others_are_tried_with_it(
 
     ran = started(both_ways, replace(PLACE, platform="cpu"))
     prove(("metrics",))
-    assert [item.rooms for item in ran][1] == ("image_spans", "metrics")
+    assert [item.components for item in ran][1] == ("image_spans", "metrics")
     ran = started(both_ways)
     prove(("metrics",))
-    assert [item.rooms for item in ran][1] == ("metrics",)
+    assert [item.components for item in ran][1] == ("metrics",)
 
 
 def test_ctrl_c_keeps_what_has_passed(
@@ -185,9 +189,9 @@ def test_ctrl_c_keeps_what_has_passed(
 
     started(stop)
     monkeypatch.setattr(look, "look", lambda *given: look.Seen("0.33.0", "cuda", "Some GPU", (), False, ""))
-    code = verb.run(None, [], False, ENGINE_ROOMS, ("qwen3-vl", "gemma3"), False, None, False)
+    code = verb.run(None, [], False, ENGINE_COMPONENTS, ("qwen3-vl", "gemma3"), False, None, False)
     assert code == 130
-    assert user_proofs.proven_rooms(PLACE) == set(ENGINE_ROOMS)
+    assert user_proofs.proven_components(PLACE) == set(ENGINE_COMPONENTS)
     said = capsys.readouterr().out
     assert re.search(r"\[2/6\] qwen3-vl, block_keys: passed: 9 checks \(\d+ s\)", said)
     assert "stopped; kept is what was found for: qwen3-vl" in said
@@ -203,7 +207,7 @@ def test_the_users_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     item = Item("gemma3", ("features",), None)
     environ = ZooHow().environment(item)
     assert environ["VLLM_ATTENTION_BACKEND"] == "SOME"
-    assert [environ[f"MMCACHE_{room}"] for room in ("FEATURES", "METRICS")] == ["1", "0"]
+    assert [environ[f"MMCACHE_{component}"] for component in ("FEATURES", "METRICS")] == ["1", "0"]
     gone = {"MMCACHE_STORE", "MMCACHE_DISABLE", "PYTHONOPTIMIZE", "VLLM_PLUGINS", "VLLM_USE_V2_MODEL_RUNNER"}
     assert not gone & set(environ)
     assert environ["HF_HUB_OFFLINE"] == "1"
@@ -211,7 +215,7 @@ def test_the_users_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "HF_HUB_OFFLINE" not in OwnHow(model="some/model").environment(item), "its files may not be here yet"
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     assert ZooHow().environment(item)["VLLM_PLUGINS"] == "another,mmcache"
-    assert ZooHow().environment(replace(item, rooms=()))["MMCACHE_DISABLE"] == "1"
+    assert ZooHow().environment(replace(item, components=()))["MMCACHE_DISABLE"] == "1"
 
 
 def test_vllms_arguments() -> None:
@@ -225,7 +229,7 @@ def test_vllms_arguments() -> None:
     assert "max_model_len" in arguments.taken(found)[0]
     more = arguments.given(["--additional-config", json.dumps({"mmcache": {"features": True}, "other": 1})])
     kept, (line,) = arguments.taken(more)
-    assert (kept, "each item switches rooms itself" in line) == ({"additional_config": {"other": 1}}, True)
+    assert (kept, "each item switches components itself" in line) == ({"additional_config": {"other": 1}}, True)
     for wrong, words in (
         (["--port", "80"], "unrecognized arguments: --port 80: give those of its engine"),
         (["--block-size", "many"], "invalid"),

@@ -34,7 +34,7 @@ def test_a_resumed_request_has_its_images(pool: EnginePool) -> None:
 def test_the_second_runner_is_sent_the_images_again(
     pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So it needs no hook; a tripwire, too: when this fails, this room has to serve model runner V2 as well."""
+    """So it needs no hook; a tripwire, too: when this fails, this component has to serve model runner V2 as well."""
     rig = pool.get(config)
     assert not status.is_on("resumed_images")
     scheduler = rig.llm.llm_engine.engine_core.engine_core.scheduler

@@ -53,7 +53,7 @@ def test_as_json() -> None:
     try:
         status.settle({"api": {"identity": ON}, "engine 0": {"features": OFF}}, ("features",))
         assert status.as_json() == {
-            "rooms": {"features": off},
+            "components": {"features": off},
             "places": {"api": {"identity": {"state": "on", "reason": ""}}, "engine 0": {"features": off}},
         }
     finally:

@@ -64,8 +64,8 @@ def roles():
     activation.start()
     for role in ("api", "engine", "worker"):
         members = {one.name: one.hooks_in(role) for one in (REPORT, *parts(role).values())}
-        for room, part in members.items():
-            assert activation._install(f"{room} ({role})", part, vllm_version()).state == "on", room
+        for component, part in members.items():
+            assert activation._install(f"{component} ({role})", part, vllm_version()).state == "on", component
 
 def install():
     for group in dict.fromkeys(hook.component for hook in table()):
@@ -125,7 +125,7 @@ def is_opt_in(hook: Hook) -> bool:
 
 
 def test_few_functions_are_replaced_on_v2() -> None:
-    """What no subclass overrides, without rooms that must be asked for, and what V1 or stages alone need."""
+    """What no subclass overrides, without components that must be asked for, and what V1 or stages alone need."""
     always = [hook for hook in table() if not is_opt_in(hook) and not hook.only]
     replaced = [
         member for member in always if mixin_for(member.target) is None and member.component != "resumed_images"

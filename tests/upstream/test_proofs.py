@@ -20,7 +20,7 @@ from vllm_mmcache.lifecycle.user_proofs import Place
 PLACE = Place(
     "0.33.0", "cuda", 2, "async", "2.14.0", __version__, "NVIDIA H100", "Qwen3VLForConditionalGeneration", 1, 1
 )
-ROOMS = ("block_keys", "features")
+COMPONENT_NAMES = ("block_keys", "features")
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +29,8 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state" / "mmcache" / "proofs.json"
 
 
-def add(place: Place = PLACE, *rooms: str, **more: Any) -> None:
-    user_proofs.add(place, rooms or ROOMS, "zoo family qwen3-vl", ["--block-size", "32"], **more)
+def add(place: Place = PLACE, *components: str, **more: Any) -> None:
+    user_proofs.add(place, components or COMPONENT_NAMES, "zoo family qwen3-vl", ["--block-size", "32"], **more)
 
 
 def changed(state: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -41,14 +41,14 @@ def changed(state: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def test_a_good_file_is_used(state: Path) -> None:
-    assert (user_proofs.read(), user_proofs.proven_rooms(PLACE)) == (([], []), frozenset())
+    assert (user_proofs.read(), user_proofs.proven_components(PLACE)) == (([], []), frozenset())
     add()
     (proof,), lines = user_proofs.read()
     assert lines == []
-    assert (proof.place, proof.rooms, proof.arguments) == (PLACE, ROOMS, ("--block-size", "32"))
+    assert (proof.place, proof.components, proof.arguments) == (PLACE, COMPONENT_NAMES, ("--block-size", "32"))
     assert proof.how == "zoo family qwen3-vl"
     assert proof.when.endswith("+00:00")
-    assert user_proofs.proven_rooms(PLACE) == frozenset(ROOMS)
+    assert user_proofs.proven_components(PLACE) == frozenset(COMPONENT_NAMES)
     assert user_proofs.why_passed_over(PLACE) == []
     assert stat.S_IMODE(state.stat().st_mode) == 0o600
     assert stat.S_IMODE(state.parent.stat().st_mode) == 0o700
@@ -60,8 +60,8 @@ def test_it_holds_for_one_place_alone(name: str) -> None:
     value = getattr(PLACE, name)
     change: dict[str, Any] = {name: value + 1 if isinstance(value, int) else f"{value}+other"}
     other = replace(PLACE, **change)
-    assert user_proofs.proven_rooms(other) == frozenset()
-    assert user_proofs.proven_rooms(PLACE) == frozenset(ROOMS)
+    assert user_proofs.proven_components(other) == frozenset()
+    assert user_proofs.proven_components(PLACE) == frozenset(COMPONENT_NAMES)
 
 
 def test_what_is_passed_over_is_said() -> None:
@@ -130,12 +130,12 @@ def test_a_bad_file_is_ignored_with_a_line(name: str, state: Path) -> None:
     assert found == []
     assert line.startswith(f"{state} is ignored: ")
     assert words in line
-    assert user_proofs.proven_rooms(PLACE) == frozenset()
+    assert user_proofs.proven_components(PLACE) == frozenset()
     if name == "directory":
         return
     add(PLACE, "metrics")  # the old one is set aside
     assert user_proofs.read()[1] == []
-    assert "metrics" in user_proofs.proven_rooms(PLACE)
+    assert "metrics" in user_proofs.proven_components(PLACE)
 
 
 def test_another_users_file_is_ignored(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,16 +148,16 @@ def test_another_users_file_is_ignored(state: Path, monkeypatch: pytest.MonkeyPa
         return
     os.chown(state, 1234, 1234)  # where the tests run as root
     assert "it belongs to user 1234, not to 0" in user_proofs.read()[1][0]
-    assert user_proofs.proven_rooms(PLACE) == frozenset()
+    assert user_proofs.proven_components(PLACE) == frozenset()
 
 
 @pytest.mark.parametrize(
     "change",
     [
         lambda entry: entry.pop("when"),
-        lambda entry: entry.update(rooms="features"),
-        lambda entry: entry.update(rooms=[1]),
-        lambda entry: entry.update(rooms=[]),
+        lambda entry: entry.update(components="features"),
+        lambda entry: entry.update(components=[1]),
+        lambda entry: entry.update(components=[]),
         lambda entry: entry.update(arguments=None),
         lambda entry: entry.update(extra=1),
         lambda entry: entry.update(how=None),
@@ -179,13 +179,13 @@ def test_a_bad_entry_is_ignored_and_others_are_used(change: Callable[[dict[str, 
     assert len(json.loads(state.read_text())["proofs"]) == 3, "nobody's entry is thrown away"
 
 
-def test_an_unknown_room_is_ignored(state: Path) -> None:
+def test_an_unknown_component_is_ignored(state: Path) -> None:
     add()
-    changed(state, lambda whole: whole["proofs"][0].update(rooms=["features", "time\x1b[2J travel"]))
+    changed(state, lambda whole: whole["proofs"][0].update(components=["features", "time\x1b[2J travel"]))
     (proof,), (line,) = user_proofs.read()
-    assert proof.rooms == ("features",)
-    assert f"no room of mmcache {__version__}: 'time\\x1b[2J travel', which is ignored" in line
-    with pytest.raises(ValueError, match="no rooms of the engine: identity"):
+    assert proof.components == ("features",)
+    assert f"no component of mmcache {__version__}: 'time\\x1b[2J travel', which is ignored" in line
+    with pytest.raises(ValueError, match="no components of the engine: identity"):
         add(PLACE, "identity")
 
 
@@ -193,10 +193,10 @@ def test_a_failure_takes_back_what_was_proven_there(state: Path) -> None:
     add()
     add(replace(PLACE, runner=1))
     user_proofs.add(PLACE, ["metrics"], "own model /m", [], failed=["features"])
-    assert user_proofs.proven_rooms(PLACE) == {"block_keys", "metrics"}
-    assert user_proofs.proven_rooms(replace(PLACE, runner=1)) == frozenset(ROOMS)
+    assert user_proofs.proven_components(PLACE) == {"block_keys", "metrics"}
+    assert user_proofs.proven_components(replace(PLACE, runner=1)) == frozenset(COMPONENT_NAMES)
     user_proofs.add(PLACE, [], "own model /m", [], failed=["block_keys", "metrics"])
-    assert user_proofs.proven_rooms(PLACE) == frozenset()
+    assert user_proofs.proven_components(PLACE) == frozenset()
     assert [proof.place.runner for proof in user_proofs.read()[0]] == [1]
 
 
@@ -204,9 +204,9 @@ def test_the_same_proof_again_takes_the_old_ones_place() -> None:
     add()
     add(PLACE, "features")
     (proof,) = user_proofs.read()[0]
-    assert proof.rooms == ("features",), "block_keys was not shown this time"
+    assert proof.components == ("features",), "block_keys was not shown this time"
     user_proofs.add(PLACE, ["metrics"], "own model /m", [])
-    assert user_proofs.proven_rooms(PLACE) == {"features", "metrics"}
+    assert user_proofs.proven_components(PLACE) == {"features", "metrics"}
 
 
 def test_forgetting(state: Path) -> None:

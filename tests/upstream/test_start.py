@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rooms are on: by setting, by what the configuration says, by where the room was exercised, by what fits."""
+"""Which components are on: by setting, by what the configuration says, by where the component was exercised, by what fits."""
 
 import copy
 import json
@@ -23,8 +23,8 @@ from vllm_mmcache.base.role import ROLES
 from vllm_mmcache.base.status import ON, State
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle import activation, config_rules, tested_engines, user_proofs
-from vllm_mmcache.lifecycle.registry import COMPONENTS, FIRST, ROOMS, parts
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS, Engine, Row
+from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, COMPONENTS, FIRST, parts
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Engine, Row
 
 pytestmark = pytest.mark.usefixtures("no_role")
 
@@ -56,55 +56,63 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def decide(room: str, configurations: dict[str, Any], family: str = "gemma3", engine: Engine | None = None) -> State:
+def decide(
+    component: str, configurations: dict[str, Any], family: str = "gemma3", engine: Engine | None = None
+) -> State:
     vllm_config = configurations[family]
     engine = engine or activation.engine_here(vllm_config)
     own, _ = activation.own_proofs(engine, vllm_config)
-    return activation.decide(room, engine, vllm_config, own)
+    return activation.decide(component, engine, vllm_config, own)
 
 
 def chosen(values: dict[str, Any]) -> settings.Settings:
     return settings.Settings(**values)
 
 
-def test_every_room_and_seam_belongs_together() -> None:
+def test_every_component_and_seam_belongs_together() -> None:
     assert all(name in parts(role) for name, component in COMPONENTS.items() for role in component.on_install)
-    assert set(ROOMS) <= set(settings.Settings.model_fields)
-    assert all(ROOMS.index(one.needs) < ROOMS.index(room) for room, one in COMPONENTS.items() if one.needs)
-    assert set(ROOMS) == {room for role in ROLES for room in parts(role)}
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_settings_decide_first(room: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "_current", chosen({room: False}))
-    asked = (
-        f"MMCACHE_{room.upper()}=1 switches it on" if COMPONENTS[room].opt_in else f"switched off by the setting {room}"
+    assert set(COMPONENT_NAMES) <= set(settings.Settings.model_fields)
+    assert all(
+        COMPONENT_NAMES.index(one.needs) < COMPONENT_NAMES.index(component)
+        for component, one in COMPONENTS.items()
+        if one.needs
     )
-    assert decide(room, configurations) == State("off", asked)
+    assert set(COMPONENT_NAMES) == {component for role in ROLES for component in parts(role)}
 
 
-@pytest.mark.parametrize("room", ENGINE_ROOMS)
+@pytest.mark.parametrize("component", COMPONENT_NAMES)
+def test_settings_decide_first(component: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_current", chosen({component: False}))
+    asked = (
+        f"MMCACHE_{component.upper()}=1 switches it on"
+        if COMPONENTS[component].opt_in
+        else f"switched off by the setting {component}"
+    )
+    assert decide(component, configurations) == State("off", asked)
+
+
+@pytest.mark.parametrize("component", ENGINE_COMPONENTS)
 def test_proof_decides_where_no_setting_does(
-    room: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    component: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tested_engines, "TABLE", [])
-    if room == "resumed_images" and CHOSEN.runner == 2:
-        assert decide(room, configurations).state == "unneeded"
+    if component == "resumed_images" and CHOSEN.runner == 2:
+        assert decide(component, configurations).state == "unneeded"
         return
-    off = decide(room, configurations)
+    off = decide(component, configurations)
     assert off.state == "off"
-    assert f"MMCACHE_{room.upper()}=1 switches it on" in off.reason
-    monkeypatch.setattr(settings, "_current", chosen({room: True}))
-    assert decide(room, configurations) == ON
+    assert f"MMCACHE_{component.upper()}=1 switches it on" in off.reason
+    monkeypatch.setattr(settings, "_current", chosen({component: True}))
+    assert decide(component, configurations) == ON
     monkeypatch.setattr(settings, "_current", settings.Settings(unproven=True))
-    assert decide(room, configurations) == ON
-    monkeypatch.setattr(settings, "_current", chosen({"unproven": True, room: False}))
-    assert decide(room, configurations).state == "off"
+    assert decide(component, configurations) == ON
+    monkeypatch.setattr(settings, "_current", chosen({"unproven": True, component: False}))
+    assert decide(component, configurations).state == "off"
 
 
 def test_the_runner_is_part_of_the_proof(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     here = activation.engine_here(configurations["gemma3"])
-    monkeypatch.setattr(tested_engines, "TABLE", [Row(here, ENGINE_ROOMS, "a test")])
+    monkeypatch.setattr(tested_engines, "TABLE", [Row(here, ENGINE_COMPONENTS, "a test")])
     assert decide("features", configurations) == ON
     other = replace(here, scheduling="sync" if here.scheduling == "async" else "async")
     assert "not yet proven" in decide("features", configurations, engine=other).reason
@@ -145,7 +153,7 @@ def test_what_is_ignored_of_the_users_proofs_is_said(
     assert said() == ""
     place = user_proofs.Place.of(configurations["gemma3"])
     user_proofs.add(replace(place, vllm="0.31.0"), ["features"], "a test", [])
-    assert said() == "", "a proof is not asked for where the room is on anyway"
+    assert said() == "", "a proof is not asked for where the component is on anyway"
     monkeypatch.setattr(tested_engines, "TABLE", [])
     assert "a proof of features for vLLM 0.31.0 does not hold for vLLM" in said()
     user_proofs.path().write_text("{")
@@ -170,28 +178,28 @@ def test_the_users_proofs_are_read_once(
     assert reads == ["read"]
 
 
-def test_the_configuration_says_what_a_room_can_do(configurations: dict[str, Any]) -> None:
+def test_the_configuration_says_what_a_component_can_do(configurations: dict[str, Any]) -> None:
     assert decide("image_spans", configurations, "gemma3") == ON
     assert decide("image_spans", configurations, "qwen3-vl").state == "unneeded"
 
 
 def test_a_deployment_without_images(configurations: dict[str, Any]) -> None:
-    """The rooms that are about images alone have nothing to do; the others are as with images."""
+    """The components that are about images alone have nothing to do; the others are as with images."""
     with_images = configurations["gemma3"]
     without = copy.deepcopy(with_images)
     assert without.model_config.multimodal_config.get_limit_per_prompt("image") > 0
     without.model_config.multimodal_config.language_model_only = True
-    alone = {"resumed_images", "image_checkpoints", "features", "lazy_media", "lifted_bodies", "pixels"}
-    for room in ROOMS:
-        found = config_rules.state_in(COMPONENTS[room], without)
-        if room in alone:
+    alone = {"resumed_images", "image_checkpoints", "features", "lazy_media", "image_extraction", "lazy_processing"}
+    for component in COMPONENT_NAMES:
+        found = config_rules.state_in(COMPONENTS[component], without)
+        if component in alone:
             assert found == State("unneeded", "this deployment takes no images")
-            assert found != config_rules.state_in(COMPONENTS[room], with_images)
+            assert found != config_rules.state_in(COMPONENTS[component], with_images)
         else:
-            assert found == config_rules.state_in(COMPONENTS[room], with_images)
+            assert found == config_rules.state_in(COMPONENTS[component], with_images)
 
 
-def test_a_room_steps_aside_where_vllm_does_the_same(
+def test_a_component_steps_aside_where_vllm_does_the_same(
     configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The split of a vLLM that stops at the last multimodal feature by itself (56818) reads where that ends."""
@@ -208,15 +216,17 @@ def test_a_room_steps_aside_where_vllm_does_the_same(
     assert found.reason.startswith("vLLM has its own")
 
 
-@pytest.mark.parametrize("room", [name for name, one in COMPONENTS.items() if one.superseded_by])
-def test_a_room_steps_aside(room: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """This vLLM does not do it itself; where all the symbols are there, the room steps aside and names them."""
-    for symbol in COMPONENTS[room].superseded_by:
-        assert decide(room, configurations) == ON  # with a part of them, too
+@pytest.mark.parametrize("component", [name for name, one in COMPONENTS.items() if one.superseded_by])
+def test_a_component_steps_aside(
+    component: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This vLLM does not do it itself; where all the symbols are there, the component steps aside and names them."""
+    for symbol in COMPONENTS[component].superseded_by:
+        assert decide(component, configurations) == ON  # with a part of them, too
         module, _, path = symbol.partition(":")
         monkeypatch.setattr(".".join([module, path]), print, raising=False)
-    assert decide(room, configurations) == State(
-        "unneeded", f"vLLM has its own: {', '.join(COMPONENTS[room].superseded_by)}"
+    assert decide(component, configurations) == State(
+        "unneeded", f"vLLM has its own: {', '.join(COMPONENTS[component].superseded_by)}"
     )
 
 
@@ -236,7 +246,7 @@ def test_settings_travel_beside_the_configuration(configurations: dict[str, Any]
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **misfits: str) -> list[str]:
-    """Installs nothing, but for the rooms named fails so; returns what is asked for, as it goes on."""
+    """Installs nothing, but for the components named fails so; returns what is asked for, as it goes on."""
     asked: list[str] = []
 
     def fake(group: str, members: Any, version: str) -> installer.Outcome:
@@ -252,21 +262,23 @@ def test_a_role_gets_its_own_part(configurations: dict[str, Any], monkeypatch: p
     asked = install(monkeypatch)
     for role in ROLES:
         activation.take_on(role, configurations["gemma3"])
-        on = {room for room, state in status.of(role).items() if state == ON}
+        on = {component for component, state in status.of(role).items() if state == ON}
         assert set(status.of(role)) == set(parts(role))
         assert f"report ({role})" in asked
-        assert {f"{room} ({role})" for room in on} | {f"report ({role})"} == {a for a in asked if f"({role})" in a}
+        assert {f"{component} ({role})" for component in on} | {f"report ({role})"} == {
+            a for a in asked if f"({role})" in a
+        }
     assert "observe (api)" not in asked
     assert status.is_on("image_spans")
 
 
-def test_a_room_needs_another(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_component_needs_another(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, lazy_media="symbol changed")
     activation.take_on("api", configurations["gemma3"])
     assert status.of("api")["lazy_media"] == State("off", "symbol changed")
-    assert status.of("api")["lifted_bodies"] == State("off", "needs lazy_media, which is off")
+    assert status.of("api")["image_extraction"] == State("off", "needs lazy_media, which is off")
     foreseen = activation.foresee(configurations["gemma3"])
-    assert foreseen["lifted_bodies"] == ON, "which fits here"
+    assert foreseen["image_extraction"] == ON, "which fits here"
 
 
 def test_nothing_is_on_where_nobody_could_say_so(
@@ -283,12 +295,15 @@ def test_what_is_foreseen_comes_true(configurations: dict[str, Any], monkeypatch
         foreseen = activation.foresee(vllm_config)
         for role in ROLES:
             activation.take_on(role, vllm_config)
-        found = {room: [status.of(role)[room] for role in ROLES if room in status.of(role)] for room in ROOMS}
-        assert foreseen == {room: states[0] for room, states in found.items()}
+        found = {
+            component: [status.of(role)[component] for role in ROLES if component in status.of(role)]
+            for component in COMPONENT_NAMES
+        }
+        assert foreseen == {component: states[0] for component, states in found.items()}
         assert all(len(set(states)) == 1 for states in found.values())
 
 
-def test_required_salts_need_the_room(
+def test_required_salts_need_the_component(
     configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Off by mismatch: an error that says what it means; where salts are required, no start."""
@@ -327,8 +342,8 @@ def test_a_store_that_others_can_reach_is_a_warning(
 
 
 @pytest.mark.engine
-def test_an_engine_without_proof_runs_without_the_rooms(tmp_path: Path) -> None:
-    """A real engine whose runner nobody tried: it says which rooms are off, and answers."""
+def test_an_engine_without_proof_runs_without_the_components(tmp_path: Path) -> None:
+    """A real engine whose runner nobody tried: it says which components are off, and answers."""
     program = f"""
 import json, pathlib
 from vllm_mmcache.base import status
@@ -343,11 +358,11 @@ rig = pool.get(EngineConfig("qwen2-vl"))
 ask = user(picture(1), "What is it?")
 answers = [one(rig, ask), one(rig, ask)]
 same = answers[0].token_ids == answers[1].token_ids
-states = {{room: state.state for room, state in status.in_force().items()}}
-members = [(room, member) for room in tested_engines.ENGINE_ROOMS for member in COMPONENTS[room].all_hooks()]
-replaced = [room for room, member in members if installer.is_replaced(member.target)]
-print(json.dumps([same, answers[1].num_cached_tokens, states, rig.features is None, replaced]))
-pool.close()
+states = {{component: state.state for component, state in status.in_force().items()}}
+members = [(component, member) for component in tested_engines.ENGINE_COMPONENTS for member in
+COMPONENTS[component].all_hooks()] replaced = [component for component, member in members if
+installer.is_replaced(member.target)] print(json.dumps([same, answers[1].num_cached_tokens, states, rig.features is
+None, replaced])) pool.close()
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -363,8 +378,8 @@ pool.close()
     assert without_features
     assert not replaced
     unneeded = {"image_spans", "resumed_images"} if CHOSEN.runner == 2 else {"image_spans"}
-    assert {room: states[room] for room in ENGINE_ROOMS} == {
-        room: "unneeded" if room in unneeded else "off" for room in ENGINE_ROOMS
+    assert {component: states[component] for component in ENGINE_COMPONENTS} == {
+        component: "unneeded" if component in unneeded else "off" for component in ENGINE_COMPONENTS
     }
     said = done.stdout + done.stderr
     assert "block_keys (not yet proven on vLLM" in said

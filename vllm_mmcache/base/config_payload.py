@@ -31,5 +31,5 @@ def carried(vllm_config: Any) -> dict[str, Any] | None:
 
 
 def names_are_ours(vllm_config: Any) -> bool:
-    """Whether the name of an image says what it shows: those who gave the names have the room `identity` on."""
+    """Whether the name of an image says what it shows: those who gave the names have the component `identity` on."""
     return bool(getattr(vllm_config.additional_config, _OUR_NAMES, False))

@@ -9,12 +9,12 @@ _logged: set[str] = set()
 
 
 class guarded:  # noqa: N801 -- a context manager, as those of contextlib
-    """Our own bookkeeping: an error in it is logged once per room and never fails a request."""
+    """Our own bookkeeping: an error in it is logged once per component and never fails a request."""
 
-    __slots__ = ("room",)
+    __slots__ = ("component",)
 
-    def __init__(self, room: str) -> None:
-        self.room = room
+    def __init__(self, component: str) -> None:
+        self.component = component
 
     def __enter__(self) -> None:
         pass
@@ -22,7 +22,7 @@ class guarded:  # noqa: N801 -- a context manager, as those of contextlib
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         if kind is None or not issubclass(kind, Exception):
             return False
-        if self.room not in _logged:
-            _logged.add(self.room)
-            logger.error("mmcache: bookkeeping of %s failed; requests go on without it", self.room, exc_info=error)
+        if self.component not in _logged:
+            _logged.add(self.component)
+            logger.error("mmcache: bookkeeping of %s failed; requests go on without it", self.component, exc_info=error)
         return True

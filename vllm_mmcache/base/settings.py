@@ -32,6 +32,9 @@ logger = logging.getLogger("vllm.mmcache")
 PREFIX = "MMCACHE_"
 CONFIG_KEY = "mmcache"
 
+OLDER_NAMES = {"pixels": "lazy_processing", "lifted_bodies": "image_extraction"}
+"""Older names of settings, each with the setting that it stands for. Version 0.1 reads them; 0.2 will not."""
+
 
 class Settings(BaseSettings):
     """The settings in force; each field is also the variable MMCACHE_<NAME>."""
@@ -64,14 +67,14 @@ class Settings(BaseSettings):
         default=None,
         description="Decode known images and videos only when pixels are needed. Unset: on, unless vLLM does so.",
     )
-    pixels: bool | None = Field(
+    lazy_processing: bool | None = Field(
         default=None,
         description=(
             "Process images side by side. Known images travel without pixels where features are kept and identity is "
             "on. Unset: as lazy_media, which it needs."
         ),
     )
-    lifted_bodies: bool | None = Field(
+    image_extraction: bool | None = Field(
         default=None,
         description="Take base64 images out of request bodies before parsing. Unset: as lazy_media, which it needs.",
     )
@@ -251,7 +254,7 @@ class Settings(BaseSettings):
     unproven: bool = Field(
         default=False,
         description=(
-            "Switch on what fits, unproven too (see `mmcache prove`). A room's own setting still switches it off."
+            "Switch on what fits, unproven too (see `mmcache prove`). A component's own setting still switches it off."
         ),
     )
     allow_untested_vllm: bool = Field(
@@ -310,20 +313,25 @@ ONLY_VARIABLES = frozenset({"disable", "allow_untested_vllm", "admin_key"})
 
 
 def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
-    """Read the variables, then lay `config` over them.
+    """Read the variables, then lay `config` over them. An older name is read where the newer one is not given beside it.
 
     Raises: SettingsError naming the field, the value seen and what is allowed, also for an unknown name in `config`;
     naming both, where two settings contradict each other; for a key or password of the store that can't be used; for a
     password in `config`, which command lines and vLLM's log show.
     """
     for key in config or {}:
-        known(f"additional-config {CONFIG_KEY}.{key}", key, set(Settings.model_fields) - ONLY_VARIABLES, str)
+        allowed_names = set(Settings.model_fields) - ONLY_VARIABLES
+        known(f"additional-config {CONFIG_KEY}.{key}", key, allowed_names, str, OLDER_NAMES)
+        if key in OLDER_NAMES:
+            _warn_of_older_name(f"additional-config {CONFIG_KEY}.{key}", OLDER_NAMES[key])
+    given, older = with_newer_names(config or {}, os.environ)
 
     def spelled(name: str) -> str:
-        return f"additional-config {CONFIG_KEY}.{name}" if name in (config or {}) else PREFIX + name.upper()
+        as_given = older.get(name, name)
+        return f"additional-config {CONFIG_KEY}.{as_given}" if as_given in (config or {}) else PREFIX + as_given.upper()
 
     try:
-        read = Settings(**dict(config or {}))
+        read = Settings(**given)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else "?"
@@ -337,6 +345,23 @@ def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
         raise SettingsError(f"{spelled('store')} {PASSWORD_SHOWN}")
     check_together(read, spelled)
     return read
+
+
+def with_newer_names(config: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of `config` under the newer names of settings, and those of older variables that nothing overrides.
+
+    Returns: the values, and of each newer name the older one that it was given by. The order of precedence is that of
+    settings: `config` before variables; of two names of one setting in the same place, the newer.
+    """
+    given = {name: value for name, value in config.items() if name not in OLDER_NAMES}
+    spelled = {}
+    for older, newer in OLDER_NAMES.items():
+        variable = environ.get(PREFIX + older.upper())
+        if older in config and newer not in config:
+            given[newer], spelled[newer] = config[older], older
+        elif variable and newer not in given and not environ.get(PREFIX + newer.upper()):
+            given[newer], spelled[newer] = variable, older
+    return given, spelled
 
 
 def store_in_use(settings: Settings) -> tuple[str | None, str | None]:
@@ -353,7 +378,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str 
     found = {}
     for variable in sorted(environ):
         name = variable.removeprefix(PREFIX).lower()
-        if not variable.startswith(PREFIX) or name in Settings.model_fields:
+        if not variable.startswith(PREFIX) or name in Settings.model_fields or name in OLDER_NAMES:
             continue
         if not is_of_a_service(variable, environ[variable]):
             near = nearest(name, Settings.model_fields)
@@ -370,13 +395,27 @@ _warned_of: set[str] = set()
 
 
 def warn_of_unknown_variables() -> None:
-    """Log a line for each variable that is no setting, once in a process; an error where a protection was meant."""
+    """Log a line for each variable that is no setting, once in a process; an error where a protection was meant.
+
+    A variable with the older name of a setting has its line, too.
+    """
+    for older, newer in OLDER_NAMES.items():
+        if os.environ.get(PREFIX + older.upper()):
+            _warn_of_older_name(PREFIX + older.upper(), PREFIX + newer.upper())
     for variable, near in unknown_variables().items():
         if variable not in _warned_of:
             _warned_of.add(variable)
             log = logger.error if is_protecting(near) else logger.warning
             hint = f"did you mean {near}?" if near else "`mmcache doctor --settings` lists them"
             log("mmcache: %s is no setting and has no effect: %s", variable, hint)
+
+
+def _warn_of_older_name(older: str, newer: str) -> None:
+    if older not in _warned_of:
+        _warned_of.add(older)
+        logger.warning(
+            "mmcache: %s is an older name of %s: write the newer one, version 0.2 reads no other", older, newer
+        )
 
 
 def carried(settings: Settings) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _CONTRADICTIONS: tuple[tuple[tuple[str, bool], tuple[str, bool], str], ...] = (
     (("disable", True), ("require_tenant", True), _APART),
     (("require_salt", True), ("identity", False), _APART),
     (("require_tenant", True), ("identity", False), _APART),
-    (("lifted_bodies", True), ("lazy_media", False), "what is lifted out of a body is opened by the lazy media"),
+    (("image_extraction", True), ("lazy_media", False), "what is taken out of a body is opened by lazy_media"),
     (("observe", True), ("metrics", False), "records travel the way that the metrics do"),
 )
 
@@ -52,9 +52,11 @@ def nearest(name: str, names: Collection[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, names, n=1)), None)
 
 
-def known(where: str, name: str, names: Collection[str], spell: Callable[[str], str]) -> None:
-    """Raises: SettingsError for a name that is none of `names`; spell writes one as it was given."""
-    if name in names:
+def known(
+    where: str, name: str, names: Collection[str], spell: Callable[[str], str], older: Collection[str] = ()
+) -> None:
+    """Raises: SettingsError for a name that is none of `names` nor of `older`; spell writes one as it was given."""
+    if name in names or name in older:
         return
     near = nearest(name, names)
     guess = f"did you mean {spell(near)}? " if near else ""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rooms are on in this process, and why the others are not: the one answer, which every wrapper asks for.
+"""Which components are on in this process, and why the others are not: the one answer, which every wrapper asks for.
 
-A room is a component (hooking/component.py) with a setting of its name. A process plays one role or several: it makes
-the configuration and talks to clients (api, or the offline program), it schedules (engine), it runs the model (worker).
-lifecycle/activation.py decides for a role when the process takes it on; what a room finds out later, when the model is
-loaded, and what the ranks agree on, is put over that. Imports no vLLM.
+A component is a component (hooking/component.py) with a setting of its name. A process plays one role or several: it
+makes the configuration and talks to clients (api, or the offline program), it schedules (engine), it runs the model
+(worker). lifecycle/activation.py decides for a role when the process takes it on; what a component finds out later,
+when the model is loaded, and what the ranks agree on, is put over that. Imports no vLLM.
 """
 
 import os
@@ -35,16 +35,16 @@ ON = State("on")
 _states: dict[Role, dict[str, State]] = {}
 _places: dict[str, dict[str, State]] = {}  # of the whole deployment, as `settle` was told
 _order: tuple[str, ...] = ()
-_everywhere: frozenset[str] = frozenset()  # rooms that are on in all of them
+_everywhere: frozenset[str] = frozenset()  # components that are on in all of them
 _is_on: dict[str, bool] = {}  # of _states, for the wrappers; replaced whole, since other threads read it meanwhile
 
 
-def is_on(room: str) -> bool:
-    """Whether a room is in force in all roles of this process; before a decision, whether it is wanted."""
-    found = _is_on.get(room)
+def is_on(component: str) -> bool:
+    """Whether a component is in force in all roles of this process; before a decision, whether it is wanted."""
+    found = _is_on.get(component)
     if found is not None:
         return found
-    wanted = getattr(settings.current(), room)
+    wanted = getattr(settings.current(), component)
     return wanted is not False
 
 
@@ -56,15 +56,15 @@ def begin(role: Role) -> None:
     _refresh()
 
 
-def put(role: Role, room: str, state: State) -> None:
-    """Say what a room is in a role. Where the process does not have it, nobody asks."""
+def put(role: Role, component: str, state: State) -> None:
+    """Say what a component is in a role. Where the process does not have it, nobody asks."""
     if role in _states:
-        _states[role][room] = state
+        _states[role][component] = state
         _refresh()
 
 
 def of(role: Role) -> Mapping[str, State]:
-    """What the rooms are that have a part in a role; empty where the process does not have it."""
+    """What the components are that have a part in a role; empty where the process does not have it."""
     return _states.get(role, {})
 
 
@@ -79,31 +79,31 @@ def process_name() -> Role:
 
 
 Places = Iterable[tuple[str, State]]
-"""The name of a place, such as "worker 1 of engine 0", and what a room is there."""
+"""The name of a place, such as "worker 1 of engine 0", and what a component is there."""
 
 
 def settle(places: Mapping[str, Mapping[str, State]], order: Iterable[str]) -> None:
-    """Say what the rooms are in each process of the deployment, when all of them are there; {} where they are not.
+    """Say what the components are in each process of the deployment, when all of them are there; {} where they are not.
 
-    order: of the rooms, in what `in_force` returns.
+    order: of the components, in what `in_force` returns.
     """
     global _places, _order, _everywhere
     _places = {place: dict(states) for place, states in places.items()}
     _order = tuple(order)
-    _everywhere = frozenset(room for room, state in in_force().items() if state == ON)
+    _everywhere = frozenset(component for component, state in in_force().items() if state == ON)
 
 
 def in_force() -> dict[str, State]:
-    """What each room is over all processes; empty until the engines are ready. API server, or the offline program."""
+    """What each component is over all processes; empty until the engines are ready. API server, or the offline program."""
     return {
-        room: combine((place, states[room]) for place, states in _places.items() if room in states)
-        for room in (_order if _places else ())
+        component: combine((place, states[component]) for place, states in _places.items() if component in states)
+        for component in (_order if _places else ())
     }
 
 
-def is_on_everywhere(room: str) -> bool:
-    """Whether a room is on in all processes that have a part in it; not before the engines are ready."""
-    return room in _everywhere
+def is_on_everywhere(component: str) -> bool:
+    """Whether a component is on in all processes that have a part in it; not before the engines are ready."""
+    return component in _everywhere
 
 
 def places() -> dict[str, dict[str, State]]:
@@ -112,12 +112,17 @@ def places() -> dict[str, dict[str, State]]:
 
 
 def as_json() -> dict[str, Any]:
-    """rooms: room -> state and reason, over all processes; places: the same for each process."""
-    return {"rooms": _plain(in_force()), "places": {place: _plain(states) for place, states in _places.items()}}
+    """components: component -> state and reason, over all processes; places: the same for each process.
+
+    `rooms` is `components` under its older name, which version 0.2 leaves out.
+    """
+    components = _plain(in_force())
+    by_place = {place: _plain(states) for place, states in _places.items()}
+    return {"components": components, "rooms": components, "places": by_place}
 
 
 def why_off(found: Places) -> str:
-    """The reasons of the places where a room is off, with the places where it is not so in all; empty if in none."""
+    """The reasons of the places where a component is off, with the places where it is not so in all; empty if in none."""
     places = list(found)
     off = [(place, one.reason) for place, one in places if one.state == "off"]
     reasons = dict.fromkeys(reason for _, reason in off)
@@ -127,7 +132,7 @@ def why_off(found: Places) -> str:
 
 
 def combine(found: Places) -> State:
-    """What a room is in several places together: off or unneeded where it is on in none, mixed where off in some."""
+    """What a component is in several places together: off or unneeded where it is on in none, mixed where off in some."""
     places = list(found)
     on = [place for place, one in places if one.state == "on"]
     if reason := why_off(places):
@@ -140,15 +145,15 @@ def combine(found: Places) -> State:
 
 
 def _plain(states: Mapping[str, State]) -> dict[str, dict[str, str]]:
-    return {room: asdict(state) for room, state in states.items()}
+    return {component: asdict(state) for component, state in states.items()}
 
 
 def _refresh() -> None:
     global _is_on
     found: dict[str, bool] = {}
     for states in _states.values():
-        for room, state in states.items():
-            found[room] = found.get(room, True) and state.state == "on"
+        for component, state in states.items():
+            found[component] = found.get(component, True) and state.state == "on"
     _is_on = found
 
 

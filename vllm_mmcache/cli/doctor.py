@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mmcache doctor [MODEL] [vLLM arguments]`: which rooms will be on here, why the others not, and what is broken.
+"""`mmcache doctor [MODEL] [vLLM arguments]`: which components will be on here, why the others not, and what is broken.
 
 Runs in a process of its own and starts no engine: it imports vLLM, lets it make the configuration that `vllm serve`
 would make, and asks the one place that decides (lifecycle/activation.py). Nothing is replaced. Exit status 0 when all
@@ -47,7 +47,10 @@ def doctor(
     settings: Annotated[bool, typer.Option("--settings", help="show settings and block key layouts, too")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print all of it as one JSON object")] = False,
 ) -> None:
-    """Say which rooms will be on for MODEL on this machine, why others not, and what is broken. Starts no engine."""
+    """Say which components will be on for MODEL on this machine, why others not, and what is broken.
+
+    Starts no engine.
+    """
     if model is not None and model.startswith("-"):
         raise EnvironmentProblem(f"the model comes first, seen {model!r}: mmcache doctor MODEL [vLLM arguments]")
     said = OPTIONS & set(arguments or ())  # after MODEL, too
@@ -83,13 +86,14 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
         config = configuration(model, arguments, findings) if model is not None and is_there else None
         if config is not None and chosen is not None:
             chosen = settings_here(findings, config_of(config))
-        rooms = foresee(config, chosen, left_out, findings) if chosen is not None and is_there else {}
-        is_identity_on = "identity" in rooms and rooms["identity"].state == "on"
+        components = foresee(config, chosen, left_out, findings) if chosen is not None and is_there else {}
+        is_identity_on = "identity" in components and components["identity"].state == "on"
         findings += connectors.findings(config, facts["vllm"]["platform"], is_identity_on)
         facts["engine"] = engine_facts(config) if is_there else None
         if config is not None and (wrong := wrong_in_vllm(config)):
             findings.append({"where": "--speculative-config", "seen": wrong, "cure": WAYS_OUT})
-        facts["rooms"] = {room: asdict(state) for room, state in rooms.items()}
+        facts["components"] = {component: asdict(state) for component, state in components.items()}
+        facts["rooms"] = facts["components"]  # the older name, gone in version 0.2
         facts["symbols"] = symbol_rows() if with_symbols and chosen is not None and is_there else None
         findings += exposed_store(chosen) if chosen is not None else []
         findings += problems.result()
@@ -199,9 +203,9 @@ def configuration(model: str, arguments: Sequence[str], findings: Findings) -> A
 
 
 def foresee(config: Any, chosen: "Settings", left_out: str, findings: Findings) -> "dict[str, State]":
-    """What each room will be, and what of that needs a cure."""
+    """What each component will be, and what of that needs a cure."""
     from vllm_mmcache.base.status import State
-    from vllm_mmcache.lifecycle.registry import ROOMS
+    from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES
 
     if left_out:
         seen = f"{left_out}: nothing of it runs in any process, and nothing there can say so"
@@ -209,13 +213,13 @@ def foresee(config: Any, chosen: "Settings", left_out: str, findings: Findings) 
             seen += f"; {' and '.join(chosen.promised_by)} is not kept"
         findings.append({"where": plugins.VARIABLE, "seen": seen, "cure": "name mmcache in it, or unset it"})
     if off := left_out or ("MMCACHE_DISABLE is set" if chosen.disable else ""):
-        return {room: State("off", off) for room in ROOMS}
+        return {component: State("off", off) for component in COMPONENT_NAMES}
     try:
-        found = preview.rooms(config)
+        found = preview.components(config)
     except Exception as error:  # some part of a broken install raises anything
         findings.append(unusable(error))
         return {}
-    findings += room_findings(found, chosen)
+    findings += component_findings(found, chosen)
     if has_rust_frontend():
         seen = f"{NO_PYTHON}: nothing of mmcache is between clients and engines"
         findings.append({"where": RUST_FRONTEND, "seen": seen, "cure": "unset it"})
@@ -226,8 +230,11 @@ def foresee(config: Any, chosen: "Settings", left_out: str, findings: Findings) 
     return found
 
 
-def room_findings(rooms: "Mapping[str, State]", chosen: "Settings") -> Findings:
-    """Rooms that are off though a setting says on, or since a symbol of vLLM does not fit. Others may well be off."""
+def component_findings(components: "Mapping[str, State]", chosen: "Settings") -> Findings:
+    """Components that are off though a setting says on, or since a symbol of vLLM does not fit.
+
+    Others may well be off.
+    """
     from vllm_mmcache.base.versions import vllm_version
     from vllm_mmcache.lifecycle import activation
     from vllm_mmcache.lifecycle.registry import table
@@ -235,19 +242,21 @@ def room_findings(rooms: "Mapping[str, State]", chosen: "Settings") -> Findings:
     version = vllm_version()
     unfit: dict[str, str] = {}  # why a symbol does not fit -> the first group that has one
     for hook in table():
-        if hook.component not in rooms or rooms[hook.component].state == "off":
+        if hook.component not in components or components[hook.component].state == "off":
             unfit.setdefault(activation.misfit([hook], version), hook.component)
     found = []
-    for reason in dict.fromkeys(state.reason for state in rooms.values() if state.reason):
+    for reason in dict.fromkeys(state.reason for state in components.values() if state.reason):
         if reason in unfit:
-            off = ", ".join(room for room, state in rooms.items() if state.reason == reason)
+            off = ", ".join(component for component, state in components.items() if state.reason == reason)
             cure = "install a vLLM in the tested range"
             found.append({"where": f"symbols of {unfit[reason]}", "seen": f"{reason}. Off: {off}", "cure": cure})
-    for room, state in rooms.items():
-        is_asked_for = room in chosen.model_fields_set and getattr(chosen, room) is True
+    for component, state in components.items():
+        is_asked_for = component in chosen.model_fields_set and getattr(chosen, component) is True
         if is_asked_for and state.state in ("off", "mixed") and state.reason not in unfit:
             cure = "see the reason, or unset it"
-            found.append({"where": f"MMCACHE_{room.upper()}", "seen": f"set, but {room} will be {state}", "cure": cure})
+            found.append(
+                {"where": f"MMCACHE_{component.upper()}", "seen": f"set, but {component} will be {state}", "cure": cure}
+            )
     return found
 
 

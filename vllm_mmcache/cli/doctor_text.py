@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COLOURS = {"on": "green", "off": "yellow", "mixed": "yellow", "unneeded": "dim"}
-TOLD_BY = "a server's line `in force`, mmcache:room_info on /metrics, and /mmcache"
+TOLD_BY = "a server's line `in force`, mmcache:component_info on /metrics, and /mmcache"
 
 
 def show(facts: dict[str, Any], *, with_settings: bool) -> None:
@@ -27,16 +27,16 @@ def show(facts: dict[str, Any], *, with_settings: bool) -> None:
     if facts["engine"]:
         console.print(escape(facts["engine"]["words"] + (f" ({vllm['device']})" if vllm["device"] else "")))
 
-    if facts["rooms"]:
+    if facts["components"]:
         is_configured = facts["engine"]["runner"] is not None
         where = f"for {facts['model']}" if is_configured else "as far as is known without a model"
         if facts["model"] is None:
             where += " (`mmcache doctor MODEL` knows more)"
         console.print(f"\n[bold]What is foreseen {escape(where)}.[/] What is in force, say {TOLD_BY}.")
-        rooms = Table.grid(padding=(0, 2))
-        for room, said in facts["rooms"].items():
-            rooms.add_row(room, f"[{COLOURS[said['state']]}]{said['state']}[/]", escape(said["reason"]))
-        console.print(rooms)
+        components = Table.grid(padding=(0, 2))
+        for component, said in facts["components"].items():
+            components.add_row(component, f"[{COLOURS[said['state']]}]{said['state']}[/]", escape(said["reason"]))
+        console.print(components)
     if facts["symbols"] is not None:
         console.print(_symbols(facts))
     if with_settings:

@@ -48,8 +48,8 @@ def sentence(error: Exception) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
 
 
-def rooms(vllm_config: Any) -> dict[str, State]:
-    """What each room will be; of a whole deployment that is started from here. None: without a configuration."""
+def components(vllm_config: Any) -> dict[str, State]:
+    """What each component will be; of a whole deployment that is started from here. None: without a configuration."""
     from vllm_mmcache.lifecycle import activation
     from vllm_mmcache.lifecycle.registry import parts
 
@@ -57,8 +57,8 @@ def rooms(vllm_config: Any) -> dict[str, State]:
     if not has_rust_frontend():
         return found
     behind = {**parts("engine"), **parts("worker")}
-    for room in parts("api"):
-        if found[room] == ON:
-            places = [("API server", State("off", NO_PYTHON)), *([("engine", ON)] if room in behind else [])]
-            found[room] = combine(places)
+    for component in parts("api"):
+        if found[component] == ON:
+            places = [("API server", State("off", NO_PYTHON)), *([("engine", ON)] if component in behind else [])]
+            found[component] = combine(places)
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mmcache prove [MODEL] [-- VLLM ARGUMENTS]`: shows on this machine which rooms are exact, and switches those on.
+"""`mmcache prove [MODEL] [-- VLLM ARGUMENTS]`: shows on this machine which components are exact, and switches those on.
 
 Runs items in processes of their own, one after the other (vllm_mmcache/prove); imports no vLLM itself. What passed is
 kept in the user's state directory (lifecycle/user_proofs.py), model by model, so that Ctrl-C loses only the one it is
@@ -36,7 +36,10 @@ def prove(
         list[str] | None, typer.Argument(metavar="[-- VLLM ARGUMENTS]...", help="the server's own, after --")
     ] = None,
     own: Annotated[bool, typer.Option("--own", help="check MODEL itself, cold against warm and against stock")] = False,
-    rooms: Annotated[list[str] | None, typer.Option(help="these rooms alone, with commas between")] = None,
+    components: Annotated[
+        list[str] | None,
+        typer.Option("--components", "--rooms", help="these components alone, with commas between"),
+    ] = None,
     families: Annotated[list[str] | None, typer.Option(help="these families of the zoo, with commas")] = None,
     short: Annotated[bool, typer.Option("--short", help="few scenarios in each item")] = False,
     log: Annotated[Path | None, typer.Option(help="a file for all that the engines' processes say")] = None,
@@ -44,7 +47,7 @@ def prove(
     show: Annotated[bool, typer.Option("--show", help="list what is proven, and what is ignored")] = False,
     forget: Annotated[str | None, typer.Option(metavar="all|NUMBER", help="remove what is proven")] = None,
 ) -> None:
-    """Prove on this machine which rooms are exact; those are on from the next start.
+    """Prove on this machine which components are exact; those are on from the next start.
 
     Exit status: 0 all that could be checked passed, 1 something failed, 2 nothing could be checked.
     """
@@ -55,15 +58,15 @@ def prove(
     if model is not None and model.startswith("-"):  # typer drops the --, and takes what follows for the model
         arguments = [model, *(arguments or [])]
         model = None
-    chosen = check_choice(model, own, rooms, families)
+    chosen = check_choice(model, own, components, families)
     raise typer.Exit(run(model, arguments or [], own, *chosen, short, log, as_json))
 
 
 def check_choice(
-    model: str | None, own: bool, rooms: Sequence[str] | None, families: Sequence[str] | None
+    model: str | None, own: bool, components: Sequence[str] | None, families: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The rooms and families that are asked for; no family where the model says which. Raises: EnvironmentProblem."""
-    from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
+    """The components and families that are asked for; no family where the model says which. Raises: EnvironmentProblem."""
+    from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 
     if own and model is None:
         raise EnvironmentProblem("--own checks a model of yours, and none is named: mmcache prove MODEL --own")
@@ -73,7 +76,7 @@ def check_choice(
         instead = f"; or check a model itself: mmcache prove {model or 'MODEL'} --own"
         zoo = distributions.load(distributions.ZOO, ON_THE_ZOO, instead)
     preflight.check_vllm()
-    found = tuple(listed("--rooms", rooms, ENGINE_ROOMS)) or ENGINE_ROOMS
+    found = tuple(listed("--components", components, ENGINE_COMPONENTS)) or ENGINE_COMPONENTS
     if own:
         return found, ()
     return found, tuple(listed("--families", families, zoo.FAMILIES)) or (() if model else zoo.FIRST_FAMILIES)
@@ -91,7 +94,7 @@ def run(
     model: str | None,
     arguments: Sequence[str],
     own: bool,
-    rooms: Sequence[str],
+    components: Sequence[str],
     families: Sequence[str],
     short: bool,
     log: Path | None,
@@ -125,7 +128,7 @@ def run(
     try:
         for subject, words in subjects:
             with progress(console) as tell:
-                verdicts.append(prove_one(runs, subject, words, rooms, compiled=compiled, tell=tell))
+                verdicts.append(prove_one(runs, subject, words, components, compiled=compiled, tell=tell))
     except KeyboardInterrupt:
         kept = ", ".join(verdict.subject for verdict in verdicts) or "nothing"
         console.print(f"stopped; kept is what was found for: {kept}")
@@ -183,10 +186,10 @@ def report(console: "Console", verdicts: "Sequence[Verdict]") -> None:
     from vllm_mmcache.lifecycle import user_proofs
     from vllm_mmcache.prove.proving import sentences
 
-    table = Table("model", "room", "state", "why")
+    table = Table("model", "component", "state", "why")
     for verdict in verdicts:
-        for room, (state, why) in verdict.rooms.items():
-            table.add_row(verdict.subject, room, state, why)
+        for component, (state, why) in verdict.components.items():
+            table.add_row(verdict.subject, component, state, why)
     console.print(table)
     for verdict in verdicts:
         for line in sentences(verdict):
@@ -207,7 +210,7 @@ def list_proofs(as_json: bool) -> int:
         words = f"{proof.how}, {proof.when}"
         if proof.arguments:
             words += f"; vLLM arguments: {' '.join(proof.arguments)}"
-        print(f"{number}. {', '.join(proof.rooms)}: {proof.place.words()}; {ascii(words)[1:-1]}")
+        print(f"{number}. {', '.join(proof.components)}: {proof.place.words()}; {ascii(words)[1:-1]}")
         if here := versions_differ(proof.place):
             print(f"   not used here: {here}; run `mmcache prove` again")
     for line in lines:

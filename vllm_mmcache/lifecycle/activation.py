@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that decides which rooms are on: when a process takes a role on, with the VllmConfig in its hands.
+"""The one place that decides which components are on: when a process takes a role on, with the VllmConfig in its hands.
 
-`plugin.register` installs nothing but the hooks that see the VllmConfig (hooks.py). Then, for each room with a part in
-the role: is it wanted (settings), does it have something to do and can it be in this configuration (config_rules.py),
-was it shown to be exact on this engine (tested_engines.py, user_proofs.py), does vLLM do it itself, does it fit
-(hooking/installer.py)? The answer is in base/status.py, where every wrapper asks for it; rank_sync.py and report.py
-tell others.
+`plugin.register` installs nothing but the hooks that see the VllmConfig (hooks.py). Then, for each component with a
+part in the role: is it wanted (settings), does it have something to do and can it be in this configuration
+(config_rules.py), was it shown to be exact on this engine (tested_engines.py, user_proofs.py), does vLLM do it itself,
+does it fit (hooking/installer.py)? The answer is in base/status.py, where every wrapper asks for it; rank_sync.py and
+report.py tell others.
 """
 
 import logging
@@ -24,8 +24,8 @@ from vllm_mmcache.hooking import installer, subclasses
 from vllm_mmcache.hooking.component import Component
 from vllm_mmcache.hooking.hook import Hook
 from vllm_mmcache.lifecycle import config_rules, user_proofs
-from vllm_mmcache.lifecycle.registry import COMPONENTS, FIRST, REPORT, ROOMS, parts
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS, Engine, minor_of, why_unproven
+from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, COMPONENTS, FIRST, REPORT, parts
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Engine, minor_of, why_unproven
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -48,7 +48,7 @@ def start() -> installer.Outcome:
 
 
 def take_on(role: Role, vllm_config: Any) -> None:
-    """Decide for each room with a part in a role that this process takes on, install what is on, and say so.
+    """Decide for each component with a part in a role that this process takes on, install what is on, and say so.
 
     Raises: HookError, where tenants must be kept apart and nothing would do it.
     """
@@ -60,13 +60,13 @@ def take_on(role: Role, vllm_config: Any) -> None:
     absent = config_rules.why_absent(role, vllm_config)
     absent = absent or _install(f"{REPORT.name} ({role})", REPORT.hooks_in(role), version).reason
     for component in parts(role).values():
-        room = component.name
-        state = State("off", absent) if absent else decide(room, engine, vllm_config, own)
+        name = component.name
+        state = State("off", absent) if absent else decide(name, engine, vllm_config, own)
         if state == ON and (needed := component.needs) and status.of(role).get(needed, ON) != ON:
             state = State("off", f"needs {needed}, which is {status.of(role)[needed].state}")
         if state == ON:
             state = _switch_on(component, role, vllm_config, version)
-        status.put(role, room, state)
+        status.put(role, name, state)
     if role == "api" and status.of(role)["identity"].state == "off":
         reason = status.of(role)["identity"].reason
         refuse_if_required(f"identity is off ({reason}), so {WITHOUT_IDENTITY}")
@@ -81,41 +81,41 @@ def take_on(role: Role, vllm_config: Any) -> None:
             logger.warning("mmcache: the store is open to others: %s. Way out: %s", exposed, EXPOSED_CURE)
 
 
-def decide(room: str, engine: Engine, vllm_config: Any, own: Container[str] = ()) -> State:
-    """What a room is to be on this engine, with this configuration; on, as far as is known without installing it.
+def decide(name: str, engine: Engine, vllm_config: Any, own: Container[str] = ()) -> State:
+    """What a component is to be on this engine, with this configuration; on, as far as is known without installing it.
 
-    Without a configuration (None) what one would say is left out. own: the rooms of the user's own proofs.
+    Without a configuration (None) what one would say is left out. own: the components of the user's own proofs.
     """
-    chosen, component = settings.current(), COMPONENTS[room]
-    wanted = getattr(chosen, room)
+    chosen, component = settings.current(), COMPONENTS[name]
+    wanted = getattr(chosen, name)
     if wanted is False:
-        variable = f"MMCACHE_{room.upper()}=1 switches it on"
-        return State("off", variable if component.opt_in else f"switched off by the setting {room}")
+        variable = f"MMCACHE_{name.upper()}=1 switches it on"
+        return State("off", variable if component.opt_in else f"switched off by the setting {name}")
     if vllm_config is not None and (fixed := config_rules.state_in(component, vllm_config)):
         return fixed
     if component.superseded_by and all(map(installer.is_there, component.superseded_by)):
         return State("unneeded", f"vLLM has its own: {', '.join(component.superseded_by)}")
     if component.superseded_if_reads and installer.reads_name(*component.superseded_if_reads):
         return State("unneeded", f"vLLM has its own: {component.superseded_if_reads[0]}")
-    if wanted is None and not chosen.unproven and room not in own and (reason := why_unproven(room, engine)):
+    if wanted is None and not chosen.unproven and name not in own and (reason := why_unproven(name, engine)):
         return State("off", reason)
     return ON
 
 
 def own_proofs(engine: Engine, vllm_config: Any) -> tuple[frozenset[str], list[str]]:
-    """The rooms that the user has proven here, and lines about what of the proofs can't be used.
+    """The components that the user has proven here, and lines about what of the proofs can't be used.
 
     Which ones hold here, or elsewhere alone, is looked at where a proof would help.
     """
     found, unusable = user_proofs.read()
-    if vllm_config is None or not any(why_unproven(room, engine) for room in ENGINE_ROOMS):
+    if vllm_config is None or not any(why_unproven(component, engine) for component in ENGINE_COMPONENTS):
         return frozenset(), unusable
     place = user_proofs.Place.of(vllm_config)
-    return user_proofs.proven_rooms(place, found), unusable + user_proofs.why_passed_over(place, found)
+    return user_proofs.proven_components(place, found), unusable + user_proofs.why_passed_over(place, found)
 
 
 def foresee(vllm_config: Any = None) -> dict[str, State]:
-    """What each room will be over all processes, as far as is known before there is an engine. Installs nothing.
+    """What each component will be over all processes, as far as is known before there is an engine. Installs nothing.
 
     Without a configuration: what it will be unless one says otherwise.
     """
@@ -126,16 +126,16 @@ def foresee(vllm_config: Any = None) -> dict[str, State]:
     for role in ROLES:
         absent = nothing or misfit(REPORT.hooks_in(role), version)
         for component in parts(role).values():
-            room = component.name
-            state = found.get(room, ON)
+            name = component.name
+            state = found.get(name, ON)
             if state == ON:
-                state = State("off", absent) if absent else decide(room, engine, vllm_config, own)
+                state = State("off", absent) if absent else decide(name, engine, vllm_config, own)
             if state == ON and (needed := component.needs) and found[needed] != ON:
                 state = State("off", f"needs {needed}, which is {found[needed].state}")
             if state == ON and (reason := misfit(component.hooks_in(role), version)):
                 state = State("off", reason)
-            found[room] = state
-    return {room: found[room] for room in ROOMS}
+            found[name] = state
+    return {name: found[name] for name in COMPONENT_NAMES}
 
 
 def misfit(members: Sequence[Hook], version: str) -> str:
@@ -179,11 +179,11 @@ def stop() -> None:
 
 
 def words(states: Iterable[tuple[str, State]]) -> str:
-    """Rooms and their states in one line: what is on, then the others with their reasons."""
+    """Components and their states in one line: what is on, then the others with their reasons."""
     said = list(states)
-    on = ", ".join(room for room, state in said if state.state == "on") or "nothing"
+    on = ", ".join(component for component, state in said if state.state == "on") or "nothing"
     others = "".join(
-        f"; {kind}: " + ", ".join(f"{room} ({state.reason})" for room, state in said if state.state == kind)
+        f"; {kind}: " + ", ".join(f"{component} ({state.reason})" for component, state in said if state.state == kind)
         for kind in ("mixed", "off", "unneeded")
         if any(state.state == kind for _, state in said)
     )
@@ -215,4 +215,4 @@ def _say(role: Role, version: str, engine: Engine) -> None:
     where = f"[{role}] on {replace(engine, vllm=version)}"
     logger.info("mmcache %s %s: prepared: %s", __version__, where, words(status.of(role).items()))
     if settings.current().unproven:
-        logger.warning("mmcache: MMCACHE_UNPROVEN is set: rooms are on that nobody has shown to be exact here")
+        logger.warning("mmcache: MMCACHE_UNPROVEN is set: components are on that nobody has shown to be exact here")

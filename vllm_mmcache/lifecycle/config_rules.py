@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a VllmConfig says of the rooms: which have nothing to do, which can't be, and the settings that travel with it.
+"""What a VllmConfig says of the components: which have nothing to do, which can't be, and the settings that travel with it.
 
 Any process, at start.
 """

@@ -8,7 +8,7 @@ from vllm_mmcache.base.status import State
 
 
 def whereabouts(found: Mapping[str, State]) -> list[str]:
-    """A line for each thing that a server keeps, only where its room is on somewhere; without secrets."""
+    """A line for each thing that a server keeps, only where its component is on somewhere; without secrets."""
     chosen = settings.current()
     lines = []
     if _is_somewhere(found, "features"):
@@ -18,12 +18,12 @@ def whereabouts(found: Mapping[str, State]) -> list[str]:
         places = [place for place in (ram, disk, settings.without_secrets(url)) if place]
         until = f"; beyond RAM {chosen.store_ttl.until()} (MMCACHE_STORE_TTL)" if directory or url else ""
         lines.append(f"features are kept: {', '.join(places) or 'nowhere'}{until}")
-    if _is_somewhere(found, "pixels") and found["features"].state != "on":
+    if _is_somewhere(found, "lazy_processing") and found["features"].state != "on":
         lines.append(f"images go to the engine with their pixels: features are {found['features']}")
     if _is_somewhere(found, "observe"):
         lines.append(f"requests are recorded{f': {chosen.observe_file}' if chosen.observe_file else ''}")
     return lines
 
 
-def _is_somewhere(found: Mapping[str, State], room: str) -> bool:
-    return room in found and found[room].state in ("on", "mixed")
+def _is_somewhere(found: Mapping[str, State], component: str) -> bool:
+    return component in found and found[component].state in ("on", "mixed")

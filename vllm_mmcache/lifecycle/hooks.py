@@ -26,7 +26,7 @@ hook = Hooks(
     "api",
     why=(
         "a general plugin gets no configuration; the `mmcache` part of --additional-config must be checked and put in "
-        "force in each process before a room reads a setting"
+        "force in each process before a component reads a setting"
     ),
     upstream="none: no public hook hands VllmConfig to a general plugin",
     remove_when="general plugins are handed the VllmConfig",

@@ -18,7 +18,7 @@ hook = Hooks(
     "vllm.entrypoints.launchers.app:init_entrypoints_middleware",
     name="layers",
     args=("app",),
-    why="lifted_bodies takes images out of bodies, and identity unsets the salt of a pipelined request before",
+    why="image_extraction takes images out of bodies, and identity unsets the salt of a pipelined request before",
     upstream="none: --middleware needs a flag",
     remove_when="vLLM has an extension point for middleware that needs no flag",
 )
@@ -32,7 +32,7 @@ def add(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         from vllm_mmcache.components.identity.vllm_endpoints import use_on
 
         use_on(app)
-    if status.is_on("lifted_bodies"):
+    if status.is_on("image_extraction"):
         from vllm_mmcache.components.image_extraction.hooks import may_lift
         from vllm_mmcache.components.image_extraction.middleware import LiftImages
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of an engine have the same rooms: asked once, when the model is loaded. Engine and worker processes.
+"""All ranks of an engine have the same components: asked once, when the model is loaded. Engine and worker processes.
 
-The engine asks each worker what its rooms are, through the executor that it has anyway, and a room that is off in one
-rank is switched off in all. Only then do workers begin what is the same in all of them, such as trying the vision
-tower, whose ranks wait for each other; and they are asked again. The question is sent by value, since a worker may be
-without us. What was found goes to the API servers with the engine's ready message (report.py).
+The engine asks each worker what its components are, through the executor that it has anyway, and a component that is
+off in one rank is switched off in all. Only then do workers begin what is the same in all of them, such as trying the
+vision tower, whose ranks wait for each other; and they are asked again. The question is sent by value, since a worker
+may be without us. What was found goes to the API servers with the engine's ready message (report.py).
 """
 
 import logging
@@ -26,10 +26,10 @@ logger = logging.getLogger("vllm.mmcache")
 KEY = "mmcache"
 """Of our part in the ready message; vLLM's decoders pass over what they don't know."""
 NO_MMCACHE = "it has no mmcache"
-_WORKERS = "_mmcache_workers"  # on an executor: rank -> rooms, or None
+_WORKERS = "_mmcache_workers"  # on an executor: rank -> components, or None
 
 PlainStates = dict[str, Any]
-"""What a process says as plain data: version, and rooms: room -> [state, reason]."""
+"""What a process says as plain data: version, and components: component -> [state, reason]."""
 
 
 hook = Hooks(
@@ -39,7 +39,10 @@ hook = Hooks(
 
 
 def agree(executor: Any, vllm_config: Any) -> None:
-    """Switch a room off in all ranks where it is off in one, or in the engine. Engine process, before any request."""
+    """Switch a component off in all ranks where it is off in one, or in the engine.
+
+    Engine process, before any request.
+    """
     if vllm_config.parallel_config.node_rank_within_dp > 0:
         return  # the leader asks the workers of this node, too
     _settle(executor, "")
@@ -82,17 +85,19 @@ def _settle(executor: Any, arena: str) -> tuple[dict[int, dict[str, State]], lis
     """Ask all workers, and switch off in all what is off in one. Returns the states by rank, and what told features."""
     found, features = _ask(executor, {}, arena)
     off = {}
-    for room in dict.fromkeys([*parts("engine"), *parts("worker")]):
-        places = [(f"worker {rank}", states[room]) for rank, states in found.items() if room in states]
-        if room in status.of("engine"):
-            places.append(("engine", status.of("engine")[room]))
+    for component in dict.fromkeys([*parts("engine"), *parts("worker")]):
+        places = [(f"worker {rank}", states[component]) for rank, states in found.items() if component in states]
+        if component in status.of("engine"):
+            places.append(("engine", status.of("engine")[component]))
         if reason := status.why_off(places):
-            off[room] = reason
-            if status.of("engine").get(room) == ON:
-                status.put("engine", room, State("off", reason))
-    some = [room for room in off if any(states.get(room) == ON for states in found.values())]
+            off[component] = reason
+            if status.of("engine").get(component) == ON:
+                status.put("engine", component, State("off", reason))
+    some = [component for component in off if any(states.get(component) == ON for states in found.values())]
     if some:
-        logger.warning("mmcache: off in all ranks: %s", "; ".join(f"{room}: {off[room]}" for room in some))
+        logger.warning(
+            "mmcache: off in all ranks: %s", "; ".join(f"{component}: {off[component]}" for component in some)
+        )
         found, _ = _ask(executor, off, "")
     return found, features
 
@@ -100,7 +105,7 @@ def _settle(executor: Any, arena: str) -> tuple[dict[int, dict[str, State]], lis
 @hook(
     "vllm.v1.engine.core:EngineCoreProc._make_ready_response",
     name="send",
-    why="every API server, on other machines too, is to know which rooms the engine and its workers have",
+    why="every API server, on other machines too, is to know which components the engine and its workers have",
     upstream="none: a plugin can't add to what an engine says when it is ready",
     remove_when="the ready message has a field for plugins, and a plugin is told when the engines are ready",
 )
@@ -121,14 +126,14 @@ def of_engine(engine_core: Any) -> dict[str, PlainStates]:
 
 
 def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> PlainStates:
-    """What is told of this worker, after the rooms named were switched off. Worker process, asked by the engine.
+    """What is told of this worker, after the components named were switched off. Worker process, asked by the engine.
 
-    arena: address of what it shares with the engine. With one, all ranks have the same rooms, so what they do together
-    can begin; until then each looks by itself.
+    arena: address of what it shares with the engine. With one, all ranks have the same components, so what they do
+    together can begin; until then each looks by itself.
     """
-    for room, reason in off.items():
-        if room in status.of("worker") and status.of("worker")[room].state != "unneeded":
-            status.put("worker", room, State("off", reason))  # the same reason everywhere, with the ranks it is of
+    for component, reason in off.items():
+        if component in status.of("worker") and status.of("worker")[component].state != "unneeded":
+            status.put("worker", component, State("off", reason))  # the same reason everywhere, with the ranks it is of
     features: Mapping[str, Any] = {}
     if status.is_on("features"):
         from vllm_mmcache.components.features.worker import hooks
@@ -142,15 +147,18 @@ def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> PlainStates:
 
 def as_plain_data(states: Mapping[str, State]) -> PlainStates:
     """States as plain data."""
-    return {"version": __version__, "rooms": {room: [one.state, one.reason] for room, one in states.items()}}
+    return {
+        "version": __version__,
+        "components": {component: [one.state, one.reason] for component, one in states.items()},
+    }
 
 
 def read(said: PlainStates | None, parts: Mapping[str, Any]) -> dict[str, State]:
     """The states out of plain data. Of a process that said nothing, or is of another version, all `parts` are off."""
     if said is None or said["version"] != __version__:
         reason = NO_MMCACHE if said is None else f"it has mmcache {said['version']}, not {__version__}"
-        return {room: State("off", reason) for room in parts}
-    return {room: State(state, reason) for room, (state, reason) in said["rooms"].items()}
+        return {component: State("off", reason) for component in parts}
+    return {component: State(state, reason) for component, (state, reason) in said["components"].items()}
 
 
 def _ask(

@@ -38,7 +38,7 @@ REPORT = Component("report", "vllm_mmcache.lifecycle", {"api": ("report", "middl
 COMPONENTS: dict[str, Component] = {
     component.name: component for component in (importlib.import_module(name).COMPONENT for name in _PACKAGES)
 }
-ROOMS = tuple(COMPONENTS)
+COMPONENT_NAMES = tuple(COMPONENTS)
 
 
 def parts(role: Role) -> dict[str, Component]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one report of what is in force, over all processes of a deployment. API process, or the offline program.
 
-Each engine's ready message brings its rooms and those of its workers (rank_sync.py), from other machines, too. When all
-engines are ready, that and this process's own rooms are put together: logged in one line, shown on /metrics as
-mmcache:room_info and on /mmcache. Where tenants must be kept apart, a process without us ends the start.
+Each engine's ready message brings its components and those of its workers (rank_sync.py), from other machines, too.
+When all engines are ready, that and this process's own components are put together: logged in one line, shown on
+/metrics as mmcache:component_info and on /mmcache. Where tenants must be kept apart, a process without us ends the
+start.
 """
 
 import logging
@@ -19,7 +20,7 @@ from vllm_mmcache.base.status import State
 from vllm_mmcache.hooking import installer, subclasses
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.lifecycle import activation, config_rules, display, rank_sync
-from vllm_mmcache.lifecycle.registry import ROOMS, parts
+from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, parts
 from vllm_mmcache.metrics import counters
 
 logger = logging.getLogger("vllm.mmcache")
@@ -73,7 +74,7 @@ def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """
     global _is_shown
     _is_shown = False
-    status.settle({}, ROOMS)
+    status.settle({}, COMPONENT_NAMES)
     if status.is_on("image_spans"):
         from vllm_mmcache.components.image_spans.hooks_api import refuse_endless
 
@@ -107,7 +108,7 @@ def no_python(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _found_here(llm: Any) -> dict[str, State]:
-    """What is known of this process's rooms only when its renderer is there."""
+    """What is known of this process's components only when its renderer is there."""
     from vllm.renderers.base import BaseRenderer
     from vllm.renderers.hf import HfRenderer
 
@@ -116,9 +117,9 @@ def _found_here(llm: Any) -> dict[str, State]:
     if not llm.log_stats:
         found["metrics"] = State("unneeded", "vLLM's own statistics are off here")
     if not hasattr(llm, "generate"):
-        found["lifted_bodies"] = State("unneeded", "no server here")
+        found["image_extraction"] = State("unneeded", "no server here")
     elif renderer is not HfRenderer:
-        found["lifted_bodies"] = State("off", f"not shown to be right with the renderer {name}")
+        found["image_extraction"] = State("off", f"not shown to be right with the renderer {name}")
     hooked = [installer.resolve_owner(member.target) for member in parts("api")["identity"].hooks_in("api")]
     methods = [attribute for owner, attribute in hooked if owner is BaseRenderer and attribute.startswith("_")]
     above = [one for one in renderer.__mro__ if not one.__module__.startswith("vllm.")]
@@ -126,7 +127,7 @@ def _found_here(llm: Any) -> dict[str, State]:
     if not is_ours or any(method in vars(one) for one in above for method in methods):
         found["identity"] = State("off", f"the renderer {name} is not vLLM's and may go past it")
     on = status.of("api")
-    return {room: state for room, state in found.items() if on.get(room) == status.ON}
+    return {component: state for component, state in found.items() if on.get(component) == status.ON}
 
 
 def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
@@ -137,9 +138,10 @@ def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
         for process, said in (told or {"engine": None}).items():
             place = f"engine {index}" if process == "engine" else f"{process} of engine {index}"
             places[place] = rank_sync.read(said, {**parts("engine"), **(parts("worker") if told is None else {})})
-    status.settle(places, ROOMS)
+    status.settle(places, COMPONENT_NAMES)
     found = status.in_force()
-    counters.ROOM_INFO.show({(room, state.state, state.reason) for room, state in found.items()})
+    for info in (counters.COMPONENT_INFO, counters.ROOM_INFO):
+        info.show({(component, state.state, state.reason) for component, state in found.items()})
     logger.info("mmcache %s in force: %s", __version__, activation.words(found.items()))
     for line in display.whereabouts(found):
         logger.info("mmcache: %s", line)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine each room was exercised on; elsewhere it is off unless its setting says on.
+"""Which engine each component was exercised on; elsewhere it is off unless its setting says on.
 
 tested_engines.json has a row for each kind of engine: vLLM's minor version, model runner, scheduling and platform, the
-rooms that passed there, and the evidence, a command or a file of this repository. What was not checked proves nothing.
-Groups that are no engine room work everywhere.
+components that passed there, and the evidence, a command or a file of this repository. What was not checked proves
+nothing. Groups that are no engine component work everywhere.
 """
 
 import json
@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from vllm_mmcache.lifecycle.registry import COMPONENTS
 
-ENGINE_ROOMS = tuple(component.name for component in COMPONENTS.values() if component.proven_per)
+ENGINE_COMPONENTS = tuple(component.name for component in COMPONENTS.values() if component.proven_per)
 TOUCHES_TENSORS = frozenset(component.name for component in COMPONENTS.values() if component.proven_per == "device")
-"""Rooms that read or write tensors on the device: proven for each platform on its own. The others are the same Python
+"""Components that read or write tensors on the device: proven for each platform on its own. The others are the same Python
 in the scheduler and around the runner, wherever the tensors live."""
 
 FILE = Path(__file__).with_name("tested_engines.json")
@@ -45,21 +45,21 @@ class Engine:
 
 @dataclass(frozen=True)
 class Row:
-    """The rooms that passed on an engine."""
+    """The components that passed on an engine."""
 
     engine: Engine
-    rooms: tuple[str, ...]
+    components: tuple[str, ...]
     evidence: str
 
     def as_json(self) -> dict[str, Any]:
-        """The row as tested_engines.json has it: the engine's fields beside rooms and evidence."""
-        return {**asdict(self.engine), "rooms": list(self.rooms), "evidence": self.evidence}
+        """The row as tested_engines.json has it: the engine's fields beside components and evidence."""
+        return {**asdict(self.engine), "components": list(self.components), "evidence": self.evidence}
 
 
 def rows() -> list[Row]:
     """The table. Raises: TypeError where a row lacks a value or has another."""
     return [
-        Row(rooms=tuple(row.pop("rooms")), evidence=row.pop("evidence"), engine=Engine(**row))
+        Row(components=tuple(row.pop("components")), evidence=row.pop("evidence"), engine=Engine(**row))
         for row in json.loads(FILE.read_text(encoding="utf-8"))
     ]
 
@@ -81,11 +81,11 @@ def minor_of(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def why_unproven(room: str, engine: Engine) -> str:
-    """Why a room is off on this engine unless it is switched on; empty where it was exercised, and for other groups."""
-    if room not in ENGINE_ROOMS:
+def why_unproven(component: str, engine: Engine) -> str:
+    """Why a component is off on this engine unless it is switched on; empty where it was exercised, and for other groups."""
+    if component not in ENGINE_COMPONENTS:
         return ""
-    kind = engine if room in TOUCHES_TENSORS else replace(engine, platform=None)
-    if any(room in row.rooms and kind.includes(row.engine) for row in TABLE):
+    kind = engine if component in TOUCHES_TENSORS else replace(engine, platform=None)
+    if any(component in row.components and kind.includes(row.engine) for row in TABLE):
         return ""
-    return f"not yet proven on {engine}: `mmcache prove` tries it here, MMCACHE_{room.upper()}=1 switches it on"
+    return f"not yet proven on {engine}: `mmcache prove` tries it here, MMCACHE_{component.upper()}=1 switches it on"

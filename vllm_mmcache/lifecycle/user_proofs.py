@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's proofs: which rooms `mmcache prove` has shown to be exact on this machine, in one file of the user's.
+"""The user's proofs: which components `mmcache prove` has shown to be exact on this machine, in one file of the user's.
 
 The file is $XDG_STATE_HOME/mmcache/proofs.json, by default below ~/.local/state. A proof holds for one Place alone and
 never widens; what can't be used is ignored with a line in plain words, and reading never raises, since servers read it
@@ -22,7 +22,7 @@ from typing import Any
 from vllm_mmcache import __version__
 from vllm_mmcache.base.errors import ProofsUnwritable
 from vllm_mmcache.base.store_url import state_directory
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 
 FORMAT = 1
 KIND = "mmcache proofs"  # what the file says it is
@@ -94,17 +94,24 @@ class Place:
 
 @dataclass(frozen=True)
 class Proof:
-    """The rooms that passed at a place. `when` is in UTC; `how` and `arguments`, vLLM's, are for people to read."""
+    """The components that passed at a place.
+
+    `when` is in UTC; `how` and `arguments`, vLLM's, are for people to read.
+    """
 
     place: Place
-    rooms: tuple[str, ...]
+    components: tuple[str, ...]
     when: str
     how: str
     arguments: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """What is kept of it in the file."""
-        return {**asdict(self), "rooms": list(self.rooms), "arguments": list(self.arguments)}
+        """What is kept of it in the file, where the components are `rooms`, as in files of earlier states."""
+        kept = asdict(self)
+        return kept | {"rooms": list(kept.pop("components")), "arguments": list(self.arguments)}
+
+
+_KEYS = {"rooms" if field.name == "components" else field.name for field in fields(Proof)}  # of as_json
 
 
 def torch_version() -> str:
@@ -129,39 +136,43 @@ def read() -> tuple[list[Proof], list[str]]:
     return found, lines
 
 
-def proven_rooms(place: Place, proofs: Sequence[Proof] | None = None) -> frozenset[str]:
-    """The rooms that are proven at this very place, by proofs that were read, or by the file's. Never raises."""
+def proven_components(place: Place, proofs: Sequence[Proof] | None = None) -> frozenset[str]:
+    """The components that are proven at this very place, by proofs that were read, or by the file's. Never raises."""
     proofs = read()[0] if proofs is None else proofs
-    return frozenset(room for proof in proofs if proof.place == place for room in proof.rooms)
+    return frozenset(component for proof in proofs if proof.place == place for component in proof.components)
 
 
 def why_passed_over(place: Place, proofs: Sequence[Proof] | None = None) -> list[str]:
-    """A line for each proof about the same architecture whose rooms are not proven here. Never raises."""
+    """A line for each proof about the same architecture whose components are not proven here. Never raises."""
     proofs = read()[0] if proofs is None else proofs
-    here = proven_rooms(place, proofs)
+    here = proven_components(place, proofs)
     lines = []
     for proof in proofs:
-        rooms = [room for room in proof.rooms if room not in here]
-        if rooms and proof.place.architecture == place.architecture:
+        components = [component for component in proof.components if component not in here]
+        if components and proof.place.architecture == place.architecture:
             other = [field.name for field in fields(Place) if _value(proof.place, field) != _value(place, field)]
             lines.append(
-                f"a proof of {', '.join(rooms)} for {proof.place.words(other)} does not hold for "
+                f"a proof of {', '.join(components)} for {proof.place.words(other)} does not hold for "
                 f"{place.words(other)}: {AGAIN}"
             )
     return list(dict.fromkeys(lines))
 
 
-def add(place: Place, rooms: Sequence[str], how: str, arguments: Sequence[str], failed: Sequence[str] = ()) -> None:
-    """Keep that `rooms` passed at a place, and take back what was proven there of those that have failed now.
+def add(
+    place: Place, components: Sequence[str], how: str, arguments: Sequence[str], failed: Sequence[str] = ()
+) -> None:
+    """Keep that `components` passed at a place, and take back what was proven there of those that have failed now.
 
     All other entries stay as they are. A file that can't be used is set aside, with .ignored after its name.
     Raises: ProofsUnwritable.
     """
-    unknown = [room for room in (*rooms, *failed) if room not in ENGINE_ROOMS]
+    unknown = [component for component in (*components, *failed) if component not in ENGINE_COMPONENTS]
     if unknown:
-        raise ValueError(f"no rooms of the engine: {', '.join(unknown)}")
+        raise ValueError(f"no components of the engine: {', '.join(unknown)}")
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    proof = Proof(place, tuple(room for room in rooms if room not in failed), now, how, tuple(arguments))
+    proof = Proof(
+        place, tuple(component for component in components if component not in failed), now, how, tuple(arguments)
+    )
     mine = {"place": asdict(place), "how": how, "arguments": list(arguments)}
     with _changing() as entries:
         kept = []
@@ -170,11 +181,11 @@ def add(place: Place, rooms: Sequence[str], how: str, arguments: Sequence[str], 
             if is_here and all(entry.get(name) == value for name, value in mine.items()):
                 continue  # the same proof, made again
             if is_here and isinstance(entry.get("rooms"), list):
-                entry = {**entry, "rooms": [room for room in entry["rooms"] if room not in failed]}
+                entry = {**entry, "rooms": [component for component in entry["rooms"] if component not in failed]}
                 if not entry["rooms"]:
                     continue
             kept.append(entry)
-        entries[:] = [*kept, proof.as_json()] if proof.rooms else kept
+        entries[:] = [*kept, proof.as_json()] if proof.components else kept
 
 
 def forget(number: int | None = None) -> int:
@@ -289,22 +300,22 @@ def _content() -> bytes:
 def _proof(entry: Any, where: str) -> tuple[Proof | None, list[str]]:
     """The proof that an entry is, if it is one, and what is ignored of it."""
     bad = [f"{where} is ignored: it is not as `mmcache prove` writes it: {AGAIN}"]
-    if not isinstance(entry, dict) or set(entry) != {field.name for field in fields(Proof)}:
+    if not isinstance(entry, dict) or set(entry) != _KEYS:
         return None, bad
-    kept, rooms, arguments = entry["place"], entry["rooms"], entry["arguments"]
+    kept, components, arguments = entry["place"], entry["rooms"], entry["arguments"]
     types = {field.name: int if field.type in (int, "int") else str for field in fields(Place)}
     if not isinstance(kept, dict) or {name: type(value) for name, value in kept.items()} != types:
         return None, bad
-    texts = [entry["when"], entry["how"], *(rooms if isinstance(rooms, list) else [None])]
+    texts = [entry["when"], entry["how"], *(components if isinstance(components, list) else [None])]
     texts += arguments if isinstance(arguments, list) else [None]
     if not all(isinstance(text, str) for text in texts):
         return None, bad
     lines = []
-    unknown = [room for room in rooms if room not in ENGINE_ROOMS]
+    unknown = [component for component in components if component not in ENGINE_COMPONENTS]
     if unknown:
-        named = ", ".join(ascii(room[:40]) for room in unknown)
-        lines.append(f"{where} names what is no room of mmcache {__version__}: {named}, which is ignored")
-    known = tuple(room for room in ENGINE_ROOMS if room in rooms)
+        named = ", ".join(ascii(component[:40]) for component in unknown)
+        lines.append(f"{where} names what is no component of mmcache {__version__}: {named}, which is ignored")
+    known = tuple(component for component in ENGINE_COMPONENTS if component in components)
     if not known:
         return None, lines or bad
     return Proof(Place(**kept), known, entry["when"], entry["how"], tuple(arguments)), lines

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain counters that the rooms add to, and vLLM's own /metrics shows. Any process, any thread.
+"""Plain counters that the components add to, and vLLM's own /metrics shows. Any process, any thread.
 
 The prometheus side of a counter is made when it is first needed: vLLM decides between one and several API server
 processes (PROMETHEUS_MULTIPROC_DIR) after plugins are loaded. Counting must never fail a request.
@@ -162,8 +162,14 @@ class Info:
         self._shown |= now
 
 
+COMPONENT_INFO = Info(
+    "component_info",
+    "What each component is over all processes: on, off, unneeded, mixed.",
+    ("component", "state", "reason"),
+)
+
 ROOM_INFO = Info(
-    "room_info", "What each room is over all processes: on, off, unneeded, mixed.", ("room", "state", "reason")
+    "room_info", "The same as component_info, under its older name; gone in version 0.2.", ("room", "state", "reason")
 )
 
 IMAGES_DECODED = Counter("images_decoded", "Images whose pixels were decoded.")

@@ -53,5 +53,5 @@ def taken(found: dict[str, Any], fixed: Sequence[str] = ()) -> tuple[dict[str, A
     additional = kept.get("additional_config")
     if isinstance(additional, dict) and "mmcache" in additional:
         kept["additional_config"] = {name: value for name, value in additional.items() if name != "mmcache"}
-        lines.append("left out of --additional-config: mmcache, since each item switches rooms itself")
+        lines.append("left out of --additional-config: mmcache, since each item switches components itself")
     return kept, lines

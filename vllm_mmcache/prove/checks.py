@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checks of an item share, whichever model it is on: rooms in force, rooms at work, and a control.
+"""What the checks of an item share, whichever model it is on: components in force, components at work, and a control.
 
-Each check is passed, failed or not checked, with a reason. A pass needs more than right answers: the rooms are really
-in force, what they are for really happened, and two controls show that a wrong answer would have been seen.
+Each check is passed, failed or not checked, with a reason. A pass needs more than right answers: the components are
+really in force, what they are for really happened, and two controls show that a wrong answer would have been seen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_mmcache.base import status
 from vllm_mmcache.lifecycle import activation, user_proofs
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS, why_unproven
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, why_unproven
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove import load, workers, workloads
 from vllm_mmcache.prove.answers import Answer, Inexact
@@ -67,7 +67,7 @@ def engine_of(rig: Rig) -> dict[str, Any]:
 
 
 def place_of(rig: Rig) -> dict[str, Any]:
-    """What a proof of this item is tied to, which rooms are on there without one, and what its model has a use for."""
+    """What a proof of this item is tied to, which components are on there without one, and what its model has a use for."""
     place = user_proofs.Place.of(rig.vllm_config)
     engine = activation.engine_here(rig.vllm_config)
     uses = {
@@ -77,8 +77,8 @@ def place_of(rig: Rig) -> dict[str, Any]:
     }
     return {
         "place": asdict(place),
-        "proven": [room for room in ENGINE_ROOMS if not why_unproven(room, engine)],
-        "of_use": [room for room in ENGINE_ROOMS if uses.get(room, True)],
+        "proven": [component for component in ENGINE_COMPONENTS if not why_unproven(component, engine)],
+        "of_use": [component for component in ENGINE_COMPONENTS if uses.get(component, True)],
     }
 
 
@@ -87,9 +87,9 @@ def arguments_of(arguments: Sequence[str], fixed: Sequence[str] = ()) -> dict[st
     return taken(given(arguments), fixed)[0] if arguments else {}
 
 
-def alone_on_small_steps(rooms: Sequence[str]) -> bool:
+def alone_on_small_steps(components: Sequence[str]) -> bool:
     """Whether an item is there to show that small steps don't split images."""
-    return tuple(rooms) == ("image_spans",)
+    return tuple(components) == ("image_spans",)
 
 
 def schedules_ahead(rig: Rig) -> bool:
@@ -97,18 +97,22 @@ def schedules_ahead(rig: Rig) -> bool:
     return isinstance(rig.scheduler, AsyncScheduler)
 
 
-def assert_on(rig: Rig, room: str) -> None:
-    """The report of this deployment, which asks every process, says that the room is on, or has nothing to do."""
+def assert_on(rig: Rig, component: str) -> None:
+    """The report of this deployment, which asks every process, says that the component is on, or has nothing to do."""
     found = status.in_force()
     assert found, "no process has reported: is the plugin loaded?"
-    assert found[room].state != "mixed", str(found[room])
-    if found[room].state == "off":
-        raise NotChecked(f"off here: {found[room].reason}")
+    assert found[component].state != "mixed", str(found[component])
+    if found[component].state == "off":
+        raise NotChecked(f"off here: {found[component].reason}")
 
 
-def assert_off(rooms: set[str]) -> None:
-    """A room that should be off would lend its name's pass to another."""
-    on = [room for room, found in status.in_force().items() if room in rooms and found.state in ("on", "mixed")]
+def assert_off(components: set[str]) -> None:
+    """A component that should be off would lend its name's pass to another."""
+    on = [
+        component
+        for component, found in status.in_force().items()
+        if component in components and found.state in ("on", "mixed")
+    ]
     assert not on, f"{', '.join(on)} should be off"
 
 
@@ -121,7 +125,7 @@ def words_before(rig: Rig) -> int:
 
 
 def use_block_keys(rig: Rig) -> None:
-    """The engine has the room's hasher."""
+    """The engine has the component's hasher."""
     hasher = rig.llm.llm_engine.engine_core.engine_core.request_block_hasher  # of the engine in this process
     assert type(hasher).__module__.startswith("vllm_mmcache."), f"the engine's block hasher is {hasher}"
 

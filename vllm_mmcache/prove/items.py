@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of `mmcache prove`: one engine each, with some rooms on, in a process of its own; and what its states mean."""
+"""Items of `mmcache prove`: one engine each, with some components on, in a process of its own; and what its states mean."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 
 UNTESTED = "MMCACHE_ALLOW_UNTESTED_VLLM"
 MORE = ("place", "proven", "of_use", "answers", "image_tokens")  # what an item's process says for `mmcache prove`
@@ -25,18 +25,18 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Item:
-    """One engine: what it is checked on, the rooms that are on, the model runner, and whether it is compiled.
+    """One engine: what it is checked on, the components that are on, the model runner, and whether it is compiled.
 
     Without a runner it is the one that vLLM takes by itself, in the user's environment.
     """
 
     subject: str
     """The user's own model, or a family of the zoo."""
-    rooms: tuple[str, ...]
+    components: tuple[str, ...]
     runner: str | None
     compiled: bool = False
     together: bool = False
-    """Whether these are all the rooms that will be on; such an item has no excuse."""
+    """Whether these are all the components that will be on; such an item has no excuse."""
 
     @property
     def setting(self) -> tuple[str, str | None, bool]:
@@ -45,19 +45,19 @@ class Item:
 
     @property
     def what(self) -> str:
-        """The rooms in words."""
-        if not self.rooms:
+        """The components in words."""
+        if not self.components:
             return "stock vLLM"
-        return "all rooms" if set(self.rooms) == set(ENGINE_ROOMS) else " + ".join(self.rooms)
+        return "all components" if set(self.components) == set(ENGINE_COMPONENTS) else " + ".join(self.components)
 
     @property
     def has_excuse(self) -> bool:
         """Whether it is not to blame for what stock gets wrong, too."""
-        return bool(self.rooms) and not self.together and set(self.rooms) != set(ENGINE_ROOMS)
+        return bool(self.components) and not self.together and set(self.components) != set(ENGINE_COMPONENTS)
 
     @property
     def name(self) -> str:
-        """The item on one line, as reports and logs name it: subject, rooms, runner, eager or compiled."""
+        """The item on one line, as reports and logs name it: subject, components, runner, eager or compiled."""
         engine = "compiled" if self.compiled else "eager" if self.runner else ""  # else it is as the arguments say
         return ", ".join(part for part in (self.subject, self.what, self.runner, engine) if part)
 
@@ -103,7 +103,7 @@ class OwnHow(How):
     def task(self, item: Item, stock: RESULT | None) -> dict[str, Any]:
         """The arguments of own_checks.check."""
         known = stock or {}
-        shared = {"rooms": item.rooms, "short": self.short, "arguments": self.arguments}
+        shared = {"components": item.components, "short": self.short, "arguments": self.arguments}
         return {"model": self.model, **shared, "stock": known.get("answers"), "image_tokens": known.get("image_tokens")}
 
 
@@ -114,11 +114,13 @@ def users_environment(*without: str) -> dict[str, str]:
 
 
 def switches(item: Item) -> dict[str, str]:
-    """Variables for the item's rooms, one by one, and an engine in the item's own process."""
+    """Variables for the item's components, one by one, and an engine in the item's own process."""
     one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if not item.rooms:
+    if not item.components:
         return one_process | {"MMCACHE_DISABLE": "1"}
-    return one_process | {f"MMCACHE_{room.upper()}": str(int(room in item.rooms)) for room in ENGINE_ROOMS}
+    return one_process | {
+        f"MMCACHE_{component.upper()}": str(int(component in item.components)) for component in ENGINE_COMPONENTS
+    }
 
 
 def run(item: Item, how: How, stock: RESULT | None, left_s: float) -> RESULT:
@@ -149,7 +151,10 @@ def run(item: Item, how: How, stock: RESULT | None, left_s: float) -> RESULT:
             file.write(f"== {item.name}: exit code {done.returncode}\n{done.stderr[-20_000:]}\n")
     if done.returncode:
         # Without an engine there is nothing to hold against stock itself: the platform or this machine can't run it.
-        return {"state": "failed" if item.rooms else "not checked", "reason": last_error(done.stderr, done.returncode)}
+        return {
+            "state": "failed" if item.components else "not checked",
+            "reason": last_error(done.stderr, done.returncode),
+        }
     said = json.loads(done.stdout.strip().splitlines()[-1])
     more = {name: said[name] for name in MORE if name in said}
     return {**judge(item, said, stock), **more}
@@ -173,8 +178,8 @@ def last_error(stderr: str, returncode: int) -> str:
 def judge(item: Item, said: Mapping[str, Any], stock: RESULT | None) -> RESULT:
     """An item's state out of its checks.
 
-    A room alone can't be blamed for an answer that stock gets wrong in the same check; all rooms together must be
-    right all the same.
+    A component alone can't be blamed for an answer that stock gets wrong in the same check; all components together
+    must be right all the same.
     """
     checks: dict[str, dict[str, str]] = {}
     for row in said["rows"]:
@@ -186,7 +191,7 @@ def judge(item: Item, said: Mapping[str, Any], stock: RESULT | None) -> RESULT:
         checks[row["check"]] = {"state": state} | ({"reason": reason} if reason else {})
     outcome = summed(checks)
     for name, check in checks.items():
-        # A pass means that the rooms were in force, and that a wrong answer would have been seen.
+        # A pass means that the components were in force, and that a wrong answer would have been seen.
         needed = name.startswith("control: ") or name.endswith(" is on")
         if outcome["state"] == "passed" and needed and check["state"] != "passed":
             outcome = {"state": "not checked", "reason": f"{name}: {check['reason']}"}
@@ -194,7 +199,7 @@ def judge(item: Item, said: Mapping[str, Any], stock: RESULT | None) -> RESULT:
 
 
 def stock_is_wrong(check: str, stock: RESULT | None) -> str:
-    """What stock got wrong in the same check; in any, for the use of a room, which stock does not have."""
+    """What stock got wrong in the same check; in any, for the use of a component, which stock does not have."""
     failed = {name: one for name, one in (stock or {}).get("checks", {}).items() if one["state"] == "failed"}
     if check.startswith("use of "):
         return next((one["reason"] for one in failed.values()), "")

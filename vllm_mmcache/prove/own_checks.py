@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 from vllm_mmcache.prove import own
 from vllm_mmcache.prove.answers import Answer, Inexact, Message, assert_equals_answer
 from vllm_mmcache.prove.checks import (
@@ -32,7 +32,7 @@ from vllm_mmcache.prove.rig import Rig
 
 def check(
     model: str,
-    rooms: Sequence[str],
+    components: Sequence[str],
     short: bool,
     arguments: Sequence[str],
     stock: Mapping[str, Any] | None,
@@ -43,12 +43,12 @@ def check(
     `image_tokens` is how long a small picture is; it is known after stock.
     """
     overrides: dict[str, Any] = {}
-    if alone_on_small_steps(rooms) and image_tokens is not None:  # one picture fits a step, two don't
+    if alone_on_small_steps(components) and image_tokens is not None:  # one picture fits a step, two don't
         overrides = {"max_num_batched_tokens": image_tokens * 3 // 2, "max_num_seqs": 8}
     rig = own.OwnRig(model, arguments_of(arguments), overrides)
     if stock is not None and rig.images_attend_both_ways and current_platform.is_cpu():
         stock = None  # there its images are causal, which is wrong: docs/image_attention.md
-    rows, answers = rows_of(rig, rooms, short, stock)
+    rows, answers = rows_of(rig, components, short, stock)
     (small,) = rig.image_spans(one(rig, user(picture(0), "What is it?"), max_tokens=1))
     found = {
         "engine": engine_of(rig),
@@ -62,15 +62,15 @@ def check(
 
 
 def rows_of(
-    rig: Rig, rooms: Sequence[str], short: bool, stock: Mapping[str, Any] | None
+    rig: Rig, components: Sequence[str], short: bool, stock: Mapping[str, Any] | None
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Rooms in force, what they are for, all questions cold and then warm, and the controls.
+    """Components in force, what they are for, all questions cold and then warm, and the controls.
 
     Returns the rows, and the cold answers as JSON.
     """
-    rows = [row_of(f"{room} is on", partial(assert_on, rig, room)) for room in rooms]
-    rows.append(row_of("nothing else is on", lambda: assert_off(set(ENGINE_ROOMS) - set(rooms))))
-    rows += [row_of(f"use of {room}", partial(USES[room], rig)) for room in rooms]
+    rows = [row_of(f"{component} is on", partial(assert_on, rig, component)) for component in components]
+    rows.append(row_of("nothing else is on", lambda: assert_off(set(ENGINE_COMPONENTS) - set(components))))
+    rows += [row_of(f"use of {component}", partial(USES[component], rig)) for component in components]
     asks = own.questions(rig)
     if short:
         asks = {name: asks[name] for name in (own.FIRST, own.AGAIN, own.OTHER)}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `mmcache prove` does for one model: stock, each room alone, all that passed together; then what that proves.
+"""What `mmcache prove` does for one model: stock, each component alone, all that passed together; then what that proves.
 
-A room is proven at a place if it passed alone, where it has a use for this model, and together with all others that
-will be on there: those that passed, and those that are on without a proof of the user's. Everything else stays off.
+A component is proven at a place if it passed alone, where it has a use for this model, and together with all others
+that will be on there: those that passed, and those that are on without a proof of the user's. Everything else stays
+off.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_mmcache.lifecycle import user_proofs
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 from vllm_mmcache.lifecycle.user_proofs import Place
 from vllm_mmcache.prove.items import RESULT, Item
 from vllm_mmcache.prove.runs import Runs
@@ -32,30 +33,36 @@ class Verdict:
     how: str
     """In words, for the proof: "zoo family gemma3"."""
     place: Place | None = None
-    rooms: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Room -> PROVEN, FAILED or NOT_CHECKED, and why."""
+    components: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Component -> PROVEN, FAILED or NOT_CHECKED, and why."""
     by_default: tuple[str, ...] = ()
-    """Rooms that are on at this place without a proof of the user's."""
+    """Components that are on at this place without a proof of the user's."""
     items: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What was run: name -> state, reason, checks, seconds."""
 
     def of(self, state: str) -> list[str]:
-        """The rooms of a state."""
-        return [room for room, (its, _) in self.rooms.items() if its == state]
+        """The components of a state."""
+        return [component for component, (its, _) in self.components.items() if its == state]
 
     def as_json(self) -> dict[str, Any]:
-        """For --json."""
-        rooms = {room: {"state": state, "reason": why} for room, (state, why) in self.rooms.items()}
+        """For --json. `rooms` is `components` under its older name, which version 0.2 leaves out."""
+        components = {component: {"state": state, "reason": why} for component, (state, why) in self.components.items()}
         place = None if self.place is None else vars(self.place)
-        return {"subject": self.subject, "place": place, "rooms": rooms, "items": self.items}
+        return {
+            "subject": self.subject,
+            "place": place,
+            "components": components,
+            "rooms": components,
+            "items": self.items,
+        }
 
 
 def prove(
-    runs: Runs, subject: str, how: str, rooms: Sequence[str], *, compiled: bool, tell: Tell | None = None
+    runs: Runs, subject: str, how: str, components: Sequence[str], *, compiled: bool, tell: Tell | None = None
 ) -> Verdict:
     """Run a subject's items, one after the other, and keep what they prove. Raises: ProofsUnwritable.
 
-    `compiled` is whether all rooms together run compiled, as on the user's server; each alone runs eagerly.
+    `compiled` is whether all components together run compiled, as on the user's server; each alone runs eagerly.
     """
     verdict = Verdict(subject, how)
 
@@ -73,28 +80,38 @@ def prove(
 
     stock = run("1", Item(subject, (), None))
     if "engine" not in stock:
-        verdict.rooms = dict.fromkeys(rooms, (NOT_CHECKED, f"stock vLLM does not run this: {stock['reason']}"))
+        verdict.components = dict.fromkeys(
+            components, (NOT_CHECKED, f"stock vLLM does not run this: {stock['reason']}")
+        )
         return verdict
     verdict.place, verdict.by_default = Place(**stock["place"]), tuple(stock["proven"])
-    # On the CPU images that attend both ways are right with this room alone, so the others are tried with it.
+    # On the CPU images that attend both ways are right with this component alone, so the others are tried with it.
     base = ("image_spans",) if verdict.place.platform == "cpu" and "image_spans" in stock["of_use"] else ()
-    useful = [room for room in (*base, *rooms) if room in stock["of_use"] and room in rooms]
+    useful = [
+        component for component in (*base, *components) if component in stock["of_use"] and component in components
+    ]
     useful = list(dict.fromkeys(useful))
     of = len(useful) + 2 + compiled
     alone: dict[str, RESULT] = {}
-    for number, room in enumerate(useful, 2):
-        alone[room] = run(f"{number}/{of}", Item(subject, ordered({*base, room}), None))
-        verdict.rooms[room] = state_of(alone[room])
-    candidates = [room for room in rooms if room not in verdict.rooms or verdict.rooms[room][0] == PROVEN]
-    others = {room for room in verdict.by_default if verdict.rooms.get(room, (PROVEN, ""))[0] == PROVEN}
+    for number, component in enumerate(useful, 2):
+        alone[component] = run(f"{number}/{of}", Item(subject, ordered({*base, component}), None))
+        verdict.components[component] = state_of(alone[component])
+    candidates = [
+        component
+        for component in components
+        if component not in verdict.components or verdict.components[component][0] == PROVEN
+    ]
+    others = {
+        component for component in verdict.by_default if verdict.components.get(component, (PROVEN, ""))[0] == PROVEN
+    }
     if candidates:
         if compiled:
             run(f"{of - 1}/{of}", Item(subject, (), None, compiled=True))
         item = Item(subject, ordered(others.union(candidates)), None, compiled=compiled, together=True)
         outcome = run(f"{of}/{of}", item)
-        for room in candidates:
-            verdict.rooms[room] = together_of(room, outcome, alone.get(room), stock["place"])
-    verdict.rooms = {room: verdict.rooms[room] for room in rooms}
+        for component in candidates:
+            verdict.components[component] = together_of(component, outcome, alone.get(component), stock["place"])
+    verdict.components = {component: verdict.components[component] for component in components}
     keep(runs, verdict)
     return verdict
 
@@ -106,29 +123,29 @@ def keep(runs: Runs, verdict: Verdict) -> None:
         user_proofs.add(verdict.place, passed, verdict.how, runs.how.arguments, failed)
 
 
-def ordered(rooms: Iterable[str]) -> tuple[str, ...]:
-    """The rooms in the order of ENGINE_ROOMS."""
-    return tuple(room for room in ENGINE_ROOMS if room in set(rooms))
+def ordered(components: Iterable[str]) -> tuple[str, ...]:
+    """The components in the order of ENGINE_COMPONENTS."""
+    return tuple(component for component in ENGINE_COMPONENTS if component in set(components))
 
 
 def state_of(outcome: RESULT) -> tuple[str, str]:
-    """A room's state after its own item."""
+    """A component's state after its own item."""
     return {"passed": PROVEN, "failed": FAILED}.get(outcome["state"], NOT_CHECKED), outcome["reason"]
 
 
-def together_of(room: str, outcome: RESULT, alone: RESULT | None, place: dict[str, Any]) -> tuple[str, str]:
-    """A room's state after all rooms together, where it passed alone or has no use for this model.
+def together_of(component: str, outcome: RESULT, alone: RESULT | None, place: dict[str, Any]) -> tuple[str, str]:
+    """A component's state after all components together, where it passed alone or has no use for this model.
 
     What it is for must really have happened in one of the two, and all items must have run at one place.
     """
     if outcome["state"] != "passed":
         state, why = state_of(outcome)
-        return state, f"with the other rooms: {why}"
+        return state, f"with the other components: {why}"
     if elsewhere := [one["place"] for one in (outcome, alone or outcome) if one["place"] != place]:
         return NOT_CHECKED, f"its engine was another than stock's: {Place(**elsewhere[0]).words()}"
     if alone is None:
         return PROVEN, "together with the others; this model has no use for it"
-    uses = [one["checks"].get(f"use of {room}", {}) for one in (alone, outcome)]
+    uses = [one["checks"].get(f"use of {component}", {}) for one in (alone, outcome)]
     if not any(use.get("state") == "passed" for use in uses):
         return NOT_CHECKED, f"it was not seen at work: {uses[0].get('reason', 'no check of its use')}"
     return PROVEN, "alone, and together with the others"
@@ -136,27 +153,29 @@ def together_of(room: str, outcome: RESULT, alone: RESULT | None, place: dict[st
 
 def exit_code(verdicts: Sequence[Verdict]) -> int:
     """0 all that could be checked passed, 1 something failed, 2 nothing could be checked."""
-    states = [state for verdict in verdicts for state, _ in verdict.rooms.values()]
+    states = [state for verdict in verdicts for state, _ in verdict.components.values()]
     return 1 if FAILED in states else 0 if PROVEN in states else 2
 
 
 def sentences(verdict: Verdict) -> list[str]:
     """What this means for the next start, a line each."""
     lines = []
-    said = {room: why.rstrip(".") for room, (_, why) in verdict.rooms.items()}
+    said = {component: why.rstrip(".") for component, (_, why) in verdict.components.items()}
     of = verdict.subject if verdict.place is None else f"{verdict.place.architecture} on {verdict.place.device}"
     if on := verdict.of(PROVEN):
         lines.append(f"On from the next start, for {of}: {', '.join(on)}.")
-    for room in verdict.of(FAILED):
-        line = f"{room} failed, and stays off for {of} unless you set it: {said[room]}."
-        if room in verdict.by_default:
+    for component in verdict.of(FAILED):
+        line = f"{component} failed, and stays off for {of} unless you set it: {said[component]}."
+        if component in verdict.by_default:
             line = (
-                f"{room} failed, though this kind of engine has it on by default: {said[room]}. "
-                f"MMCACHE_{room.upper()}=0 switches it off; please report it."
+                f"{component} failed, though this kind of engine has it on by default: {said[component]}. "
+                f"MMCACHE_{component.upper()}=0 switches it off; please report it."
             )
         lines.append(line)
     by_reason: dict[str, list[str]] = {}
-    for room in verdict.of(NOT_CHECKED):
-        by_reason.setdefault(said[room], []).append(room)
-    lines += [f"Could not be checked for {of}: {', '.join(rooms)}: {why}." for why, rooms in by_reason.items()]
+    for component in verdict.of(NOT_CHECKED):
+        by_reason.setdefault(said[component], []).append(component)
+    lines += [
+        f"Could not be checked for {of}: {', '.join(components)}: {why}." for why, components in by_reason.items()
+    ]
     return lines

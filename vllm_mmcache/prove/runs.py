@@ -21,11 +21,11 @@ class Runs:
     def run(self, item: Item) -> RESULT:
         """One item's result; its stock item comes before it. Raises: OutOfTime."""
         outcome = items.run(item, self.how, self.stocks.get(item.setting), self._left())
-        if not item.rooms:
+        if not item.components:
             self.stocks[item.setting] = outcome
         elif outcome["state"] == "failed" and "engine" not in outcome and item.setting not in self.stocks:
             # Was it the plugin? Stock on the same engine tells.
-            bare = dataclasses.replace(item, rooms=(), together=False)
+            bare = dataclasses.replace(item, components=(), together=False)
             stock = items.run(bare, dataclasses.replace(self.how, short=True), None, self._left())
             if "engine" not in stock:
                 outcome = items.unrunnable(stock)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One server with every room, every place to store and every kind of secret: nothing that it shows tells.
+"""One server with every component, every place to store and every kind of secret: nothing that it shows tells.
 
 Counters and log lines are the same for an image, or a name, that another tenant has as for one that nobody has. No
 secret that the server was given, and no salt that a client sent, is in anything that it writes.
@@ -284,7 +284,7 @@ def drive_errors(rig: Rig, salts: dict[str, str]) -> dict[str, bytes]:
         "wrong API key": rig.post(chat(salt, **one), **wrong),
         "counting": rig.post({**chat(salt, **one), "max_tokens": 10**9}),
     }
-    pages = ("", "/page.js", "/records?full=1", "/records/none", "/totals", "/rooms", "/records?since=x&limit=y")
+    pages = ("", "/page.js", "/records?full=1", "/records/none", "/totals", "/components", "/records?since=x&limit=y")
     admin = {"authorization": f"Bearer {rig.secrets['admin key']}"}
     for name, headers in (("no key", {}), ("wrong key", wrong), ("key", admin)):
         for page in pages:
@@ -294,7 +294,7 @@ def drive_errors(rig: Rig, salts: dict[str, str]) -> dict[str, bytes]:
     for page in ("/metrics", "/health", "/version", "/openapi.json", "/v1/models"):
         answers[page] = httpx.get(rig.server.url + page, timeout=60)
     assert answers["good"].status_code == 200
-    assert [answers[f"/mmcache/rooms with {name}"].status_code for name in ("no key", "wrong key", "key")] == [
+    assert [answers[f"/mmcache/components with {name}"].status_code for name in ("no key", "wrong key", "key")] == [
         401,
         401,
         200,

@@ -17,8 +17,8 @@ from mmcache_tools.harness.server import CPU_ARGS, serve
 from mmcache_tools.zoo import BY_NAME, build_cached
 from openai import OpenAI
 
+from tests.image_extraction.test_server import encoded, image_url
 from tests.lazy_media import files
-from tests.lifted_bodies.test_server import encoded, image_url
 from vllm_mmcache.base.errors import EnvironmentProblem
 from vllm_mmcache.prove.pictures import ellipses
 

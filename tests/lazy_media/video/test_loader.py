@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's video loader, parser and hasher with the room installed, side by side with stock, also for what is broken."""
+"""vLLM's video loader, parser and hasher with the component installed, side by side with stock, also for what is broken."""
 
 import base64
 import copy
@@ -22,7 +22,7 @@ from vllm.multimodal.media.video import VideoMediaIO
 from vllm.multimodal.parse import MultiModalDataParser
 from vllm.renderers.hf import HfRenderer
 
-from tests.lazy_media.test_loader import room
+from tests.lazy_media.test_loader import component
 from vllm_mmcache.base import settings, status, tenant
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
@@ -82,22 +82,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def installed() -> Iterator[None]:
-    with videos_room():
+    with videos_component():
         yield
 
 
-class videos_room:  # noqa: N801 -- a context manager
-    """The room of images, with no video known."""
+class videos_component:  # noqa: N801 -- a context manager
+    """The component of images, with no video known."""
 
     def __init__(self) -> None:
-        self._room = room()
+        self._component = component()
 
     def __enter__(self) -> None:
         forget()
-        self._room.__enter__()
+        self._component.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._room.__exit__(*error)
+        self._component.__exit__(*error)
 
 
 def forget() -> None:
@@ -163,7 +163,7 @@ def test_files_as_stock(name: str, options: str, tmp_path: Path) -> None:
     path.write_bytes(FILES[name])
     ways = [*by_bytes(FILES[name]), lambda loader: loader.load_file(path)]
     stock = look(lambda: ways[0](video_io(OPTIONS[options])))
-    with videos_room():
+    with videos_component():
         for way in (*ways, *ways):
             assert look(lambda way=way: way(video_io(OPTIONS[options]))) == stock  # type: ignore[misc]
         if isinstance(stock, tuple):  # an error
@@ -178,7 +178,7 @@ def test_frames_as_stock(name: str, options: str) -> None:
         return video_io(OPTIONS[options]).load_base64("video/JPEG", TEXTS[name])
 
     stock = look(opening)
-    with videos_room():
+    with videos_component():
         for _ in range(3):
             assert look(opening) == stock
         assert not len(RECORDS)  # a frame is no image
@@ -371,11 +371,11 @@ def test_what_a_record_can_not_say_is_not_kept() -> None:
 
 @pytest.mark.parametrize("options", ["plain", "four", "fps", "qwen", "right indices"])
 def test_videos_are_opened_again_from_their_origin(options: str) -> None:
-    """In a process that has no room: what stock opens, whether it was known or not."""
+    """In a process that has no component: what stock opens, whether it was known or not."""
     ways: list[Callable[[Any], Any]] = [by_bytes(FILE)[0], lambda loader: loader.load_base64("video/jpeg", TEXT)]
     for way in ways:
         stock = look(lambda way=way: way(video_io(OPTIONS[options])))  # type: ignore[misc]
-        with videos_room():
+        with videos_component():
             origins = [way(video_io(OPTIONS[options])).origin for _ in range(2)]
         for origin in origins:
             content = origin.content()
@@ -419,7 +419,7 @@ def test_names_are_checked_as_stock_does(names: list[str | None] | None) -> None
 
     stock, _ = check()
     assert bool(stock) == (names is not None and names != [None, "b"])
-    with videos_room():
+    with videos_component():
         check()
         seen, video = check()
         assert seen == stock

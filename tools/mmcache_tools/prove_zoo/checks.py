@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of one item on a model of the zoo: one engine, some rooms switched on, in a process of its own.
+"""The checks of one item on a model of the zoo: one engine, some components switched on, in a process of its own.
 
 The scenarios' answers are held against Transformers; the rest is what vllm_mmcache/prove/checks.py has for all models.
 """
@@ -19,7 +19,7 @@ from mmcache_tools.harness import scenarios
 from mmcache_tools.harness.engines import WHOLE_STEPS, EngineConfig, EnginePool, ZooRig
 from mmcache_tools.harness.oracle import assert_detects
 from mmcache_tools.prove_zoo.items import ZooHow
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 from vllm_mmcache.prove.checks import (
     USES,
     Row,
@@ -45,28 +45,28 @@ SMALL_STEPS = 96  # tokens; an image of 64 fits, two don't
 
 def check(
     family: str,
-    rooms: Sequence[str],
+    components: Sequence[str],
     runner: str | None,
     precision: str | None,
     compiled: bool,
     short: bool,
     arguments: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """All checks of an item on a zoo model. No rooms is stock vLLM; no runner is the one that vLLM takes."""
+    """All checks of an item on a zoo model. No components is stock vLLM; no runner is the one that vLLM takes."""
     with tempfile.TemporaryDirectory() as root:
         pool = EnginePool(Path(root))
-        rig = pool.get(config_of(family, rooms, precision, compiled, arguments))
-        rows = [row_of("engine", lambda: assert_engine(rig, runner)), *rows_of(rig, rooms, short)]
+        rig = pool.get(config_of(family, components, precision, compiled, arguments))
+        rows = [row_of("engine", lambda: assert_engine(rig, runner)), *rows_of(rig, components, short)]
         found = {"engine": engine_of(rig), "rows": [asdict(row) for row in rows], **place_of(rig)}
         pool.close()
     return found
 
 
 def config_of(
-    family: str, rooms: Sequence[str], precision: str | None, compiled: bool, arguments: Sequence[str] = ()
+    family: str, components: Sequence[str], precision: str | None, compiled: bool, arguments: Sequence[str] = ()
 ) -> EngineConfig:
     """The engine of an item; spans are whole or split only where steps are small."""
-    small = SMALL_STEPS if alone_on_small_steps(rooms) else WHOLE_STEPS
+    small = SMALL_STEPS if alone_on_small_steps(components) else WHOLE_STEPS
     more: tuple[tuple[str, Any], ...] = (("enforce_eager", False),) if compiled else ()
     if not current_platform.is_cpu():  # several engines share a GPU; the models are tiny
         more += (("gpu_memory_utilization", 0.05), ("kv_cache_memory_bytes", KV_BYTES))
@@ -74,13 +74,13 @@ def config_of(
     return EngineConfig(family, batched_tokens=small, precision=precision, more=more)
 
 
-def rows_of(rig: ZooRig, rooms: Sequence[str], short: bool) -> list[Row]:
-    """Rooms in force, what they are for, answers of the scenarios, and the controls, which spoil the cache.
+def rows_of(rig: ZooRig, components: Sequence[str], short: bool) -> list[Row]:
+    """Components in force, what they are for, answers of the scenarios, and the controls, which spoil the cache.
 
     What they are for comes first: checkpoints are given up where they don't pay, as in many of the scenarios.
     """
-    rows = [row_of(f"{room} is on", partial(assert_on, rig, room)) for room in rooms]
-    rows.append(row_of("nothing else is on", lambda: assert_off(set(ENGINE_ROOMS) - set(rooms))))
+    rows = [row_of(f"{component} is on", partial(assert_on, rig, component)) for component in components]
+    rows.append(row_of("nothing else is on", lambda: assert_off(set(ENGINE_COMPONENTS) - set(components))))
     shape = SHAPES.get(rig.config.family)
     uses = USES | {"image_checkpoints": partial(use_image_checkpoints, shape=shape)}
 
@@ -88,9 +88,9 @@ def rows_of(rig: ZooRig, rooms: Sequence[str], short: bool) -> list[Row]:
         rig.make_cold()
         rig.assert_exact(scenario(rig))
 
-    for room in rooms:
-        if room in uses:
-            rows.append(row_of(f"use of {room}", partial(uses[room], rig)))
+    for component in components:
+        if component in uses:
+            rows.append(row_of(f"use of {component}", partial(uses[component], rig)))
     for scenario in SHORT if short else scenarios.MAIN:
         rows.append(row_of(scenario.__name__, partial(put, scenario)))
     rows.append(row_of("control: other image", lambda: assert_other_image_is_seen(rig)))

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from mmcache_tools.zoo import FAMILIES, FIRST_FAMILIES, architecture_of
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_ROOMS
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 from vllm_mmcache.prove.items import RESULT, How, Item, switches, users_environment
 
-# The families on which a room does something; together with the others it is on for every family.
+# The families on which a component does something; together with the others it is on for every family.
 WHERE: dict[str, tuple[str, ...]] = {
     "block_keys": FIRST_FAMILIES,
     "image_spans": ("gemma3",),
@@ -41,7 +41,7 @@ class ZooHow(How):
 
     def task(self, item: Item, stock: RESULT | None) -> dict[str, Any]:
         """The arguments of checks.check."""
-        shared = {"rooms": item.rooms, "short": self.short, "arguments": self.arguments}
+        shared = {"components": item.components, "short": self.short, "arguments": self.arguments}
         engine = {"runner": item.runner, "precision": self.precision, "compiled": item.compiled}
         return {"family": item.subject, **engine, **shared}
 
@@ -59,17 +59,20 @@ class ZooHow(How):
 
 
 def plan(families: Sequence[str], runners: Sequence[str], compiled: bool, short: bool) -> list[Item]:
-    """The items in the order in which they are run: stock first, with which the others are compared; then all rooms."""
+    """The items in the order in which they are run: stock first, with which the others are compared; then all components."""
     items = []
     for runner in runners:
         if short:
-            items += [Item(family, ENGINE_ROOMS, runner) for family in families]
+            items += [Item(family, ENGINE_COMPONENTS, runner) for family in families]
             continue
-        for rooms in ((), ENGINE_ROOMS):
+        for components in ((), ENGINE_COMPONENTS):
             for is_compiled in (False, True) if compiled else (False,):
-                items += [Item(family, rooms, runner, is_compiled) for family in families]
+                items += [Item(family, components, runner, is_compiled) for family in families]
         items += [
-            Item(family, (room,), runner) for room in ENGINE_ROOMS for family in families if family in WHERE[room]
+            Item(family, (component,), runner)
+            for component in ENGINE_COMPONENTS
+            for family in families
+            if family in WHERE[component]
         ]
     return items
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only file of this room that touches vLLM: hands the engine our block hasher in place of its own.
+"""The only file of this component that touches vLLM: hands the engine our block hasher in place of its own.
 
 Runs in the engine process when EngineCore is built. The choice is fixed then: switching midway would mix two key
 spaces. KV events are untouched: they carry the extra keys that vLLM's own generator returns.

@@ -21,7 +21,7 @@ from vllm_mmcache.components.image_checkpoints.positions import KINDS, Checkpoin
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters, table_sizes
 
-_ROOM = "_mmcache_checkpoints"
+_COMPONENT = "_mmcache_checkpoints"
 _PLAN = "_mmcache_checkpoint_plan"
 
 
@@ -44,10 +44,10 @@ def plan_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     """Wrapper of Scheduler._get_local_prefix_cache_hit: chooses the request's checkpoints behind its hit."""
     outcome = wrapped(*args, **kwargs)
     with guarded("image_checkpoints"):
-        room = _room_of(instance)
-        if room is not None:
+        component = _component_of(instance)
+        if component is not None:
             request = argument(wrapped, args, kwargs, "request")
-            room.plan(request, hit_tokens=outcome[1], junction_tokens=outcome[2])
+            component.plan(request, hit_tokens=outcome[1], junction_tokens=outcome[2])
     return outcome
 
 
@@ -90,7 +90,7 @@ def keep_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     before = instance.num_cached_block.get(request.request_id, 0)
     outcome = wrapped(*args, **kwargs)
     with guarded("image_checkpoints"):
-        getattr(request, _PLAN).room.note_kept(request, instance, before, checkpoints)
+        getattr(request, _PLAN).component.note_kept(request, instance, before, checkpoints)
     return outcome
 
 
@@ -98,7 +98,7 @@ def keep_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
 class Plan:
     """What was chosen for one request; an attribute of it."""
 
-    room: "Checkpoints"
+    component: "Checkpoints"
     hit_tokens: int
     kinds: frozenset[str]  # asked of the learner once per request, whatever happens to it
     checkpoints: tuple[Checkpoint, ...]
@@ -187,17 +187,17 @@ class Checkpoints:
 
 def say_what_is_in_force(scheduler: Any) -> None:
     """Say where there is nothing to keep; when the scheduler is made. Engine process."""
-    if _room_of(scheduler) is None:
+    if _component_of(scheduler) is None:
         status.put("engine", "image_checkpoints", State("unneeded", "this model keeps every block's KV"))
 
 
-def _room_of(scheduler: Any) -> Checkpoints | None:
+def _component_of(scheduler: Any) -> Checkpoints | None:
     """The scheduler's checkpoints; None where nothing is kept sparsely, or where they are off."""
-    if not hasattr(scheduler, _ROOM):
+    if not hasattr(scheduler, _COMPONENT):
         manager = scheduler.kv_cache_manager
         is_sparse = manager.enable_caching and any(map(_is_sparse, manager.coordinator.single_type_managers))
-        setattr(scheduler, _ROOM, Checkpoints(scheduler) if is_sparse else None)
-    found: Checkpoints | None = getattr(scheduler, _ROOM)
+        setattr(scheduler, _COMPONENT, Checkpoints(scheduler) if is_sparse else None)
+    found: Checkpoints | None = getattr(scheduler, _COMPONENT)
     return found if status.is_on("image_checkpoints") else None
 
 

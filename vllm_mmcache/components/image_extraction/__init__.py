@@ -8,7 +8,7 @@ request hold images. The text of one image, and the placeholder that stands for 
 from vllm_mmcache.hooking.component import Component
 
 COMPONENT = Component(
-    "lifted_bodies",
+    "image_extraction",
     __name__,
     hooks={"api": ("hooks",)},
     needs="lazy_media",

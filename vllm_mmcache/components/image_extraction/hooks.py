@@ -15,7 +15,7 @@ from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.hooking.subclasses import base_of
 
 hook = Hooks(
-    "lifted_bodies",
+    "image_extraction",
     "api",
     why="a refusal is asked for again with the body as it came, but none whose images were fetched and opened",
     upstream="none: no answer says whether its request's images were fetched",
@@ -53,7 +53,7 @@ def tell_layer_of_media(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
 def may_lift(scope: Scope, path: str) -> bool:
     """Whether every image of this request goes to vLLM's image loader, and nowhere else."""
-    if not (status.is_on("lifted_bodies") and status.is_on("lazy_media")):
+    if not (status.is_on("image_extraction") and status.is_on("lazy_media")):
         return False
     if envs.VLLM_MEDIA_CONNECTOR != "http":
         return False

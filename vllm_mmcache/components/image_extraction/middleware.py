@@ -152,7 +152,7 @@ async def _lift(body: bytes, walker: Walker) -> Lifted | None:
 
 def _count_failure() -> None:
     """Within an except clause: counted, and said once."""
-    with guarded("lifted_bodies"):
+    with guarded("image_extraction"):
         counters.BODIES_FAILED.add()
         raise
 

@@ -45,7 +45,7 @@ def check(layer: Any) -> None:
         raise CausalImages(
             f"attention backend {backend.get_name()} would let the tokens of an image see earlier tokens only, but "
             f"this model's images attend both ways, so answers would be wrong. Choose a backend that can "
-            "(--attention-backend TRITON_ATTN on a GPU; on a CPU leave the room image_spans on), "
+            "(--attention-backend TRITON_ATTN on a GPU; on a CPU leave the component image_spans on), "
             "or set MMCACHE_ALLOW_CAUSAL_IMAGES=1 to run it all the same"
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the CPU backend of this room in the place of CPU_ATTN, through vLLM's public `register_backend`."""
+"""Puts the CPU backend of this component in the place of CPU_ATTN, through vLLM's public `register_backend`."""
 
 from vllm_mmcache.base.errors import HookDisturbed
 from vllm_mmcache.hooking import installer

@@ -63,7 +63,7 @@ class RecordedMedia(MediaWithBytes):
         self.origin = origin
         self.is_lifted = False
         self.processor: str | None = None
-        """What the room pixels did in this request: run or deferred; None where it had nothing to do."""
+        """What the component pixels did in this request: run or deferred; None where it had nothing to do."""
         self._content = content
 
     @property

@@ -9,7 +9,7 @@ the pixels after all, in the engine (`pixel_pool`) or in a worker.
 from vllm_mmcache.hooking.component import Component
 
 COMPONENT = Component(
-    "pixels",
+    "lazy_processing",
     __name__,
     hooks={"api": ("hooks",)},
     rule="rules:state_in",

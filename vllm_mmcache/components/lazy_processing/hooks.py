@@ -61,7 +61,7 @@ _SIDE = "_mmcache_pixels"
 
 
 hook = Hooks(
-    "pixels",
+    "lazy_processing",
     "api",
 )
 
@@ -92,7 +92,7 @@ def build_renderer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer.__init__: its processor cache is ours around vLLM's, and images are ready before it."""
     outcome = wrapped(*args, **kwargs)
     processor = instance.mm_processor
-    if status.is_on("pixels") and _are_named_by_content(instance) and is_for_one(processor):
+    if status.is_on("lazy_processing") and _are_named_by_content(instance) and is_for_one(processor):
         side = Side(processor, instance.model_config, instance._mm_processor_cache)
         instance._mm_processor_cache = side.cache
         instance._resources.callback(side.close)
@@ -103,7 +103,7 @@ def build_renderer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Side:
-    """What one renderer has of the room."""
+    """What one renderer has of the component."""
 
     def __init__(self, processor: Any, model_config: Any, cache: Any) -> None:
         self.cache = ReadyCache(cache)
@@ -276,7 +276,7 @@ class Side:
         """Of an item that could go without its pixels the next time, and would then be the same."""
         if asked.media.origin is None or not status.is_on("identity"):
             return
-        with guarded("pixels"):
+        with guarded("lazy_processing"):
             item, updates = processed
             self._may_reckon = self._may_reckon and not self._is_of_another_size(asked, updates)
             try:

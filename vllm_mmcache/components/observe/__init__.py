@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows what the rooms count, and says of each request what was reused. Reads counters; no room imports it."""
+"""Shows what the components count, and says of each request what was reused.
+
+Reads counters; no component imports it.
+"""
 
 from vllm_mmcache.hooking.component import Component
 

@@ -35,7 +35,7 @@ class Ram:
             return entry
 
     def put(self, key: bytes, entry: Entry) -> bool:
-        """Keep the entry in the place of what was there; whether there was room. May evict others."""
+        """Keep the entry in the place of what was there; whether there was component. May evict others."""
         with self._lock:
             self._remove(key)
             if _cost(entry) > self._budget_bytes:

@@ -129,7 +129,7 @@ class Store:
         self.ram.release(slot)
 
     def reserve(self, identity: Identity, shape: Shape) -> Slot | None:
-        """Room that a rank will fill; then `keep` or `abandon` it. None where there is none, or it is being filled."""
+        """Component that a rank will fill; then `keep` or `abandon` it. None where there is none, or it is being filled."""
         with self._changed:
             under_way = self._fetches.get(identity.key)
             if under_way is not None and under_way.is_probe and not under_way.hangs:

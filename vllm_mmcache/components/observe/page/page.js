@@ -88,7 +88,7 @@ async function follow() {
         return; // the form starts again
       }
       if (!(error instanceof Refusal || error instanceof Gone)) throw error;
-      if (error instanceof Refusal) await ask("rooms").then(rooms, () => {}); // they are there without records, too
+      if (error instanceof Refusal) await ask("components").then(components, () => {}); // they are there without records, too
       say(`${error.message}. Trying again every ${RETRY_MS / 1000} s; what is shown may be old.`, "gone");
       await pause(RETRY_MS);
       if (error instanceof Gone) state.cursor = null; // it may be another server that comes back
@@ -106,7 +106,7 @@ function newest() {
 async function sums() {
   const { totals, meanings, ...report } = await ask("totals");
   state.meanings = meanings;
-  rooms(report);
+  components(report);
   const { requests, prompt_tokens: all, reused_tokens: reused } = totals;
   $("sums").textContent =
     `${plural(requests, "request")}, ${plural(all, "prompt token")}; ${number(reused)} (${percent(reused, all)}) were reused.`;
@@ -114,17 +114,17 @@ async function sums() {
   shares($("by-tier"), totals.images, "images");
 }
 
-function rooms(report) {
-  const told = Object.entries(report.rooms);
+function components(report) {
+  const told = Object.entries(report.components);
   const line = ["on", "mixed", "off", "unneeded"].map((kind) => {
-    const names = told.filter(([, room]) => room.state === kind).map(([name]) => words(name));
+    const names = told.filter(([, component]) => component.state === kind).map(([name]) => words(name));
     return names.length ? `${kind}: ${names.join(", ")}` : "";
   });
-  $("rooms").textContent = told.length ? `Rooms ${line.filter(Boolean).join("; ")}.` : "";
-  const reasons = told.filter(([, room]) => room.reason);
+  $("components").textContent = told.length ? `Components ${line.filter(Boolean).join("; ")}.` : "";
+  const reasons = told.filter(([, component]) => component.reason);
   $("why").hidden = !reasons.length;
   $("reasons").replaceChildren(
-    ...reasons.map(([name, room]) => make("li", `${words(name)} is ${room.state}: ${room.reason}`)),
+    ...reasons.map(([name, component]) => make("li", `${words(name)} is ${component.state}: ${component.reason}`)),
   );
 }
 

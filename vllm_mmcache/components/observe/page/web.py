@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page /mmcache and its JSON: records, one record, totals, rooms. Plain Starlette routes over a store; no vLLM.
+"""The page /mmcache and its JSON: records, one record, totals, components. Plain Starlette routes over a store; no vLLM.
 
 Runs in the API server, on its event loop. The page's own files hold nothing of anybody and are served to all; the JSON
 tells of everybody's requests and asks for the admin key, which the clients of the server don't have.
@@ -40,12 +40,12 @@ POLL_S = 0.2
 HERE = Path(__file__).parent
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-Rooms = Callable[[], dict[str, Any]]
-"""What is in force: rooms and places; see `as_json` of base/status.py."""
+Components = Callable[[], dict[str, Any]]
+"""What is in force: components and places; see `as_json` of base/status.py."""
 
 
-def routes(records: Callable[[], RecordStore | None], admin_key: str | None, rooms: Rooms) -> list[Route]:
-    """The page and its JSON. records: gives the store, or None while nothing is recorded; rooms: what is in force.
+def routes(records: Callable[[], RecordStore | None], admin_key: str | None, components: Components) -> list[Route]:
+    """The page and its JSON. records: gives the store, or None while nothing is recorded; components: what is in force.
 
     admin_key: what the JSON asks for; without one it tells nothing to anybody.
     """
@@ -71,19 +71,19 @@ def routes(records: Callable[[], RecordStore | None], admin_key: str | None, roo
         async def from_store(request: Request) -> Any:
             store = records()
             if store is None:
-                why = rooms()["rooms"].get("observe", {}).get("reason")
+                why = components()["components"].get("observe", {}).get("reason")
                 raise Refused(503, f"{OFF} (observe is off: {why})" if why else OFF)
             return await answer(request, store)
 
         return guarded(from_store)
 
     async def in_force(_: Request) -> dict[str, Any]:
-        return rooms()
+        return components()
 
     async def totals(_: Request, store: RecordStore) -> dict[str, Any]:
         sums = await run_in_threadpool(store.totals)
         meanings = {str(reason): text for reason, text in MEANINGS.items()}
-        return {"totals": sums.model_dump(mode="json"), "meanings": meanings, **rooms()}
+        return {"totals": sums.model_dump(mode="json"), "meanings": meanings, **components()}
 
     return [
         Route("/mmcache", page, methods=["GET"]),
@@ -92,7 +92,8 @@ def routes(records: Callable[[], RecordStore | None], admin_key: str | None, roo
         Route("/mmcache/records", recorded(list_records), methods=["GET"]),
         Route("/mmcache/records/{record_id:path}", recorded(one_record), methods=["GET"]),
         Route("/mmcache/totals", recorded(totals), methods=["GET"]),
-        Route("/mmcache/rooms", guarded(in_force), methods=["GET"]),
+        Route("/mmcache/components", guarded(in_force), methods=["GET"]),
+        Route("/mmcache/rooms", guarded(in_force), methods=["GET"]),  # the older name, gone in version 0.2
     ]
 
 

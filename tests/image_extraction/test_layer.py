@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.lifted_bodies.test_lift import chat, image, text_of, url_of
+from tests.image_extraction.test_lift import chat, image, text_of, url_of
 from vllm_mmcache.components.image_extraction import extract as lifting
 from vllm_mmcache.components.image_extraction import middleware
 from vllm_mmcache.components.image_extraction.middleware import LiftImages, Message
@@ -237,7 +237,7 @@ def test_an_error_of_ours_passes_the_body_on(monkeypatch: pytest.MonkeyPatch, ca
     asyncio.run(ask(application, in_chunks(BODY), may_lift=may_lift))
     assert application.bodies == [BODY]
     assert counters.BODIES_FAILED.value == before + 2
-    assert caplog.text.count("bookkeeping of lifted_bodies failed") == 1
+    assert caplog.text.count("bookkeeping of image_extraction failed") == 1
     application = Application()
     asyncio.run(ask(application, in_chunks(BODY)))
     assert len(application.bodies[0]) < 1000

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.lifted_bodies.bad_bodies import PATH, bad_bodies, chat, image
+from tests.image_extraction.bad_bodies import PATH, bad_bodies, chat, image
 from vllm_mmcache.components.image_extraction.extract import MIN_TEXT_BYTES, lift
 from vllm_mmcache.components.image_extraction.request_shapes import WALKERS
 from vllm_mmcache.content.base64_scan import find_texts

@@ -10,7 +10,7 @@ import pytest
 from mmcache_tools.harness.server import CPU_ARGS, serve
 from mmcache_tools.zoo import build_cached
 
-from tests.lifted_bodies import test_refusals, test_server
+from tests.image_extraction import test_refusals, test_server
 
 # The render endpoint's answer has the order of a set in it, and the line at start is an information; in a whole run
 # the tests that share engines have asked for warnings alone.
@@ -49,7 +49,7 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Said:
 def url(stock: Said, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log_path = tmp_path_factory.mktemp("log") / "log"
     with serve(model, log_path=log_path, env=ENV, args=ARGS) as server:
-        assert re.search(r" in force: .*lazy_media, lifted_bodies", log_path.read_text())
+        assert re.search(r" in force: .*lazy_media, image_extraction", log_path.read_text())
         assert test_server.counters(server.url)["images_lifted"] == 0
         yield server.url
 

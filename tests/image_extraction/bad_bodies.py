@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies that are made to cost more than they are worth; `python -m tests.lifted_bodies.bad_bodies` times them.
+"""Bodies that are made to cost more than they are worth; `python -m tests.image_extraction.bad_bodies` times them.
 
 vLLM answers or refuses each after it has parsed it, so what lies before must not cost more than the parsing.
 """

@@ -18,11 +18,11 @@ import httpx
 import pytest
 
 from tests.features.tiers import LONG_S, within
+from tests.image_extraction.test_server import ask, chat, differences, encoded, image_url, picture
 from tests.lazy_media import files
-from tests.lifted_bodies.test_server import ask, chat, differences, encoded, image_url, picture
 
 if TYPE_CHECKING:
-    from tests.lifted_bodies.conftest import Said
+    from tests.image_extraction.conftest import Said
 
 pytestmark = pytest.mark.engine
 

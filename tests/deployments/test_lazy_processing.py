@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.deployments.deployment import TWO_RANKS, Answer, Deployment, deployed
-from tests.pixels.asking import Work
+from tests.lazy_processing.asking import Work
 from tests.sizes import larger
 
 pytestmark = pytest.mark.engine
@@ -36,7 +36,7 @@ def test_a_restart_and_another_kind_of_cache(model: Path, stock: list[Answer], t
     store = tmp_path / "store"
     chosen: dict[str, Any] = {"MMCACHE_STORE": str(store), "MMCACHE_STORE_WAIT_S": "20"}
     with deployed(model, tmp_path / "lru", **chosen) as server:
-        assert server.rooms()["pixels"] == ("on", "")
+        assert server.components()["lazy_processing"] == ("on", "")
         assert [server.ask(n).equals(stock[n]) for n in (0, 1)] == [True, True]
         assert work(server) == Work(processed=2, tower=2)
         server.forget()
@@ -73,7 +73,7 @@ def test_no_cache_and_several_servers(model: Path, stock: list[Answer], tmp_path
 def test_nothing_is_deferred_where_features_are_not_kept(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     """Its images are processed side by side all the same, and the report says so."""
     with deployed(model, tmp_path / "log", MMCACHE_FEATURES="0") as server:
-        assert server.rooms()["pixels"] == ("on", "")
+        assert server.components()["lazy_processing"] == ("on", "")
         assert "images go to the engine with their pixels: features are off" in server.log()
         for _ in range(2):
             assert server.ask(0).equals(stock[0])

@@ -17,7 +17,7 @@ from vllm.transformers_utils import processor
 
 from tests.features.conftest import Put, alone, put
 from tests.features.tiers import LONG_S
-from tests.pixels.asking import Asking, Work
+from tests.lazy_processing.asking import Asking, Work
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
 from vllm_mmcache.content.base64_image import TEXTS
 from vllm_mmcache.prove.answers import assert_equals_answer

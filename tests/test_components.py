@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("no_role")
 OFF, NOTHING = State("off", "a reason"), State("unneeded", "no images")
 
 
-def test_a_room_is_on_where_all_roles_of_the_process_say_so() -> None:
+def test_a_component_is_on_where_all_roles_of_the_process_say_so() -> None:
     for role in ROLES:
         status.begin(role)
         status.put(role, "metrics", ON)
@@ -45,7 +45,7 @@ def test_a_role_that_a_process_does_not_have_is_not_asked() -> None:
 
 
 def test_no_answer_is_missing_while_another_is_put() -> None:
-    """Of two rooms that are off, one is asked for while the first is being looked at: as from another thread."""
+    """Of two components that are off, one is asked for while the first is being looked at: as from another thread."""
     seen = []
 
     class Asking(str):
@@ -56,8 +56,8 @@ def test_no_answer_is_missing_while_another_is_put() -> None:
         __hash__ = str.__hash__
 
     status.begin("engine")
-    for room, state in (("features", State(Asking("off"))), ("metrics", OFF)):  # type: ignore[arg-type]
-        status.put("engine", room, state)
+    for component, state in (("features", State(Asking("off"))), ("metrics", OFF)):  # type: ignore[arg-type]
+        status.put("engine", component, state)
     seen.clear()
     status.put("engine", "metrics", OFF)
     assert seen == [False]

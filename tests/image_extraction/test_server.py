@@ -18,12 +18,12 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from tests.image_extraction.test_lift import text_of
 from tests.lazy_media import files
-from tests.lifted_bodies.test_lift import text_of
 from vllm_mmcache.prove.pictures import ellipses
 
 if TYPE_CHECKING:
-    from tests.lifted_bodies.conftest import Said
+    from tests.image_extraction.conftest import Said
 
 pytestmark = pytest.mark.engine
 

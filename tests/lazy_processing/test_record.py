@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mmcache_tools.zoo import FAMILIES, build_cached
 from PIL import Image
 
-from tests.pixels.asking import png
+from tests.lazy_processing.asking import png
 from tests.sizes import scaled
 from vllm_mmcache.components.lazy_media.vllm_source import load, origin_of
 from vllm_mmcache.components.lazy_processing.vllm_item import FIELD, defer, is_deferred, small_fields, undo

@@ -140,7 +140,7 @@ def to_another_directory(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def identity_off(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "is_on", lambda room: room != "identity")
+    monkeypatch.setattr(status, "is_on", lambda component: component != "identity")
 
 
 CHANGES: dict[str, tuple[Change, set[str], bool]] = {
