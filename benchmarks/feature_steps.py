@@ -70,9 +70,9 @@ class Stopwatch:
     def __init__(self, rig: ZooRig) -> None:
         self.steps: list[tuple[float, bool]] = []  # whether it took images in the step
         self._now, self._depth, self._took_images = 0.0, 0, False
-        for name in ("arrive", "ensure_cache_available", "update_state_after_alloc", "build_connector_meta"):
+        for name in ("on_request_added", "ensure_cache_available", "update_state_after_alloc", "build_connector_meta"):
             setattr(Connector, name, self._timed(getattr(Connector, name)))
-        encoding, schedule = hooks.Side.encoding.__wrapped__, rig.scheduler.schedule  # type: ignore[attr-defined]
+        encoding, schedule = hooks.RankFeatures.encoding.__wrapped__, rig.scheduler.schedule  # type: ignore[attr-defined]
 
         def timed_encoding(side: Any, message: Any, outputs: Any) -> Iterator[set[str]]:
             self._took_images |= message is not None
@@ -85,7 +85,7 @@ class Stopwatch:
             self._now, self._took_images = 0.0, False
             return schedule(*args, **kwargs)
 
-        hooks.Side.encoding = contextlib.contextmanager(timed_encoding)  # type: ignore[method-assign, arg-type]
+        hooks.RankFeatures.encoding = contextlib.contextmanager(timed_encoding)  # type: ignore[method-assign, arg-type]
         rig.scheduler.schedule = next_step
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +183,7 @@ def read() -> IsOver:
     piece, paths = memoryview(bytearray(4 * 1024**2)), files()
 
     def work() -> None:
-        background.step_back()
+        background.lower_priority()
         for path in paths:
             with path.open("rb", buffering=0) as file:
                 while file.readinto(piece):

@@ -54,7 +54,7 @@ HEADERS = [
 
 
 def measure(options: Namespace) -> Result:
-    """Case -> median seconds per image of vLLM's digest (without the component and its memory), and of the warm component."""
+    """Case -> median seconds per image of vLLM's digest (without the component), and of the warm component."""
     result, content = Result(), picture(PNG, 0)
     content = variant(content, "\0" * (PAYLOAD_BYTES - len(content)))
     stock = per_image_s(content, options.rounds)

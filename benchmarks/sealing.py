@@ -17,10 +17,10 @@ from tests.features.packages import identity
 from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.lasting import name_of
 from vllm_mmcache.components.features.package import Shape
-from vllm_mmcache.storage.encryption import CLEAR, Sealed
+from vllm_mmcache.storage.encryption import PLAIN, AesGcmCodec
 from vllm_mmcache.storage.frame import frame, unframe
 
-KEYS = {"clear": CLEAR, "sealed": Sealed(b"k" * 32)}
+KEYS = {"clear": PLAIN, "sealed": AesGcmCodec(b"k" * 32)}
 WIDTH = 16384
 RECORD, NAME = bytes(400), b"n" * 32
 
@@ -56,5 +56,5 @@ def done(outcome: object) -> None:
 def records(side: str) -> None:
     """A thousand records, written and read, without the file."""
     for _ in range(1000):
-        sealed = KEYS[side].seal(NAME, frame(NAME, RECORD))
-        assert unframe(NAME, KEYS[side].unseal(NAME, sealed)) == RECORD
+        sealed = KEYS[side].encrypt(NAME, frame(NAME, RECORD))
+        assert unframe(NAME, KEYS[side].decrypt(NAME, sealed)) == RECORD

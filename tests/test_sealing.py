@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from vllm_mmcache.base import key_file as encryption_key_file
-from vllm_mmcache.base.errors import SettingsError, StoreCorrupt, StoreSealed
+from vllm_mmcache.base.errors import SettingsError, StoreCorrupt, StoreKeyMismatch
 from vllm_mmcache.base.settings import load_settings
-from vllm_mmcache.storage.encryption import CHUNK_BYTES, CLEAR, HEAD_BYTES, NONCE_BYTES, TAG_BYTES, Sealed, _Bytes
+from vllm_mmcache.storage.encryption import CHUNK_BYTES, HEAD_BYTES, NONCE_BYTES, PLAIN, TAG_BYTES, AesGcmCodec, _Bytes
 
-KEY = Sealed(bytes(range(32)))
-OTHER = Sealed(bytes(range(1, 33)))
+KEY = AesGcmCodec(bytes(range(32)))
+OTHER = AesGcmCodec(bytes(range(1, 33)))
 NAME = b"n" * 32
 SIZES = [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 7]
 CHUNK = CHUNK_BYTES + NONCE_BYTES + TAG_BYTES
@@ -33,9 +33,9 @@ def test_there_and_back(num_bytes: int) -> None:
     parts = [memoryview(whole)[start:end] for start, end in pairwise(cuts)]
     sealed = b"".join(map(bytes, KEY.parts(NAME, parts, num_bytes)))
     assert len(sealed) == KEY.num_bytes(num_bytes)
-    assert KEY.unseal(NAME, sealed) == whole
+    assert KEY.decrypt(NAME, sealed) == whole
     assert num_bytes < 16 or whole[:16] not in sealed
-    assert KEY.seal(NAME, whole) != sealed  # nonces are random
+    assert KEY.encrypt(NAME, whole) != sealed  # nonces are random
     source = KEY.opened(_Bytes(sealed), NAME)
     assert source.num_bytes == num_bytes
     for start, end in [(0, min(7, num_bytes)), (num_bytes // 2, num_bytes), (num_bytes // 3, num_bytes // 2)]:
@@ -47,8 +47,8 @@ def test_there_and_back(num_bytes: int) -> None:
 @pytest.mark.parametrize("num_bytes", SIZES)
 def test_without_a_key_all_is_as_it_is(num_bytes: int) -> None:
     whole = content(num_bytes)
-    assert CLEAR.seal(NAME, whole) == CLEAR.unseal(NAME, whole) == whole
-    assert (CLEAR.name(NAME), CLEAR.num_bytes(num_bytes)) == (NAME, num_bytes)
+    assert PLAIN.encrypt(NAME, whole) == PLAIN.decrypt(NAME, whole) == whole
+    assert (PLAIN.name(NAME), PLAIN.num_bytes(num_bytes)) == (NAME, num_bytes)
 
 
 def test_names_are_keyed() -> None:
@@ -72,7 +72,8 @@ CHANGES = {
     "a chunk more": lambda sealed: sealed + sealed[-CHUNK:],
     "swapped": swapped,
     "of another text": lambda sealed: (
-        KEY.seal(NAME, content(LARGE))[: HEAD_BYTES + CHUNK] + KEY.seal(NAME, content(LARGE + 1))[HEAD_BYTES + CHUNK :]
+        KEY.encrypt(NAME, content(LARGE))[: HEAD_BYTES + CHUNK]
+        + KEY.encrypt(NAME, content(LARGE + 1))[HEAD_BYTES + CHUNK :]
     ),
     "head alone": lambda sealed: sealed[:HEAD_BYTES],
     "less than a head": lambda sealed: sealed[:5],
@@ -84,29 +85,29 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_was_changed_does_not_open(change: str) -> None:
     with pytest.raises(StoreCorrupt):
-        KEY.unseal(NAME, CHANGES[change](KEY.seal(NAME, content(LARGE))))
+        KEY.decrypt(NAME, CHANGES[change](KEY.encrypt(NAME, content(LARGE))))
 
 
 def test_no_bit_may_change() -> None:
-    sealed = KEY.seal(NAME, content(50))
+    sealed = KEY.encrypt(NAME, content(50))
     for bit in range(8 * len(sealed)):
         changed = bytearray(sealed)
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(StoreCorrupt):
-            KEY.unseal(NAME, bytes(changed))
+            KEY.decrypt(NAME, bytes(changed))
 
 
 @pytest.mark.parametrize("num_bytes", [0, 50])
 def test_the_name_and_the_key_count(num_bytes: int) -> None:
-    sealed = KEY.seal(NAME, content(num_bytes))
+    sealed = KEY.encrypt(NAME, content(num_bytes))
     with pytest.raises(StoreCorrupt, match="another name"):
-        KEY.unseal(b"m" * 32, sealed)
-    with pytest.raises(StoreSealed, match="another key"):
-        OTHER.unseal(NAME, sealed)
-    assert OTHER.is_foreign(sealed[:HEAD_BYTES])
-    assert CLEAR.is_foreign(sealed[:HEAD_BYTES])
-    assert not KEY.is_foreign(sealed[:HEAD_BYTES])
-    assert not KEY.is_foreign(content(50))
+        KEY.decrypt(b"m" * 32, sealed)
+    with pytest.raises(StoreKeyMismatch, match="another key"):
+        OTHER.decrypt(NAME, sealed)
+    assert OTHER.has_other_key(sealed[:HEAD_BYTES])
+    assert PLAIN.has_other_key(sealed[:HEAD_BYTES])
+    assert not KEY.has_other_key(sealed[:HEAD_BYTES])
+    assert not KEY.has_other_key(content(50))
 
 
 def key_file(folder: Path, content: bytes, mode: int = 0o600) -> str:

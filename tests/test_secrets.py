@@ -24,7 +24,7 @@ from tests.features.conftest import server_binary
 from tests.features.packages import load
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.errors import EnvironmentProblem, SettingsError
-from vllm_mmcache.base.store_url import error_without_secrets, with_password, without_secrets
+from vllm_mmcache.base.store_url import error_without_secrets, redact, with_password
 from vllm_mmcache.cli import serve
 from vllm_mmcache.cli.doctor import setting_rows
 from vllm_mmcache.components.features.remote import RemoteTier
@@ -76,7 +76,7 @@ def test_no_message_has_the_password(
     for store in (url, f"/a/directory {url}", f"{url},/a/directory", f"{url} nothing", url.replace(":1", ":port")):
         monkeypatch.setenv("MMCACHE_STORE", store)
         chosen, error = attempt(settings.load_settings)
-        said = [json.dumps(setting_rows(chosen)), without_secrets(store)]
+        said = [json.dumps(setting_rows(chosen)), redact(store)]
         assert not [text for text in (*said, str(error)) if tells(text)], store
         assert "***" in said[1]
         assert error is None or error.__suppress_context__
@@ -89,12 +89,12 @@ def test_no_message_has_the_password(
 
 
 def test_what_is_shown_is_still_of_use() -> None:
-    assert without_secrets("redis://u:p@cache:6379/3") == "redis://***@cache:6379/3"
-    assert without_secrets("/a/store valkeys://[::1]:6379") == "/a/store valkeys://[::1]:6379"
-    assert without_secrets("unix:///run/valkey.sock?password=p") == "unix:///run/valkey.sock?***"
-    assert without_secrets("/a/file@home") == "/a/file@home"
-    assert without_secrets(7) == 7
-    assert without_secrets(None) is None
+    assert redact("redis://u:p@cache:6379/3") == "redis://***@cache:6379/3"
+    assert redact("/a/store valkeys://[::1]:6379") == "/a/store valkeys://[::1]:6379"
+    assert redact("unix:///run/valkey.sock?password=p") == "unix:///run/valkey.sock?***"
+    assert redact("/a/file@home") == "/a/file@home"
+    assert redact(7) == 7
+    assert redact(None) is None
 
 
 @pytest.mark.parametrize("store", ["user:s3cretw0rd@host:6379", "http://user:s3cretw0rd@host", "redis://user:s3cretw0rd",
@@ -184,7 +184,7 @@ def test_a_password_from_a_file(password: str, tmp_path: Path, monkeypatch: pyte
         assert parse_url(whole)["password"] == password
         assert parse_url(whole).get("username") == user
         assert {**parse_url(whole), "password": 0, "username": 0} == {**parse_url(url), "password": 0, "username": 0}
-        assert not tells(without_secrets(whole))
+        assert not tells(redact(whole))
     assert with_password("redis://h", None) == "redis://h"
     monkeypatch.setenv("MMCACHE_STORE_PASSWORD_FILE", str(path))
     chosen = settings.load_settings({"store": "/a redis://h"})

@@ -115,7 +115,11 @@ def test_reports_are_told_apart_and_those_of_another_plugin_refused(tmp_path: Pa
 
 PLUGIN = "from vllm_mmcache.lifecycle import activation\n\ndef register():\n    activation.start()\n"
 COMPONENT = "def wrap(wrapped, instance, args, kwargs):\n    return wrapped()\n\ndef other():\n    pass\n"
-START = "def start():\n    import colorsys\n    from vllm_mmcache import component\n    component.wrap(component.other, None, (), {})\n"
+START = """def start():
+    import colorsys
+    from vllm_mmcache import component
+    component.wrap(component.other, None, (), {})
+"""
 PROGRAM = """
 import os, time
 from vllm_mmcache.plugin import register

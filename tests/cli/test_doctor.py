@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mmcache doctor`: what is foreseen with and without a model, and what is a finding and what is not.
+"""`mmcache doctor`: what is predicted with and without a model, and what is a finding and what is not.
 
 Reports are made in a process of their own, several in one: importing vLLM is most of what one takes.
 """

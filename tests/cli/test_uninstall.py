@@ -20,7 +20,7 @@ __all__ = ["running_server", "server"]
 
 repair = importlib.import_module("vllm_mmcache.environment.repair")  # the package has a function of that name
 
-PLACE = user_proofs.Place(
+PLACE = user_proofs.ProofScope(
     vllm="0.32.0",
     platform="cpu",
     runner=1,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real deployments of `vllm serve`, what they say of the components, what they answer, and that nothing of them is left."""
+"""Real deployments of `vllm serve`: what they say of the components, what they answer, and that nothing is left."""
 
 import contextlib
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks that are not alike: a component that is off in one is off in all, and the report says which."""
+"""Two tensor-parallel ranks that differ: a component that is off in one is off in all, and the report says which."""
 
 from pathlib import Path
 
@@ -17,11 +17,11 @@ UNFIT = {
 module.why_not = lambda runner: "it is unlike the others, says a test"
 """,
     "after": """
-from vllm_mmcache.components.features.worker.vllm_probe import Unfit
+from vllm_mmcache.components.features.worker.vllm_probe import Unsupported
 probe = module.probe
 def unlike(*args):
     probe(*args)
-    raise Unfit("it is unlike the others, says a test")
+    raise Unsupported("it is unlike the others, says a test")
 module.probe = unlike
 """,
 }

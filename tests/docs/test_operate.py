@@ -15,9 +15,9 @@ import yaml  # type: ignore[import-untyped]  # comes with vLLM
 from pydantic import ByteSize
 
 from vllm_mmcache.base.settings import Settings
-from vllm_mmcache.components.image_extraction.extract import lift
+from vllm_mmcache.components.image_extraction.extract import extract
 from vllm_mmcache.components.image_extraction.request_shapes import WALKERS
-from vllm_mmcache.content.base64_image import TEXTS
+from vllm_mmcache.content.base64_image import CONTENT_IDS
 
 REPO = Path(__file__).parents[2]
 PAGE = (REPO / "docs" / "operate.md").read_text()
@@ -145,10 +145,10 @@ def test_what_a_body_takes_is_measured() -> None:
     def receive() -> bytes:
         return b"".join([sent[at : at + 65536] for at in range(0, len(sent), 65536)])
 
-    TEXTS.clear()
+    CONTENT_IDS.clear()
     received = peak(receive)
-    unknown = peak(lambda: lift(sent, walker))
-    known = peak(lambda: lift(sent, walker))
+    unknown = peak(lambda: extract(sent, walker))
+    known = peak(lambda: extract(sent, walker))
     said = re.search(r"takes (\S+) times its bytes while it is received, (\S+) times while it is answered, (\S+)", PAGE)
     assert said is not None
     assert [float(one) for one in said.groups()] == pytest.approx([received, 1 + known, 1 + unknown], abs=0.1)

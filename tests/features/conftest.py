@@ -133,7 +133,7 @@ def alone(pool: "EnginePool") -> Iterator["EnginePool"]:
 
 @pytest.fixture
 def put(monkeypatch: pytest.MonkeyPatch) -> Put:
-    """Puts settings in force for one test, and switches the components that they name, of an engine that is there, too."""
+    """Puts settings in force for one test, and switches the components that they name, also of a running engine."""
 
     def put_in_force(**values: object) -> None:
         monkeypatch.setattr(settings, "_current", settings.load_settings(values))

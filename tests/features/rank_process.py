@@ -7,11 +7,11 @@ from multiprocessing.connection import Connection
 import torch
 
 from vllm_mmcache.components.features.arena import Arena
-from vllm_mmcache.components.features.message import Place
-from vllm_mmcache.components.features.worker.device_copies import Copies
+from vllm_mmcache.components.features.message import SlotRef
+from vllm_mmcache.components.features.worker.device_copies import DeviceCopies
 
 
-def tensor(place: Place, features: bytes | memoryview) -> torch.Tensor:
+def tensor(place: SlotRef, features: bytes | memoryview) -> torch.Tensor:
     """Features as the tower gives them. Shapes: (num_tokens, width)."""
     flat = torch.frombuffer(bytearray(features), dtype=getattr(torch, place.shape.dtype))
     return flat.view(place.shape.num_tokens, place.shape.width)
@@ -25,7 +25,7 @@ def raw(features: torch.Tensor) -> bytes:
 def serve(address: str, row: int, pipe: Connection) -> None:
     """Until it is told to end, or killed."""
     arena = Arena.open(address)
-    copies = Copies(arena, row, torch.device("cpu"))
+    copies = DeviceCopies(arena, row, torch.device("cpu"))
     while True:
         match pipe.recv():
             case "load", places:
@@ -36,7 +36,7 @@ def serve(address: str, row: int, pipe: Connection) -> None:
             case "hang", place, features:  # in the middle of a copy
                 hung = threading.Event()
 
-                def begin(place: Place = place, features: bytes = features, hung: threading.Event = hung) -> None:
+                def begin(place: SlotRef = place, features: bytes = features, hung: threading.Event = hung) -> None:
                     half = len(features) // 2
                     arena.buffer(place.offset, half)[:] = features[:half]
                     hung.set()

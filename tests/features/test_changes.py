@@ -20,7 +20,7 @@ from tests.features.test_tower_runs import reload_weights
 from tests.features.towers import Runs, ask_about, ask_named, features_by_image, forget_outputs, side
 from vllm_mmcache.components.features.engine import hooks as engine_hooks
 from vllm_mmcache.components.features.worker import hooks as worker_hooks
-from vllm_mmcache.components.features.worker.hooks import Side
+from vllm_mmcache.components.features.worker.hooks import RankFeatures
 from vllm_mmcache.content.digests import inputs_digest
 from vllm_mmcache.prove.answers import Inexact
 
@@ -77,7 +77,7 @@ def test_weights_that_change_before_a_rank_takes_features(
     rig.forget_all_but_features()
     assert runs.new() == 1
     if not looks:
-        monkeypatch.setattr(Side, "_known_generation", lambda side: 1 + side.weights.generation - changed())
+        monkeypatch.setattr(RankFeatures, "_known_generation", lambda side: 1 + side.weights.generation - changed())
         before = side(rig).weights.generation
 
         def changed() -> int:
@@ -131,13 +131,13 @@ def test_sleep(pool: EnginePool, config: EngineConfig) -> None:
     assert runs.new() == 1
 
     asleep: list[bool] = []
-    worker_hooks.pause_while_asleep(lambda level: asleep.append(weights.wait(0)), worker, (1,), {})
+    worker_hooks.pause_on_sleep(lambda level: asleep.append(weights.wait(0)), worker, (1,), {})
     assert asleep == [True], "what was known is known"
     weights.mark_unknown()
     assert not weights.wait(0.5)
-    worker_hooks.go_on_awake(lambda tags: None, worker, (), {"tags": ["kv_cache"]})
+    worker_hooks.resume_on_wake_up(lambda tags: None, worker, (), {"tags": ["kv_cache"]})
     assert not weights.wait(0.5)
-    worker_hooks.go_on_awake(lambda tags: None, worker, (["weights"],), {})
+    worker_hooks.resume_on_wake_up(lambda tags: None, worker, (["weights"],), {})
     assert weights.wait(60)
     rig.forget_all_but_features()
     answers += ask_about(rig, 662)
@@ -167,8 +167,8 @@ def test_weights_that_change_while_asleep(pool: EnginePool, config: EngineConfig
 
     try:
         for altered, expected in ((before * 2, 1), (before, 0)):
-            worker_hooks.pause_while_asleep(lambda: None, worker, (), {})
-            worker_hooks.go_on_awake(put(altered), worker, (), {})
+            worker_hooks.pause_on_sleep(lambda: None, worker, (), {})
+            worker_hooks.resume_on_wake_up(put(altered), worker, (), {})
             forget_outputs(rig)
             assert rig.features.wait_until_known(60), "nobody has to ask for it"
             runs.new()

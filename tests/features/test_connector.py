@@ -26,7 +26,7 @@ from vllm_mmcache.base.worker_threads import Threads
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine import hooks
 from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier
-from vllm_mmcache.components.features.engine.cost_model import Costs
+from vllm_mmcache.components.features.engine.cost_model import CostModel
 from vllm_mmcache.components.features.engine.hooks import Connector
 from vllm_mmcache.components.features.engine.store import Store
 from vllm_mmcache.components.features.engine.transfers import Ranks
@@ -44,7 +44,9 @@ class Beside:
         self.arena = Arena.create(64 * ALIGN_BYTES, 1)
         self.tier = MemoryTier()
         self.ranks = Ranks(self.arena, [FACTS])
-        self.store = Store(self.arena, RamTier(self.arena.num_bytes), [self.tier], Costs(lambda n: None, PATIENCE_S))
+        self.store = Store(
+            self.arena, RamTier(self.arena.num_bytes), [self.tier], CostModel(lambda n: None, PATIENCE_S)
+        )
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_batched_tokens=100),
             model_config=None,
@@ -64,7 +66,7 @@ class Beside:
         request = SimpleNamespace(
             request_id=f"request-{number}", mm_features=[image(number, **more)], sampling_params=None
         )
-        self.connector.arrive(request)
+        self.connector.on_request_added(request)
         return request
 
     def may_go_on(self, request: Any, num_computed_tokens: int = 0) -> bool:
@@ -207,7 +209,7 @@ def test_a_name_alone_is_not_trusted(beside: Beside) -> None:
     again, other = beside.arrives(0), beside.arrives(1)
     other.mm_features[0].identifier = "image-0"
     other = SimpleNamespace(request_id="other", mm_features=other.mm_features, sampling_params=None)
-    beside.connector.arrive(other)
+    beside.connector.on_request_added(other)
     for request, is_there in ((again, True), (other, False)):
         assert beside.has_looked(request)
         message = beside.told(request)
@@ -234,7 +236,7 @@ def test_two_requests_of_one_step_with_one_image(beside: Beside) -> None:
     beside.know()
     first, second = beside.arrives(0), beside.arrives(0)
     second.request_id = "second"
-    beside.connector.arrive(second)
+    beside.connector.on_request_added(second)
     assert beside.has_looked(first)
     assert beside.has_looked(second)  # both before a place is given away: who looks later waits for the rank to fill it
     for request in (first, second):

@@ -22,12 +22,12 @@ from tests.features.tiers import LONG_S, within
 from tests.sizes import scaled
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier, Slot
-from vllm_mmcache.components.features.engine.cost_model import Costs
+from vllm_mmcache.components.features.engine.cost_model import CostModel
 from vllm_mmcache.components.features.engine.store import Store
-from vllm_mmcache.components.features.engine.transfers import Copying, Ranks
-from vllm_mmcache.components.features.message import SEAL_BYTES, Place
+from vllm_mmcache.components.features.engine.transfers import Ranks, TransferTracker
+from vllm_mmcache.components.features.message import SEAL_BYTES, SlotRef
 from vllm_mmcache.components.features.package import Shape
-from vllm_mmcache.components.features.worker.device_copies import Copies, Unpinnable
+from vllm_mmcache.components.features.worker.device_copies import DeviceCopies, Unpinnable
 
 FACTS = {"width": SHAPE.width, "dtype": SHAPE.dtype, "model": "model", "processor": "processor", "layout": "shared"}
 CPU = torch.device("cpu")
@@ -44,16 +44,16 @@ class Engine:
     def __init__(self, num_ranks: int, num_bytes: int) -> None:
         self.arena = Arena.create(num_bytes, num_ranks)
         self.ranks = Ranks(self.arena, [FACTS] * num_ranks)
-        self.store = Store(self.arena, RamTier(self.arena.num_bytes), [], Costs(lambda num_tokens: None, None))
-        self.copying = Copying(self.store, self.arena, self.ranks)
+        self.store = Store(self.arena, RamTier(self.arena.num_bytes), [], CostModel(lambda num_tokens: None, None))
+        self.copying = TransferTracker(self.store, self.arena, self.ranks)
 
-    def save(self, number: int, shape: Shape = SHAPE) -> tuple[Place, Slot]:
+    def save(self, number: int, shape: Shape = SHAPE) -> tuple[SlotRef, Slot]:
         """Component for what a rank shall save."""
         slot = self.store.reserve(identity(number), shape)
         assert slot is not None
         return self.copying.save(f"image-{number}", slot, identity(number), shape), slot
 
-    def load(self, number: int, shape: Shape = SHAPE) -> tuple[Place, Slot]:
+    def load(self, number: int, shape: Shape = SHAPE) -> tuple[SlotRef, Slot]:
         """What ranks shall load."""
         slot = self.store.find(identity(number), shape)
         assert slot is not None
@@ -103,12 +103,12 @@ def engine(open_engine: Callable[..., Engine]) -> Engine:
 
 
 @pytest.fixture
-def open_copies() -> Iterator[Callable[..., Copies]]:
+def open_copies() -> Iterator[Callable[..., DeviceCopies]]:
     """Ranks in this process, as with one process per engine."""
-    made: list[Copies] = []
+    made: list[DeviceCopies] = []
 
-    def opened(engine: Engine, row: int = 0) -> Copies:
-        made.append(Copies(Arena.open(engine.arena.address), row, CPU))
+    def opened(engine: Engine, row: int = 0) -> DeviceCopies:
+        made.append(DeviceCopies(Arena.open(engine.arena.address), row, CPU))
         return made[-1]
 
     yield opened
@@ -373,7 +373,7 @@ def test_nothing_stays_open() -> None:
     before = open_files()
     for closes in (True, False):
         engine = Engine(1, ALIGN_BYTES)
-        copies = Copies(Arena.open(engine.arena.address), 0, CPU)
+        copies = DeviceCopies(Arena.open(engine.arena.address), 0, CPU)
         place, _ = engine.save(0)
         copies.save(place, tensor(place, features(0)))
         assert engine.copying.wait(LONG_S)
@@ -399,7 +399,7 @@ def open_files() -> set[int]:
 
 def test_a_device_of_another_kind(engine: Engine) -> None:
     with pytest.raises(Unpinnable, match="a device of type meta"):
-        Copies(engine.arena, 0, torch.device("meta"))
+        DeviceCopies(engine.arena, 0, torch.device("meta"))
 
 
 # Ranks in processes of their own

@@ -10,7 +10,7 @@ import pytest
 
 from vllm_mmcache.base.estimate import NUM_BUCKETS, WEIGHT, Estimate
 from vllm_mmcache.components.features.counters import Counters
-from vllm_mmcache.components.features.engine.cost_model import PROBE_EVERY_S, UNKNOWN_TOWER_S, Ask, Costs
+from vllm_mmcache.components.features.engine.cost_model import PROBE_EVERY_S, UNKNOWN_TOWER_S, CostModel, TierChoice
 
 MIB = 1024**2
 SIZE = 64 * MIB
@@ -29,9 +29,9 @@ def tower(num_tokens: int) -> float | None:
     return 0.04 * num_tokens / TOKENS
 
 
-def costs_with(load_s: float, **options: object) -> tuple[Costs, Clock]:
+def costs_with(load_s: float, **options: object) -> tuple[CostModel, Clock]:
     clock = Clock()
-    costs = Costs(tower, None, clock=clock, **options)  # type: ignore[arg-type]
+    costs = CostModel(tower, None, clock=clock, **options)  # type: ignore[arg-type]
     costs.loaded("disk", SIZE, load_s)
     return costs, clock
 
@@ -120,19 +120,22 @@ def test_another_process_reads_while_one_writes() -> None:
 
 def test_waits_while_something_is_unknown() -> None:
     counters = Counters("disk")
-    costs = Costs(tower, None, [counters])
-    assert costs.ask("disk", TOKENS, SIZE) is Ask.WAIT
-    blind = Costs(lambda _: None, None, [counters])
+    costs = CostModel(tower, None, [counters])
+    assert costs.ask("disk", TOKENS, SIZE) is TierChoice.WAIT
+    blind = CostModel(lambda _: None, None, [counters])
     blind.loaded("disk", SIZE, 100.0)
-    assert blind.ask("disk", TOKENS, SIZE) is Ask.WAIT
+    assert blind.ask("disk", TOKENS, SIZE) is TierChoice.WAIT
     assert counters.snapshot()["expected_load_s"] == counters.snapshot()["not_asked"] == 0
 
 
-@pytest.mark.parametrize(("load_s", "ask"), [(0.01, Ask.WAIT), (0.04, Ask.WAIT), (0.041, Ask.SKIP), (5.0, Ask.SKIP)])
-def test_the_faster_one_is_taken(load_s: float, ask: Ask) -> None:
+@pytest.mark.parametrize(
+    ("load_s", "ask"),
+    [(0.01, TierChoice.WAIT), (0.04, TierChoice.WAIT), (0.041, TierChoice.SKIP), (5.0, TierChoice.SKIP)],
+)
+def test_the_faster_one_is_taken(load_s: float, ask: TierChoice) -> None:
     costs, _ = costs_with(load_s)
     assert costs.ask("disk", TOKENS, SIZE) is ask
-    assert costs.ask("remote", TOKENS, SIZE) is Ask.WAIT, "nothing is known of the other tier"
+    assert costs.ask("remote", TOKENS, SIZE) is TierChoice.WAIT, "nothing is known of the other tier"
 
 
 def test_a_slow_tier_is_probed_now_and_then() -> None:
@@ -141,36 +144,36 @@ def test_a_slow_tier_is_probed_now_and_then() -> None:
     for _ in range(100):
         asked.append(costs.ask("disk", TOKENS, SIZE))
         clock.now += 1
-    assert asked.count(Ask.PROBE) == 100 // PROBE_EVERY_S
-    assert asked.index(Ask.PROBE) == PROBE_EVERY_S, "it was measured just before"
-    assert Ask.WAIT not in asked
+    assert asked.count(TierChoice.PROBE) == 100 // PROBE_EVERY_S
+    assert asked.index(TierChoice.PROBE) == PROBE_EVERY_S, "it was measured just before"
+    assert TierChoice.WAIT not in asked
 
 
 def test_probes_bring_a_tier_back() -> None:
     costs, clock = costs_with(0.1)
     for _ in range(20):
         clock.now += PROBE_EVERY_S
-        if costs.ask("disk", TOKENS, SIZE) is Ask.WAIT:
+        if costs.ask("disk", TOKENS, SIZE) is TierChoice.WAIT:
             break
         costs.loaded("disk", SIZE, 0.02)
-    assert costs.ask("disk", TOKENS, SIZE) is Ask.WAIT
+    assert costs.ask("disk", TOKENS, SIZE) is TierChoice.WAIT
     costs.loaded("disk", SIZE, 10.0)
-    assert costs.ask("disk", TOKENS, SIZE) is Ask.SKIP
+    assert costs.ask("disk", TOKENS, SIZE) is TierChoice.SKIP
 
 
 def test_an_operator_who_waits_is_obeyed() -> None:
     counters = Counters("disk")
-    costs = Costs(tower, 3.0, [counters])
+    costs = CostModel(tower, 3.0, [counters])
     costs.loaded("disk", SIZE, 1.0)
-    assert [costs.ask("disk", TOKENS, SIZE) for _ in range(3)] == [Ask.WAIT] * 3
-    assert costs.patience(TOKENS) == 3.0
-    assert Costs(tower, 0.0).patience(TOKENS) == 0.0
+    assert [costs.ask("disk", TOKENS, SIZE) for _ in range(3)] == [TierChoice.WAIT] * 3
+    assert costs.max_wait_s(TOKENS) == 3.0
+    assert CostModel(tower, 0.0).max_wait_s(TOKENS) == 0.0
     assert counters.snapshot()["not_asked"] == 0
 
 
 def test_patience_is_the_towers_time() -> None:
-    assert Costs(tower, None).patience(3 * TOKENS) == pytest.approx(0.12)
-    assert Costs(lambda _: None, None).patience(TOKENS) == UNKNOWN_TOWER_S
+    assert CostModel(tower, None).max_wait_s(3 * TOKENS) == pytest.approx(0.12)
+    assert CostModel(lambda _: None, None).max_wait_s(TOKENS) == UNKNOWN_TOWER_S
 
 
 def test_decisions_are_counted() -> None:
@@ -179,7 +182,7 @@ def test_decisions_are_counted() -> None:
     for _ in range(3):
         costs.ask("disk", TOKENS, SIZE)
     clock.now += PROBE_EVERY_S
-    assert costs.ask("disk", TOKENS, SIZE) is Ask.PROBE
+    assert costs.ask("disk", TOKENS, SIZE) is TierChoice.PROBE
     counts = counters.snapshot()
     assert counts["not_asked"] == 3
     assert counts["expected_load_s"] == pytest.approx(0.4)

@@ -77,7 +77,7 @@ def test_only_published_slots_are_found() -> None:
     assert not tier.has("a")
     assert tier.find("a") is None
     assert tier.reserve("a", 5) is None  # being filled
-    tier.abandon(slot)
+    tier.discard(slot)
     assert held(tier) == 0
     again = keep(tier, "a")
     assert tier.has("a")
@@ -90,8 +90,8 @@ def test_a_slot_that_nobody_holds_is_given_back_once() -> None:
     tier = RamTier(2 * PAGE)
     slot = tier.reserve("a", PAGE)
     assert slot is not None
-    tier.abandon(slot)
-    for misuse in (tier.abandon, tier.release, tier.hold):
+    tier.discard(slot)
+    for misuse in (tier.discard, tier.release, tier.hold):
         with pytest.raises(ValueError, match="nobody holds"):
             misuse(slot)
     tier.publish(slot)
@@ -165,7 +165,7 @@ def test_clear() -> None:
     assert new is not None
     tier.publish(new)
     tier.release(read)
-    tier.abandon(filled)
+    tier.discard(filled)
     tier.release(new)
     assert held(tier) == PAGE
     assert use(tier, "read") is new
@@ -258,7 +258,7 @@ class Places(RuleBasedStateMachine):
             self.counts["saved"] += 1
             self.counts["saved_bytes"] += slot.num_bytes
         else:
-            self.tier.abandon(slot)
+            self.tier.discard(slot)
             self.holds.remove(slot)
 
     @precondition(lambda self: self.holds)

@@ -24,7 +24,7 @@ from vllm_mmcache.components.features.lasting import LastingTier, name_of
 from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
 from vllm_mmcache.storage import records
-from vllm_mmcache.storage.encryption import CHUNK_BYTES, CLEAR, Clear, Sealed
+from vllm_mmcache.storage.encryption import CHUNK_BYTES, PLAIN, AesGcmCodec, PlainCodec
 from vllm_mmcache.storage.records import MAX_VALUE_BYTES, Records
 from vllm_mmcache.storage.records.disk import DiskPlace
 from vllm_mmcache.storage.records.place import Place
@@ -32,7 +32,7 @@ from vllm_mmcache.storage.records.ram import Entry
 from vllm_mmcache.storage.records.remote import PREFIX as RECORDS
 from vllm_mmcache.storage.records.remote import RemotePlace
 
-KEY, OTHER = Sealed(b"k" * 32), Sealed(b"o" * 32)
+KEY, OTHER = AesGcmCodec(b"k" * 32), AesGcmCodec(b"o" * 32)
 LARGE = Shape(4096, 1536, "bfloat16")  # twelve chunks
 RECORD = records.key("test", "a")
 
@@ -40,7 +40,7 @@ RECORD = records.key("test", "a")
 class Kept:
     """A tier and where its entries lie, as bytes that a test changes."""
 
-    def __init__(self, opened: Callable[[Clear], LastingTier], read: Callable, write: Callable) -> None:  # type: ignore[type-arg]
+    def __init__(self, opened: Callable[[PlainCodec], LastingTier], read: Callable, write: Callable) -> None:  # type: ignore[type-arg]
         self.opened, self.read, self.write = opened, read, write
 
 
@@ -94,7 +94,7 @@ def test_there_and_back(kept: Kept, shape: Shape) -> None:
 def test_others_have_a_plain_miss(kept: Kept) -> None:
     """Without the key, or with another one: another name, so nobody takes away what is not his."""
     assert save(kept.opened(KEY), 0)
-    for key in (CLEAR, OTHER):
+    for key in (PLAIN, OTHER):
         tier = kept.opened(key)
         assert load(tier, 0) is None
         assert counts(tier) == (0, 1, 0, 0)
@@ -107,7 +107,7 @@ MIDDLE = CHUNK_BYTES * 2 + 100
 PLANTED: dict[str, Callable[[Kept, bytes], bytes]] = {
     "in the clear": lambda kept, sealed: packed(0, LARGE),
     "of another name": lambda kept, sealed: kept.read(name_of(identity(1), KEY)),
-    "sealed with another key": lambda kept, sealed: OTHER.seal(
+    "sealed with another key": lambda kept, sealed: OTHER.encrypt(
         bytes.fromhex(name_of(identity(0), KEY)), packed(0, LARGE)
     ),
     "a bit flipped": lambda kept, sealed: sealed[:MIDDLE] + bytes([sealed[MIDDLE] ^ 1]) + sealed[MIDDLE + 1 :],
@@ -137,17 +137,17 @@ def test_what_was_planted_is_a_miss(kept: Kept, plant: str) -> None:
 def test_what_is_sealed_is_no_package_without_a_key(kept: Kept) -> None:
     """Should it lie under the name that it has without one."""
     assert save(kept.opened(KEY), 0)
-    kept.opened(CLEAR)
+    kept.opened(PLAIN)
     sealed = kept.read(name_of(identity(0), KEY))
-    assert save(kept.opened(CLEAR), 1)
+    assert save(kept.opened(PLAIN), 1)
     kept.write(identity(0).key, sealed)
-    tier = kept.opened(CLEAR)
+    tier = kept.opened(PLAIN)
     assert load(tier, 0) is None
     assert counts(tier) == (0, 1, 1, 0)
 
 
 @pytest.fixture(params=["disk", "remote"])
-def places(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Clear], Place]:
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[PlainCodec], Place]:
     if request.param == "disk":
         return lambda key: DiskPlace(tmp_path, 1 << 22, rest_s=0.0, key=key)
     server: Server = request.getfixturevalue("server")
@@ -159,12 +159,12 @@ def value_of(entry: Entry | None) -> bytes | None:
 
 
 @pytest.mark.parametrize("value", [b"", b"a value that nobody reads", b"v" * MAX_VALUE_BYTES])
-def test_records(places: Callable[[Clear], Place], tmp_path: Path, server: Server, value: bytes) -> None:
+def test_records(places: Callable[[PlainCodec], Place], tmp_path: Path, server: Server, value: bytes) -> None:
     place = places(KEY)
     place.save({RECORD: value})
     again = places(KEY)
     assert value_of(again.get(RECORD)) == value
-    for key in (CLEAR, OTHER):
+    for key in (PLAIN, OTHER):
         other = places(key)
         assert other.get(RECORD) is None
         assert other.counts.snapshot()["corrupt"] == 0
@@ -188,7 +188,7 @@ def test_records_that_were_moved_or_changed(tmp_path: Path, server: Server) -> N
     )
     for place in (disk, there):
         place.save({keys[0]: b"value", keys[1]: b"other"})
-    for planted in (KEY.seal(names[1], b"x"), OTHER.seal(names[0], b"x"), b"x", CLEAR.seal(names[0], b"x")):
+    for planted in (KEY.encrypt(names[1], b"x"), OTHER.encrypt(names[0], b"x"), b"x", PLAIN.encrypt(names[0], b"x")):
         (file,) = (tmp_path / "records").glob("*.sqlite")
         with sqlite3.connect(file) as connection:
             connection.execute("UPDATE records SET frame = ? WHERE key = ?", (planted, names[0]))

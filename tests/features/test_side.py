@@ -14,8 +14,8 @@ from tests.features.tiers import LONG_S
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES
 from vllm_mmcache.components.features.message import Message
-from vllm_mmcache.components.features.worker.device_copies import Copies
-from vllm_mmcache.components.features.worker.hooks import Outputs, Side
+from vllm_mmcache.components.features.worker.device_copies import DeviceCopies
+from vllm_mmcache.components.features.worker.hooks import Outputs, RankFeatures
 from vllm_mmcache.components.features.worker.tower import Tower
 
 
@@ -27,10 +27,10 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.fixture
-def side(engine: Engine) -> Iterator[Side]:
+def side(engine: Engine) -> Iterator[RankFeatures]:
     """Whose weights are known."""
     arena = Arena.open(engine.arena.address)
-    made = Side(Tower(Model()), Copies(arena, 0, CPU), arena.board[0:1])
+    made = RankFeatures(Tower(Model()), DeviceCopies(arena, 0, CPU), arena.board[0:1])
     made.know_weights()
     yield made
     made.close()
@@ -42,7 +42,7 @@ def given(number: int) -> torch.Tensor:
     return flat.view(SHAPE.num_tokens, SHAPE.width)
 
 
-def step(side: Side, message: Message | None, new: Outputs) -> tuple[set[str], Outputs]:
+def step(side: RankFeatures, message: Message | None, new: Outputs) -> tuple[set[str], Outputs]:
     """One in which the tower gives what is `new`; which names needed no run, and vLLM's encoder cache after it."""
     outputs: Outputs = {}
     with side.encoding(message, outputs) as taken:
@@ -51,7 +51,7 @@ def step(side: Side, message: Message | None, new: Outputs) -> tuple[set[str], O
     return taken, outputs
 
 
-def test_what_is_there_is_taken_and_what_is_new_is_kept(engine: Engine, side: Side) -> None:
+def test_what_is_there_is_taken_and_what_is_new_is_kept(engine: Engine, side: RankFeatures) -> None:
     engine.put(0)
     message = Message(engine.ranks.generation())
     message.loads.append(engine.load(0)[0])
@@ -66,7 +66,7 @@ def test_what_is_there_is_taken_and_what_is_new_is_kept(engine: Engine, side: Si
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_features_of_other_weights_are_left_alone(engine: Engine, side: Side, behind: int) -> None:
+def test_features_of_other_weights_are_left_alone(engine: Engine, side: RankFeatures, behind: int) -> None:
     """The rank's changed after the engine had told it; the control: they did not."""
     engine.put(0)
     message = Message(engine.ranks.generation())
@@ -86,7 +86,7 @@ def test_features_of_other_weights_are_left_alone(engine: Engine, side: Side, be
     assert engine.kept(1) == (None if behind else features(1))
 
 
-def test_weights_that_are_being_changed_are_not_known(engine: Engine, side: Side) -> None:
+def test_weights_that_are_being_changed_are_not_known(engine: Engine, side: RankFeatures) -> None:
     before = engine.ranks.generation()
     known = engine.ranks.identity("image")
     assert known is not None
@@ -115,7 +115,7 @@ MISFITS = {
 
 @pytest.mark.parametrize("seen", MISFITS.values(), ids=MISFITS)
 def test_what_does_not_fit_is_not_kept(
-    engine: Engine, side: Side, seen: torch.Tensor | None, caplog: pytest.LogCaptureFixture
+    engine: Engine, side: RankFeatures, seen: torch.Tensor | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And is used all the same: it is what the tower gave."""
     for fits in (False, True):  # the control
@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_not_kept(
     assert len(caplog.records) == (seen is not None)
 
 
-def test_the_engine_learns_what_the_tower_takes(engine: Engine, side: Side) -> None:
+def test_the_engine_learns_what_the_tower_takes(engine: Engine, side: RankFeatures) -> None:
     with side.encoding(None, {}):
         pass
     side.copies.flush()
@@ -143,7 +143,7 @@ def test_the_engine_learns_what_the_tower_takes(engine: Engine, side: Side) -> N
     assert per_token == 1.0 / 2 / SHAPE.num_tokens
 
 
-def test_an_image_that_is_loaded_is_what_was_saved_under_its_identity(engine: Engine, side: Side) -> None:
+def test_an_image_that_is_loaded_is_what_was_saved_under_its_identity(engine: Engine, side: RankFeatures) -> None:
     """Over a few steps, as engine and rank go through them."""
     for number in (0, 1, 0, 2, 1, 0):
         message = Message(engine.ranks.generation())

@@ -24,7 +24,7 @@ from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.engine import cost_model
 from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier, Slot
-from vllm_mmcache.components.features.engine.cost_model import Costs
+from vllm_mmcache.components.features.engine.cost_model import CostModel
 from vllm_mmcache.components.features.engine.store import MAX_CONTENT_ID_CHARS, Store, open_tiers
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.lasting import LastingTier
@@ -49,7 +49,7 @@ def opened() -> Iterator[Open]:
     ) -> Store:
         arena = Arena.create(num_bytes, 1)
         counters = [tier.counters for tier in below]
-        one = Store(arena, RamTier(num_bytes, keeps), below, Costs(tower, None, counters, clock))
+        one = Store(arena, RamTier(num_bytes, keeps), below, CostModel(tower, None, counters, clock))
         made.append((one, arena))
         return one
 
@@ -238,7 +238,7 @@ def test_what_a_rank_is_filling_is_waited_for(opened: Open, fills: bool) -> None
     if fills:
         store.keep(slot, identity(), SHAPE)
     else:
-        store.abandon(slot, identity())
+        store.discard(slot, identity())
     assert store.wait([fetch], LONG_S)
     assert fetch.source == ("ram" if fills else "")
     assert found(store, 0) == (features(0) if fills else None)
@@ -257,7 +257,7 @@ def test_waiting_wakes_when_all_are_done(opened: Open) -> None:
     for number, slot in slots.items():
         assert slot is not None
         assert not ended.is_set()
-        store.abandon(slot, identity(number))
+        store.discard(slot, identity(number))
     assert ended.wait(LONG_S)
 
 
@@ -439,7 +439,7 @@ def test_no_room(opened: Open) -> None:
     assert fetched(store, 0) is None
     assert not put(store, 2)
     assert counts(store, "dropped") == {"ram": 2, "memory": 1}
-    store.abandon(slot, identity(1))
+    store.discard(slot, identity(1))
     assert fetched(store, 0) == features(0)
     assert store.reserve(identity(3), Shape(1 << 20, 64, "bfloat16")) is None  # more than there is at all
 
@@ -497,7 +497,7 @@ def test_what_comes_late_ends_no_other_fetch(opened: Open) -> None:
     tier.reading.open()
     assert within(LONG_S, lambda: counts(store, "misses")["memory"] == 1)
     assert not fetch.is_done
-    store.abandon(slot, identity(0))
+    store.discard(slot, identity(0))
     assert fetch.is_done
 
 
@@ -602,7 +602,9 @@ class Uses(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.tier = DiskTier(self._folder.name, 1 << 20)
-        self.store = Store(self.arena, RamTier(self.arena.num_bytes), [self.tier], Costs(lambda num_tokens: 0.01, None))
+        self.store = Store(
+            self.arena, RamTier(self.arena.num_bytes), [self.tier], CostModel(lambda num_tokens: 0.01, None)
+        )
 
     @rule(number=NUMBERS, waits=st.booleans())
     def fetch(self, number: int, waits: bool) -> None:
@@ -628,7 +630,7 @@ class Uses(RuleBasedStateMachine):
         else:  # a rank that died in between
             some = int(part * SHAPE.num_bytes)
             buffer(self.store, slot)[:some] = features(number)[:some]
-            self.store.abandon(slot, identity(number))
+            self.store.discard(slot, identity(number))
 
     @rule(number=NUMBERS)
     def find(self, number: int) -> None:
@@ -661,7 +663,7 @@ class Uses(RuleBasedStateMachine):
         for _, slot in self.held:
             self.store.release(slot)
         for number, slot in self.filling.items():
-            self.store.abandon(slot, identity(number))
+            self.store.discard(slot, identity(number))
         self.held, self.filling = [], {}
         assert self.store.wait(list(self.store._fetches.values()), LONG_S)
         assert self.store.close(LONG_S)

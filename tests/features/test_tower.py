@@ -11,7 +11,7 @@ import torch
 from mmcache_tools.harness.engines import EngineConfig, EnginePool
 
 from vllm_mmcache.components.features.worker.tower import Tower, watched
-from vllm_mmcache.components.features.worker.vllm_probe import Unfit, probe
+from vllm_mmcache.components.features.worker.vllm_probe import Unsupported, probe
 
 WEIGHT = torch.arange(4.0)
 
@@ -146,5 +146,5 @@ def test_the_probe(
     model, vllm_config = rig.runner.get_model(), rig.llm.llm_engine.vllm_config
     assert probe(vllm_config, model, Tower(model), rig.runner.device).width == 512
     monkeypatch.setattr(model, "embed_multimodal", spoil(model.embed_multimodal, model), raising=False)
-    with pytest.raises(Unfit, match=said):
+    with pytest.raises(Unsupported, match=said):
         probe(vllm_config, model, Tower(model), rig.runner.device)

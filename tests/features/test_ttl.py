@@ -17,7 +17,7 @@ from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.engine import store as store_module
 from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier
-from vllm_mmcache.components.features.engine.cost_model import Costs
+from vllm_mmcache.components.features.engine.cost_model import CostModel
 from vllm_mmcache.components.features.engine.store import Store, open_tiers
 from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
 
@@ -41,7 +41,7 @@ def opened() -> Iterator[Callable[..., Store]]:
 
     def open_store(tier: DiskTier | RemoteTier) -> Store:
         arena = Arena.create(64 * ALIGN_BYTES, 1)
-        costs = Costs(lambda num_tokens: None, None, [tier.counters])
+        costs = CostModel(lambda num_tokens: None, None, [tier.counters])
         made.append((Store(arena, RamTier(arena.num_bytes), [tier], costs), arena))
         return made[-1][0]
 

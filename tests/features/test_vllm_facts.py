@@ -12,7 +12,7 @@ from vllm_mmcache.base import status
 from vllm_mmcache.components import features
 from vllm_mmcache.components.features.vllm_facts import why_not
 from vllm_mmcache.components.features.worker import hooks
-from vllm_mmcache.components.features.worker.vllm_probe import Unfit
+from vllm_mmcache.components.features.worker.vllm_probe import Unsupported
 from vllm_mmcache.lifecycle import config_rules
 
 
@@ -77,7 +77,7 @@ def test_model_runners() -> None:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (Unfit("it has no tower"), "it has no tower"),
+        (Unsupported("it has no tower"), "it has no tower"),
         (OSError("no space left"), "the store could not be opened: no space left"),
     ],
 )
@@ -90,6 +90,6 @@ def test_a_store_that_can_t_be_opened_is_off(error: Exception, said: str, monkey
     monkeypatch.setattr(hooks, "_open", fail)
     status.begin("worker")
     status.put("worker", "features", status.ON)
-    assert hooks.open_in(SimpleNamespace(model_runner=SimpleNamespace()), "an address") == {}
+    assert hooks.open_on_rank(SimpleNamespace(model_runner=SimpleNamespace()), "an address") == {}
     assert status.of("worker")["features"] == status.State("off", said)
     assert not status.is_on("features")

@@ -48,7 +48,7 @@ def writer(tier: MemoryTier, ram: RamTier, arena: Arena) -> Iterator[Writer]:
 def put(ram: RamTier, arena: Arena, number: int, *owed: Writer) -> Slot:
     """Fill a slot and hand it to writers; nobody holds it."""
     slot = fill(ram, arena, identity(number), SHAPE, features(number))
-    slot.owed.update(one.tier.name for one in owed)
+    slot.pending_tiers.update(one.tier.name for one in owed)
     for one in owed:
         one.hand(identity(number), SHAPE)
     ram.release(slot)
@@ -82,11 +82,11 @@ def test_a_tier_that_hangs_keeps_no_other_from_writing(ram: RamTier, arena: Aren
     assert writers[1].flush(LONG_S)
     assert len(other.packages) == 4
     assert not hung.packages
-    assert [slot.owed for slot in slots] == [{"hung"}] * 4
+    assert [slot.pending_tiers for slot in slots] == [{"hung"}] * 4
     hung.writing.open()
     assert writers[0].flush(LONG_S)
     assert hung.packages == other.packages
-    assert [slot.owed for slot in slots] == [set()] * 4
+    assert [slot.pending_tiers for slot in slots] == [set()] * 4
     assert [writer.close(LONG_S) for writer in writers] == [True, True]
 
 
@@ -124,13 +124,13 @@ def test_a_resting_tier_is_owed(writer: Writer, tier: MemoryTier, ram: RamTier, 
     tier.rest()
     slot = put(ram, arena, 0, writer)
     assert writer.flush(LONG_S)
-    assert slot.owed == {tier.name}
+    assert slot.pending_tiers == {tier.name}
     assert not tier.packages
     assert count(tier, "dropped") == 1
     tier.wake()
     writer.hand(identity(0), SHAPE)
     assert writer.flush(LONG_S)
-    assert slot.owed == set()
+    assert slot.pending_tiers == set()
     assert list(tier.packages.values()) == [packed(0)]
 
 
@@ -140,7 +140,7 @@ def test_a_tier_is_not_owed_what_is_too_large_for_it(ram: RamTier, arena: Arena)
         writer = Writer(tier, ram, arena.buffer)
         slot = put(ram, arena, max_bytes, writer)
         assert writer.close(LONG_S)
-        assert not slot.owed
+        assert not slot.pending_tiers
         assert len(tier.packages) == (max_bytes == SHAPE.num_bytes)
 
 
@@ -163,7 +163,7 @@ def test_nothing_that_a_tier_raises_ends_the_thread(
     assert writer.flush(LONG_S)
     assert list(tier.packages.values()) == [packed(1)]
     assert count(tier, "errors") == 1
-    assert slot.owed == {tier.name}
+    assert slot.pending_tiers == {tier.name}
     assert slot.num_holders == 0
     assert len([record for record in caplog.records if record.name == "vllm.mmcache"]) == 1
 
@@ -177,7 +177,7 @@ def test_no_more_wait_than_may(
     assert count(tier, "dropped") == 2
     tier.writing.open()
     assert writer.flush(LONG_S)
-    assert [bool(slot.owed) for slot in slots] == [False] * 3 + [True] * 2
+    assert [bool(slot.pending_tiers) for slot in slots] == [False] * 3 + [True] * 2
 
 
 def test_closed_it_takes_no_more(writer: Writer, tier: MemoryTier, ram: RamTier, arena: Arena) -> None:

@@ -20,11 +20,11 @@ from vllm_mmcache.client.images import find_images
 from vllm_mmcache.components.features.package import Check, Shape, pack, unpack
 from vllm_mmcache.components.image_extraction import extract as lifting
 from vllm_mmcache.components.image_extraction import middleware
-from vllm_mmcache.components.image_extraction.extract import lift
-from vllm_mmcache.components.image_extraction.middleware import LiftImages, Message
+from vllm_mmcache.components.image_extraction.extract import extract
+from vllm_mmcache.components.image_extraction.middleware import ExtractImagesMiddleware, Message
 from vllm_mmcache.components.image_extraction.request_shapes import WALKERS, Lists
 from vllm_mmcache.content import placeholders
-from vllm_mmcache.content.base64_image import Payload
+from vllm_mmcache.content.base64_image import Base64Image
 from vllm_mmcache.content.content_name import PREFIX
 from vllm_mmcache.storage.frame import frame, unframe
 
@@ -52,7 +52,7 @@ def short_texts() -> Iterator[None]:
 
 def check_body(body: bytes, path: str) -> int:
     """What is left, with the texts put back, is to json and pydantic what came; returns how many texts were lifted."""
-    lifted = lift(body, WALKERS[path])
+    lifted = extract(body, WALKERS[path])
     if lifted is None:
         return 0
     texts = {name: bytes(payload.text).decode("ascii") for name, payload in lifted.payloads.items()}
@@ -101,7 +101,7 @@ def check_application(body: bytes, path: str) -> int:
         return sent
 
     async def both() -> None:
-        assert await ask(LiftImages(application, lambda scope, path: True)) == await ask(application)
+        assert await ask(ExtractImagesMiddleware(application, lambda scope, path: True)) == await ask(application)
 
     asyncio.run(both())
     assert not placeholders.num_lent()
@@ -135,8 +135,8 @@ def check_client(body: bytes) -> int:
 def check_reference(text: str) -> None:
     """Only a name itself stands for its payload, as long as it is lent."""
     name = f"{placeholders.new_stem()}0"
-    payload = Payload(b"AAAA")
-    with placeholders.lend({name: payload}):
+    payload = Base64Image(b"AAAA")
+    with placeholders.register({name: payload}):
         assert placeholders.resolve(text) is None
         for changed in (name + text, text + name, name.replace("-", text), name[: len(text)], name.upper()):
             assert placeholders.resolve(changed) is (payload if changed == name else None)

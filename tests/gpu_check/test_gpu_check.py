@@ -29,7 +29,7 @@ from tests.sizes import larger
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.status import ON, State
 from vllm_mmcache.lifecycle import tested_engines
-from vllm_mmcache.lifecycle.activation import foresee
+from vllm_mmcache.lifecycle.activation import predict
 from vllm_mmcache.metrics import transport
 from vllm_mmcache.prove import items
 
@@ -124,7 +124,7 @@ def test_the_checkout_is_a_plugin_and_nothing_is_installed(tmp_path: Path) -> No
 @pytest.mark.engine
 @pytest.mark.parametrize("config", [EngineConfig("qwen3-vl")], ids=["qwen3-vl"])
 def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hits on other KV, a component that is off, one that should be, no use of a component, and controls that see nothing."""
+    """Hits on other KV, a component that is off, one that should be, one that is not used, and controls that see nothing."""
     from mmcache_tools.prove_zoo import checks as zoo_checks
 
     from tests.features.towers import features_by_image
@@ -189,7 +189,7 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
 
 
 def test_stock_is_not_counted_and_excuses_a_component_alone() -> None:
-    """An answer that stock gets wrong in the same check is no component's fault; all components together have no excuse."""
+    """An answer that stock gets wrong in the same check is no component's fault, but for all components together."""
     stock = {**FAILED, "engine": {}, "checks": {"same_again": {"state": "failed", "reason": "differ by 2"}}}
     wrong = {"check": "same_again", "state": "failed", "reason": "differ by 2", "inexact": True}
     right = {"check": "text_only", "state": "passed", "reason": "", "inexact": False}
@@ -338,7 +338,7 @@ def test_doctor_on_a_platform_without_evidence(monkeypatch: pytest.MonkeyPatch) 
     """The engine's components are off and say how to switch them on; those of the API server are on."""
     monkeypatch.setattr(tested_engines, "TABLE", [])
     monkeypatch.setattr(settings, "_current", settings.Settings())
-    states = foresee()
+    states = predict()
     for component in tested_engines.ENGINE_COMPONENTS:
         said = rf"off: not yet proven on vLLM .*, cpu: .*, MMCACHE_{component.upper()}=1 switches it on"
         assert re.fullmatch(said, str(states[component]))

@@ -200,21 +200,21 @@ def test_switched_off_by_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_that_vllm_makes() -> None:
     """Where nothing is cached, vLLM names items itself; only those names are kept, a client's is not."""
     from vllm_mmcache.components.identity.hooks import mark_own_names
-    from vllm_mmcache.content.request_id import OneRequest
+    from vllm_mmcache.content.request_id import RequestScopedId
 
     def stock(mm_data: Any, mm_data_items: Any, mm_uuid_items: Any, mm_req_id: str) -> Any:
         return {"image": [name or f"{mm_req_id}-image-{n}" for n, name in enumerate(mm_uuid_items["image"])]}
 
     made = mark_own_names(stock, None, (None, None, {"image": ["x", None]}, "renderer0-mm-1"), {})["image"]
     assert made == ["x", "renderer0-mm-1-image-1"]
-    assert [isinstance(name, OneRequest) for name in made] == [False, True]
+    assert [isinstance(name, RequestScopedId) for name in made] == [False, True]
 
 
 @pytest.mark.usefixtures("installed")
 def test_names_of_one_request_are_not_hashed() -> None:
-    from vllm_mmcache.content.request_id import OneRequest
+    from vllm_mmcache.content.request_id import RequestScopedId
 
-    own = OneRequest("renderer0-mm-1-image-0")
+    own = RequestScopedId("renderer0-mm-1-image-0")
     assert hashes("image", [image()], [own], "a") == [own]
     assert hashes("image", [image()], [str(own)], "a") != [own]
 

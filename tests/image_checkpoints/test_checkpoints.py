@@ -172,4 +172,4 @@ def test_unique_pictures_back_off(pool: EnginePool, config: EngineConfig) -> Non
     asks = unique(SHAPES[config.family], 60)
     run(rig, asks, max_tokens=1)
     scheduler = rig.llm.llm_engine.engine_core.engine_core.scheduler
-    assert scheduler._mmcache_checkpoints.learner.wanted() == {"start"}
+    assert scheduler._mmcache_checkpoints.backoff.wanted() == {"start"}

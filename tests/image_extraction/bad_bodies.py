@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pybase64
 
-from vllm_mmcache.components.image_extraction.extract import MIN_TEXT_BYTES, lift
+from vllm_mmcache.components.image_extraction.extract import MIN_TEXT_BYTES, extract
 from vllm_mmcache.components.image_extraction.request_shapes import WALKERS
 from vllm_mmcache.content.base64_scan import find_texts
 
@@ -105,7 +105,7 @@ def main() -> None:
         times = [
             milliseconds(lambda body=body: json.loads(body)),  # type: ignore[misc]
             milliseconds(lambda body=body: list(find_texts(body, MIN_TEXT_BYTES))),  # type: ignore[misc]
-            milliseconds(lambda body=body: lift(body, WALKERS[PATH])),  # type: ignore[misc]
+            milliseconds(lambda body=body: extract(body, WALKERS[PATH])),  # type: ignore[misc]
         ]
         print(f"| {name} | {len(body) / 1e6:.2f} | {' | '.join(f'{time:.2f}' for time in times)} |", flush=True)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.image_extraction.test_lift import chat, image, text_of, url_of
 from vllm_mmcache.components.image_extraction import extract as lifting
 from vllm_mmcache.components.image_extraction import middleware
-from vllm_mmcache.components.image_extraction.middleware import LiftImages, Message
+from vllm_mmcache.components.image_extraction.middleware import ExtractImagesMiddleware, Message
 from vllm_mmcache.content import placeholders
 from vllm_mmcache.metrics import counters
 
@@ -97,7 +97,7 @@ async def ask(
     application: Any,
     messages: Sequence[Message],
     scope: dict[str, Any] | None = None,
-    may_lift: Callable[[Any, str], bool] = lambda scope, path: True,
+    is_eligible: Callable[[Any, str], bool] = lambda scope, path: True,
 ) -> list[Message]:
     """The answer's messages. After the request's own messages the client disconnects."""
     incoming = iter(messages)
@@ -110,7 +110,7 @@ async def ask(
     async def send(message: Message) -> None:
         answer.append(message)
 
-    await LiftImages(application, may_lift)(scope or scope_of(), receive, send)
+    await ExtractImagesMiddleware(application, is_eligible)(scope or scope_of(), receive, send)
     return answer
 
 
@@ -216,7 +216,7 @@ def test_an_error_of_ours_passes_the_body_on(monkeypatch: pytest.MonkeyPatch, ca
     def fails(*args: Any) -> Any:
         raise RuntimeError("ours")
 
-    def may_lift(scope: Any, path: str) -> bool:
+    def is_eligible(scope: Any, path: str) -> bool:
         raise RuntimeError("ours")
 
     monkeypatch.setattr("vllm_mmcache.base.failsafe._logged", set())
@@ -224,7 +224,7 @@ def test_an_error_of_ours_passes_the_body_on(monkeypatch: pytest.MonkeyPatch, ca
         (middleware, "find_texts"),
         (middleware, "lift"),
         (lifting, "replace_spans"),
-        (lifting, "Payload"),
+        (lifting, "Base64Image"),
     ):
         before = counters.BODIES_FAILED.value
         application = Application(201)
@@ -234,7 +234,7 @@ def test_an_error_of_ours_passes_the_body_on(monkeypatch: pytest.MonkeyPatch, ca
         assert application.bodies == [BODY]
         assert counters.BODIES_FAILED.value == before + 1
     application = Application(201)
-    asyncio.run(ask(application, in_chunks(BODY), may_lift=may_lift))
+    asyncio.run(ask(application, in_chunks(BODY), is_eligible=is_eligible))
     assert application.bodies == [BODY]
     assert counters.BODIES_FAILED.value == before + 2
     assert caplog.text.count("bookkeeping of image_extraction failed") == 1
@@ -266,7 +266,7 @@ def test_where_it_may_not_lift() -> None:
     application = Application(201)
     body = json.dumps(chat(image("a"))).encode()
     asked: list[str] = []
-    asyncio.run(ask(application, in_chunks(body), may_lift=lambda scope, path: bool(asked.append(path))))
+    asyncio.run(ask(application, in_chunks(body), is_eligible=lambda scope, path: bool(asked.append(path))))
     assert application.bodies == [body]
     assert asked == [PATH]
 

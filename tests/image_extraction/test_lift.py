@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sizes import scaled
-from vllm_mmcache.components.image_extraction.extract import Lifted, lift
+from vllm_mmcache.components.image_extraction.extract import Extraction, extract
 from vllm_mmcache.components.image_extraction.request_shapes import WALKERS, Lists
 from vllm_mmcache.content import placeholders
 
@@ -27,7 +27,7 @@ def url_of(name: str, kind: str = "png") -> str:
     return f"data:image/{kind};base64,{text_of(name)}"
 
 
-def put_back(value: Any, lifted: Lifted) -> Any:
+def put_back(value: Any, lifted: Extraction) -> Any:
     """What the application got, with every reference resolved."""
     if isinstance(value, dict):
         return {put_back(key, lifted): put_back(one, lifted) for key, one in value.items()}
@@ -99,7 +99,7 @@ def test_the_application_gets_the_same_request(
     request: dict[str, Any], path: str, indent: int | None, ascii_only: bool, slashes: str
 ) -> None:
     body = json.dumps(request, indent=indent, ensure_ascii=ascii_only).replace("/", slashes).encode()
-    lifted = lift(body, WALKERS[path])
+    lifted = extract(body, WALKERS[path])
     if lifted is not None:
         assert len(lifted.body) < len(body)
         assert put_back(json.loads(lifted.body), lifted) == json.loads(body) == request
@@ -117,7 +117,7 @@ def test_broken_bodies(body: bytes, at: int, request: dict[str, Any]) -> None:
     """Bytes thrown into a request: either nothing is lifted, or both are the same request."""
     whole = json.dumps(request).encode()
     broken = whole[:at] + body + whole[at:]
-    lifted = lift(broken, WALKERS["/v1/chat/completions"])
+    lifted = extract(broken, WALKERS["/v1/chat/completions"])
     if lifted is not None:
         assert put_back(json.loads(lifted.body), lifted) == json.loads(broken)
 
@@ -126,12 +126,12 @@ def test_broken_bodies(body: bytes, at: int, request: dict[str, Any]) -> None:
 def test_a_body_that_is_broken_where_it_was_cut_stays_as_it_is(byte: bytes) -> None:
     """Found by `make soak`: a text that is no image was put back with its broken byte, and another was lifted."""
     whole = json.dumps(chat(image("a"), {"type": "text", "text": url_of("b")})).encode()
-    assert lift(whole, WALKERS["/v1/chat/completions"]) is not None
+    assert extract(whole, WALKERS["/v1/chat/completions"]) is not None
     at = whole.index(text_of("b").encode()) + 700
     broken = whole[:at] + byte + whole[at:]
     with pytest.raises(ValueError, match=r"Invalid|decode"):
         json.loads(broken)
-    assert lift(broken, WALKERS["/v1/chat/completions"]) is None
+    assert extract(broken, WALKERS["/v1/chat/completions"]) is None
 
 
 def chat(*parts: Any, **more: Any) -> dict[str, Any]:
@@ -198,7 +198,7 @@ TOOL_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image
 )
 def test_places(path: str, request_: dict[str, Any], num: int) -> None:
     body = json.dumps(request_).encode()
-    lifted = lift(body, WALKERS[path])
+    lifted = extract(body, WALKERS[path])
     assert (len(lifted.payloads) if lifted else 0) == num
     if lifted:
         assert put_back(json.loads(lifted.body), lifted) == request_
@@ -209,7 +209,7 @@ def test_escaped_slashes(slash: str) -> None:
     """PHP writes every slash with a backslash: head and text."""
     body = json.dumps(chat(image("a"))).replace("/", slash).encode()
     assert "/" in text_of("a")
-    lifted = lift(body, WALKERS["/v1/chat/completions"])
+    lifted = extract(body, WALKERS["/v1/chat/completions"])
     assert lifted is not None
     assert [payload.text for payload in lifted.payloads.values()] == [text_of("a").encode()]
 
@@ -218,7 +218,7 @@ def test_text_stays_byte_for_byte() -> None:
     """Beside a lifted image, what is not an image is the very bytes that came."""
     text = {"type": "text", "text": url_of("b") + "  ü \u2028"}
     body = json.dumps(chat(text, image("a")), indent=3, ensure_ascii=False).encode()
-    lifted = lift(body, WALKERS["/v1/chat/completions"])
+    lifted = extract(body, WALKERS["/v1/chat/completions"])
     assert lifted is not None
     (name,) = lifted.payloads
     assert lifted.body.replace(name.encode(), text_of("a").encode()) == body
@@ -227,7 +227,7 @@ def test_text_stays_byte_for_byte() -> None:
 def test_the_last_of_two_equal_keys_counts() -> None:
     url = json.dumps({"url": url_of("a")})[:-1] + f', "url": "{url_of("b")}"}}'
     body = f'{{"messages": [{{"content": [{{"type": "image_url", "image_url": {url}}}]}}]}}'.encode()
-    lifted = lift(body, WALKERS["/v1/chat/completions"])
+    lifted = extract(body, WALKERS["/v1/chat/completions"])
     assert lifted is not None
     assert [bytes(payload.text) for payload in lifted.payloads.values()] == [text_of("b").encode()]
     assert put_back(json.loads(lifted.body), lifted) == json.loads(body)
@@ -248,19 +248,19 @@ def test_the_last_of_two_equal_keys_counts() -> None:
     ],
 )
 def test_left_alone(body: bytes) -> None:
-    assert lift(body, WALKERS["/v1/chat/completions"]) is None
+    assert extract(body, WALKERS["/v1/chat/completions"]) is None
 
 
 def test_names_are_new_for_each_request() -> None:
     body = json.dumps(chat(image("a"))).encode()
-    names = {name for _ in range(20) for name in lift(body, WALKERS["/v1/chat/completions"]).payloads}  # type: ignore[union-attr]
+    names = {name for _ in range(20) for name in extract(body, WALKERS["/v1/chat/completions"]).payloads}  # type: ignore[union-attr]
     assert len(names) == 20
     assert not placeholders.num_lent()
 
 
 def test_same_text_is_the_same_content_and_a_changed_byte_is_not() -> None:
     body = json.dumps(chat(image("a"), image("a"), image("b"))).encode()
-    lifted = lift(body, WALKERS["/v1/chat/completions"])
+    lifted = extract(body, WALKERS["/v1/chat/completions"])
     assert lifted is not None
     one, same, other = lifted.payloads.values()
     assert one.content_id == same.content_id != other.content_id
@@ -271,17 +271,17 @@ def test_many_escapes_are_left() -> None:
     """Each costs a step; a text with few of them, which is base64 of anything but white, is lifted."""
     for text, lifted in (("AAA\\/" * 4000, False), ("A" * 63 + "\\/", True)):
         body = json.dumps(chat({"image_url": "HERE"})).replace("HERE", f"data:image/png;base64,{text * 200}").encode()
-        assert (lift(body, WALKERS["/v1/chat/completions"]) is not None) == lifted
+        assert (extract(body, WALKERS["/v1/chat/completions"]) is not None) == lifted
 
 
 def test_a_small_image_in_a_large_body_is_left() -> None:
     """The rest is parsed twice where anything is lifted: that must save more than it takes."""
     for num_words, lifted in ((2000, True), (20_000, False)):
         body = json.dumps(chat(image("a"), {"type": "text", "text": "word " * num_words})).encode()
-        assert (lift(body, WALKERS["/v1/chat/completions"]) is not None) == lifted
+        assert (extract(body, WALKERS["/v1/chat/completions"]) is not None) == lifted
 
 
 def test_long_lists_are_not_looked_at() -> None:
     for num_parts, lifted in ((200, True), (300, False)):
         body = json.dumps(chat(image("a"), *[{}] * num_parts)).encode()
-        assert (lift(body, WALKERS["/v1/chat/completions"]) is not None) == lifted
+        assert (extract(body, WALKERS["/v1/chat/completions"]) is not None) == lifted

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.image_extraction.bad_bodies import PATH, bad_bodies, chat, image
-from vllm_mmcache.components.image_extraction.extract import MIN_TEXT_BYTES, lift
+from vllm_mmcache.components.image_extraction.extract import MIN_TEXT_BYTES, extract
 from vllm_mmcache.components.image_extraction.request_shapes import WALKERS
 from vllm_mmcache.content.base64_scan import find_texts
 
@@ -80,7 +80,7 @@ def test_looking_for_images(name: str) -> None:
 @pytest.fixture(scope="module")
 def lifted_before() -> None:
     """Settings are read when they are first asked for."""
-    assert lift(chat(image(100_000)), WALKERS[PATH])
+    assert extract(chat(image(100_000)), WALKERS[PATH])
 
 
 @pytest.mark.usefixtures("lifted_before")
@@ -96,7 +96,7 @@ def test_all_that_is_done(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return loads(text)
 
     monkeypatch.setattr(json, "loads", counted)
-    seen = bytecodes(lambda: lift(body, WALKERS[PATH]))
+    seen = bytecodes(lambda: extract(body, WALKERS[PATH]))
     assert seen <= BYTECODES_FOR_NOTHING + len(body) // BYTES_PER_BYTECODE
     assert parsed <= len(body) + 100 * (len(body) // MIN_TEXT_BYTES)
 
@@ -119,6 +119,6 @@ def test_the_count_can_fail() -> None:
 def test_good_bodies_are_lifted(num_images: int) -> None:
     """The bounds leave what they are there for: images and a long talk beside them."""
     text = '{"type":"text","text":"' + "word " * 100 + '"}'
-    lifted = lift(chat(*[image(100_000), text, text] * num_images), WALKERS[PATH])
+    lifted = extract(chat(*[image(100_000), text, text] * num_images), WALKERS[PATH])
     assert lifted is not None
     assert len(lifted.payloads) == num_images

@@ -19,7 +19,7 @@ from tests.lazy_media.test_loader import component, image_io, mm_hash
 from tests.lazy_media.test_restarts import restart
 from vllm_mmcache.base import settings, status
 from vllm_mmcache.components.lazy_media import hooks as images
-from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
+from vllm_mmcache.components.lazy_media.lazy_image import LazyImage
 from vllm_mmcache.components.lazy_media.media_info import Key
 from vllm_mmcache.components.lazy_media.video import hooks as videos
 from vllm_mmcache.prove.pictures import ellipses
@@ -112,7 +112,7 @@ def test_a_name_from_exif_ends_when_identity_is_on(tmp_path: Path, monkeypatch: 
         assert by_exif != by_pixels
         restart()
         known = image_io({}).load_bytes(content)
-        assert isinstance(known.media, LazyPicture)
+        assert isinstance(known.media, LazyImage)
         assert mm_hash(known) == by_exif, "the control: the name is kept with the image"
         restart()
     monkeypatch.setattr(settings, "_current", settings.Settings(store=str(tmp_path)))

@@ -18,9 +18,9 @@ from PIL import Image
 from tests.lazy_media import files
 from vllm_mmcache.base import settings, status, tenant
 from vllm_mmcache.base.versions import vllm_version
-from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
+from vllm_mmcache.components.lazy_media.lazy_image import LazyImage
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
-from vllm_mmcache.content.base64_image import TEXTS
+from vllm_mmcache.content.base64_image import CONTENT_IDS
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle.registry import COMPONENTS
 from vllm_mmcache.metrics import counters
@@ -40,7 +40,7 @@ FILES = {**files.good(), **files.bad()}
 @contextlib.contextmanager
 def component() -> Iterator[None]:
     """The group installed, with nothing known; stock outside of the block."""
-    TEXTS.clear()
+    CONTENT_IDS.clear()
     RECORDS.clear()
     records.close()
     outcome = installer.install("lazy_media", COMPONENTS["lazy_media"].all_hooks(), vllm_version())
@@ -126,7 +126,7 @@ def test_known_images_are_not_decoded() -> None:
     for known in (*by_text, image_io({}).load_bytes(content)):
         assert mm_hash(known) == cold_hash
         assert (known.size, known.mode, known.width) == (files.SIZE, "RGB", files.SIZE[0])
-        assert isinstance(known.media, LazyPicture)
+        assert isinstance(known.media, LazyImage)
         assert not known.media.is_decoded
     assert counters.IMAGES_DECODED.value == before
     np.asarray(known)
@@ -157,7 +157,7 @@ def test_other_options_are_another_record() -> None:
     on_white, on_black = (image_io(options).load_bytes(content) for options in (OPTIONS["RGB"], OPTIONS["on black"]))
     assert mm_hash(on_white) != mm_hash(on_black)
     again = image_io(OPTIONS["on black"]).load_bytes(content)
-    assert isinstance(again.media, LazyPicture)
+    assert isinstance(again.media, LazyImage)
     assert np.asarray(again).tobytes() == np.asarray(on_black).tobytes()
 
 
@@ -172,7 +172,7 @@ def test_images_are_known_to_their_tenant_alone() -> None:
         token = tenant.SALT.set(salt)
         loader = image_io({})
         tenant.SALT.reset(token)
-        return isinstance(load(loader).media, LazyPicture)
+        return isinstance(load(loader).media, LazyImage)
 
     try:
         for load in (lambda loader: loader.load_bytes(content), lambda loader: loader.load_base64("image/png", text)):
@@ -180,7 +180,7 @@ def test_images_are_known_to_their_tenant_alone() -> None:
             records.close()
             seen = [(salt, lazy(salt, load)) for salt in (None, "a", "b", None, "a", "b")]
             assert [known for _, known in seen] == [False] * 3 + [True] * 3
-        assert len(TEXTS) == 3
+        assert len(CONTENT_IDS) == 3
     finally:
         installer.undo("identity")
 

@@ -10,18 +10,18 @@ import pytest
 
 from tests.lazy_media import files
 from tests.lazy_media.test_loader import OPTIONS, component, image_io, look
-from vllm_mmcache.components.lazy_media.vllm_source import Origin, load, origin_of
+from vllm_mmcache.components.lazy_media.vllm_source import MediaSource, load, source_of
 
 GOOD = files.good()
 
 
-def carried(origin: Origin) -> Origin:
+def carried(origin: MediaSource) -> MediaSource:
     """As it is after the way into another process: JSON, and bytes."""
     content = origin.content()
     return replace(origin, options=json.loads(json.dumps(origin.options)), content=lambda: content)
 
 
-def origins(loader: Any, content: bytes) -> list[Origin]:
+def origins(loader: Any, content: bytes) -> list[MediaSource]:
     """Of an image that was unknown, is known by its bytes, and by its text."""
     text = base64.b64encode(content).decode()
     opened = [loader.load_bytes(content), loader.load_bytes(content), loader.load_base64("image/png", text)]
@@ -41,7 +41,7 @@ def test_images_are_opened_again(name: str, options: str) -> None:
 
 def test_other_options_open_another_image() -> None:
     """Negative control."""
-    white, black = (origin_of(image_io(OPTIONS[name]), lambda: GOOD["png rgba"]) for name in ("RGB", "on black"))
+    white, black = (source_of(image_io(OPTIONS[name]), lambda: GOOD["png rgba"]) for name in ("RGB", "on black"))
     assert white is not None
     assert black is not None
     assert look(lambda: load(white)) != look(lambda: load(black))
@@ -49,7 +49,7 @@ def test_other_options_open_another_image() -> None:
 
 def test_errors_are_stocks() -> None:
     for content in files.bad().values():
-        origin = origin_of(image_io({}), lambda content=content: content)  # type: ignore[misc]
+        origin = source_of(image_io({}), lambda content=content: content)  # type: ignore[misc]
         assert origin is not None
         assert look(lambda origin=origin: load(origin)) == look(  # type: ignore[misc]
             lambda content=content: image_io({}).load_bytes(content)  # type: ignore[misc]
@@ -58,4 +58,4 @@ def test_errors_are_stocks() -> None:
 
 def test_somebody_elses_loader_has_no_origin() -> None:
     loader = type("Theirs", (type(image_io({})),), {})()
-    assert origin_of(loader, bytes) is None
+    assert source_of(loader, bytes) is None

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
+from vllm_mmcache.components.lazy_media.lazy_image import LazyImage
 from vllm_mmcache.prove.pictures import ellipses
 
 PLAIN = ellipses("picture", (80, 60))
 
 
-def lazy(plain: Image.Image = PLAIN) -> LazyPicture:
-    return LazyPicture(plain.size, plain.mode, plain.copy)
+def lazy(plain: Image.Image = PLAIN) -> LazyImage:
+    return LazyImage(plain.size, plain.mode, plain.copy)
 
 
 def test_size_and_mode_do_not_decode() -> None:
@@ -85,7 +85,7 @@ def test_error_of_decode_passes_and_may_be_tried_again() -> None:
             raise ValueError("Failed to load image: no memory")
         return PLAIN.copy()
 
-    picture = LazyPicture(PLAIN.size, PLAIN.mode, decode)
+    picture = LazyImage(PLAIN.size, PLAIN.mode, decode)
     with pytest.raises(ValueError, match="no memory"):
         picture.load()
     assert picture.tobytes() == PLAIN.tobytes()

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from tests.memory import traced
-from vllm_mmcache.base.lru import Bounded, Budget
-from vllm_mmcache.components.lazy_media.media_info import MAX_MM_HASHES, RECORD_COST_BYTES, Key, Record, unpacked
+from vllm_mmcache.base.lru import Budget, LruTable
+from vllm_mmcache.components.lazy_media.media_info import MAX_MM_HASHES, RECORD_COST_BYTES, Key, MediaInfo, unpacked
 from vllm_mmcache.components.lazy_media.video.video_info import MAX_METADATA_BYTES, record_of
 from vllm_mmcache.components.lazy_media.video.video_info import RECORD_COST_BYTES as VIDEO_COST_BYTES
 from vllm_mmcache.content.base64_image import TEXT_COST_BYTES
@@ -22,8 +22,8 @@ def test_what_is_no_record_is_none() -> None:
         assert unpacked(packed) is None
 
 
-def table(entries: int = 3, size_bytes: int = 1000) -> Bounded[int, str]:
-    return Bounded(lambda: Budget(entries, size_bytes), 100)
+def table(entries: int = 3, size_bytes: int = 1000) -> LruTable[int, str]:
+    return LruTable(lambda: Budget(entries, size_bytes), 100)
 
 
 def test_least_recently_used_goes_first() -> None:
@@ -76,7 +76,7 @@ def test_threads() -> None:
 
 
 def test_mm_hashes_are_bounded() -> None:
-    record = Record((1, 1), "RGB", None)
+    record = MediaInfo((1, 1), "RGB", None)
     for number in range(2 * MAX_MM_HASHES):
         record.keep_mm_hash(number, str(number))
     assert record.mm_hash(0) is None
@@ -87,16 +87,16 @@ def test_mm_hashes_are_bounded() -> None:
 def test_entries_cost_no_more_than_they_count_for() -> None:
     """Measured: what a full record of an image, a text, and a full record of a video, really take."""
 
-    def new_record(records: Bounded[Key, Record]) -> None:
-        record = Record((1280, 720), "RGB", {"image_mode": "RGB", "rgba_background_color": (255, 255, 255)})
+    def new_record(records: LruTable[Key, MediaInfo]) -> None:
+        record = MediaInfo((1280, 720), "RGB", {"image_mode": "RGB", "rgba_background_color": (255, 255, 255)})
         for _ in range(MAX_MM_HASHES):
             record.keep_mm_hash(("blake3", "image", secrets.token_hex(32)), secrets.token_hex(32))
         records.admit(Key(secrets.token_bytes(32), ("ImageMediaIO", "RGB", (255, 255, 255), 10**9)), record)
 
-    def new_text(texts: Bounded[bytes, bytes]) -> None:
+    def new_text(texts: LruTable[bytes, bytes]) -> None:
         texts.admit(secrets.token_bytes(32), secrets.token_bytes(32))
 
-    def new_video(videos: Bounded[Key, Record]) -> None:
+    def new_video(videos: LruTable[Key, MediaInfo]) -> None:
         component = MAX_METADATA_BYTES - len(json.dumps({"frames": ""}))
         record = record_of((64, 720, 1280, 3), {"frames": secrets.token_hex(component // 2)})
         assert record is not None
@@ -110,7 +110,7 @@ def test_entries_cost_no_more_than_they_count_for() -> None:
         (new_video, VIDEO_COST_BYTES),
     )
     for new, cost_bytes in costs:
-        known: Bounded[object, object] = Bounded(lambda: Budget(10**6, 10**9), cost_bytes)
+        known: LruTable[object, object] = LruTable(lambda: Budget(10**6, 10**9), cost_bytes)
         with traced(__file__) as num_bytes:
             for _ in range(500):
                 new(known)  # type: ignore[arg-type]

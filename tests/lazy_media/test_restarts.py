@@ -23,9 +23,9 @@ from tests.lazy_media.test_loader import FILES, OPTIONS, component, image_io, lo
 from tests.sizes import scaled
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.lazy_media import hooks as loader
-from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
-from vllm_mmcache.components.lazy_media.media_info import RECORDS, Key, Record, _name, admit, find, unpacked
-from vllm_mmcache.content.base64_image import TEXTS
+from vllm_mmcache.components.lazy_media.lazy_image import LazyImage
+from vllm_mmcache.components.lazy_media.media_info import RECORDS, Key, MediaInfo, _name, admit, find, unpacked
+from vllm_mmcache.content.base64_image import CONTENT_IDS
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.storage import records
 from vllm_mmcache.storage.frame import frame
@@ -61,7 +61,7 @@ def restart() -> None:
     """A process that knows nothing, and what was kept for it."""
     assert records.current().flush(LONG_S)
     records.close()
-    TEXTS.clear()
+    CONTENT_IDS.clear()
     RECORDS.clear()
 
 
@@ -75,7 +75,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def is_known(content: bytes, options: str = "RGB") -> bool:
-    return isinstance(image_io(OPTIONS[options]).load_bytes(content).media, LazyPicture)
+    return isinstance(image_io(OPTIONS[options]).load_bytes(content).media, LazyImage)
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_as_stock_after_a_restart(name: str, options: str, tmp_path: Path, monke
                 assert not len(RECORDS)
                 continue
             media = way(image_io(OPTIONS[options]))
-            if isinstance(media.media, LazyPicture):
+            if isinstance(media.media, LazyImage):
                 assert (mm_hash(media), media.size, media.mode) == (stock[0][0], stock[1], stock[2])
                 assert media.io_config == stock[4]
                 assert counters.IMAGES_DECODED.value == before
@@ -144,7 +144,7 @@ def test_random_images(
     assert look(lambda: image_io(OPTIONS[options]).load_bytes(content)) == look(lambda: stock)
     restart()
     known = image_io(OPTIONS[options]).load_bytes(content)
-    assert isinstance(known.media, LazyPicture)
+    assert isinstance(known.media, LazyImage)
     assert (known.size, known.mode, known.io_config) == (stock.size, stock.mode, stock.io_config)
     assert mm_hash(known) == mm_hash(stock)
     assert not known.media.is_decoded
@@ -223,7 +223,7 @@ def test_what_was_planted_is_a_miss(store: Path, how: str) -> None:
     place = DiskPlace(store, 1 << 20)
     kept = place._load(_name(other_key))
     assert kept is not None
-    good = Record(files.SIZE, "RGB", None).packed() or b""
+    good = MediaInfo(files.SIZE, "RGB", None).packed() or b""
     planted = {
         "of another image": kept[0],
         "cut": frame(_name(key), good)[:-1],
@@ -249,7 +249,7 @@ def test_what_was_planted_is_a_miss(store: Path, how: str) -> None:
     ],
 )
 def test_only_what_comes_back_equal_is_kept(io_config: dict[Any, Any] | None, is_kept: bool) -> None:
-    record = Record((3, 4), "RGB", io_config)
+    record = MediaInfo((3, 4), "RGB", io_config)
     kept = record.packed()
     assert (kept is not None) is is_kept
     if kept is not None:
@@ -266,7 +266,7 @@ def test_what_is_no_record_of_an_image(content: bytes) -> None:
 @pytest.mark.usefixtures("store")
 def test_what_is_used_for_long_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     key = Key(b"content", ("options",))
-    admit(key, Record((3, 4), "RGB", None))
+    admit(key, MediaInfo((3, 4), "RGB", None))
     assert find(key) is not None
     assert records.current().flush(LONG_S)
     saved = records.current().counts()["disk"]["saved"]

@@ -18,7 +18,7 @@ from tests.lazy_processing.asking import Asking, Work, finish_reasons, forget_pr
 from vllm_mmcache.components.features.engine.hooks import Connector
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
 from vllm_mmcache.components.lazy_media.video.video_info import VIDEOS
-from vllm_mmcache.components.lazy_processing.vllm_pixels import Maker
+from vllm_mmcache.components.lazy_processing.vllm_pixels import PixelMaker
 from vllm_mmcache.prove.answers import assert_equals_answer
 from vllm_mmcache.prove.conversations import assistant, filler, picture, user
 from vllm_mmcache.storage import records
@@ -127,11 +127,11 @@ def test_pixels_that_can_not_be_made_fail_their_request_alone(
     asking.ask(talk)
     rig.make_cold()
 
-    def broken(self: Maker, item: object) -> None:
+    def broken(self: PixelMaker, item: object) -> None:
         raise OSError("nothing to decode with")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Maker, "make", broken)
+        patched.setattr(PixelMaker, "make", broken)
         # Also where vLLM has set up its loggers since the test began, as it does with the first engine.
         patched.setattr(logging.getLogger("vllm.mmcache"), "handlers", [caplog.handler])
         assert finish_reasons(rig, talk, other) == ["error", "length"]

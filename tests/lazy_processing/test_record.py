@@ -18,7 +18,7 @@ from PIL import Image
 
 from tests.lazy_processing.asking import png
 from tests.sizes import scaled
-from vllm_mmcache.components.lazy_media.vllm_source import load, origin_of
+from vllm_mmcache.components.lazy_media.vllm_source import load, source_of
 from vllm_mmcache.components.lazy_processing.vllm_item import FIELD, defer, is_deferred, small_fields, undo
 from vllm_mmcache.components.lazy_processing.vllm_item_record import Kinds, digest_of, encode, num_tokens_of
 from vllm_mmcache.components.lazy_processing.vllm_processor import (
@@ -79,7 +79,7 @@ def opened(content: bytes) -> tuple[Any, Any]:
     from vllm.multimodal.media.image import ImageMediaIO
 
     loader = ImageMediaIO()
-    return loader.load_bytes(content), origin_of(loader, lambda: content)
+    return loader.load_bytes(content), source_of(loader, lambda: content)
 
 
 def assert_same(one: Processed, other: Processed) -> None:
@@ -166,11 +166,11 @@ def test_it_travels_as_any_item(zoo: Path) -> None:
 
 def test_a_client_can_not_send_one(zoo: Path) -> None:
     """An item that comes ready-made has its pixels, or is refused before it reaches the engine."""
-    from vllm_mmcache.components.lazy_processing.vllm_cache import ReadyCache
+    from vllm_mmcache.components.lazy_processing.vllm_cache import PreparedItemCache
 
     media, origin = opened(file_of(64, 64, "RGB"))
     item, _ = process(processor_of("qwen3-vl", zoo), "image", media, {})
-    cache = ReadyCache(None)
+    cache = PreparedItemCache(None)
     cache.validate_input_item(item, "a name")
     with pytest.raises(ValueError, match="must have its pixels"):
         cache.validate_input_item(defer(small_fields(item), "image", origin, {}, b""), "a name")

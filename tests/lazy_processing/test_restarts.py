@@ -19,7 +19,7 @@ from tests.features.conftest import Put, alone, put
 from tests.features.tiers import LONG_S
 from tests.lazy_processing.asking import Asking, Work
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
-from vllm_mmcache.content.base64_image import TEXTS
+from vllm_mmcache.content.base64_image import CONTENT_IDS
 from vllm_mmcache.prove.answers import assert_equals_answer
 from vllm_mmcache.prove.conversations import picture, user
 from vllm_mmcache.storage import records
@@ -60,7 +60,7 @@ class Servers:
         self._pool.close()
         records.close()
         RECORDS.clear()
-        TEXTS.clear()
+        CONTENT_IDS.clear()
         for cached in (*vars(processor).values(), *vars(registry).values()):
             if hasattr(cached, "cache_clear"):
                 cached.cache_clear()

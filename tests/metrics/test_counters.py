@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_mmcache.base.failsafe import guarded
+from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.metrics import counters
 
 SEVERAL = """
@@ -67,7 +67,7 @@ def test_several_processes(tmp_path: Path) -> None:
 def test_bookkeeping_never_fails_a_request(log: pytest.LogCaptureFixture) -> None:
     """One log line per component, with the traceback; what follows goes on."""
     for _ in range(3):
-        with guarded("a component"):
+        with failsafe("a component"):
             raise KeyError("lost")
     assert [record.message for record in log.records] == [
         "mmcache: bookkeeping of a component failed; requests go on without it"

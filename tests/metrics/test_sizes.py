@@ -17,7 +17,7 @@ from pydantic import ByteSize
 
 from tests.features.packages import SHAPE, identity
 from vllm_mmcache.base import status
-from vllm_mmcache.base.lru import Bounded, Budget, Size
+from vllm_mmcache.base.lru import Budget, LruTable, Size
 from vllm_mmcache.metrics import table_sizes
 
 SEVERAL = """
@@ -68,17 +68,17 @@ def metrics_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_bounded_table_says_what_it_holds_and_which_of_its_budgets_counts() -> None:
-    table: Bounded[int, int] = Bounded(lambda: Budget(65536, 64 << 20), 6144)
+    table: LruTable[int, int] = LruTable(lambda: Budget(65536, 64 << 20), 6144)
     for number in range(20000):
         table.admit(number, number)
     assert table.size() == Size(10922, 10922 * 6144, 10922 * 6144)
-    by_entries: Bounded[int, int] = Bounded(lambda: Budget(3, 64 << 20), 100)
+    by_entries: LruTable[int, int] = LruTable(lambda: Budget(3, 64 << 20), 100)
     by_entries.admit(1, 1)
     assert by_entries.size() == Size(1, 100, 300)
 
 
 def test_a_server_shows_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    table: Bounded[int, int] = Bounded(lambda: Budget(10, 1 << 20), 100)
+    table: LruTable[int, int] = LruTable(lambda: Budget(10, 1 << 20), 100)
     monkeypatch.setattr(table_sizes, "_server", {})
     table_sizes.of_server("test", table.size)
     for number in range(12):
@@ -95,7 +95,7 @@ def test_a_server_shows_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_table_that_is_gone_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's memory must not stay for a gauge."""
     monkeypatch.setattr(table_sizes, "_server", {})
-    table: Bounded[int, int] = Bounded(lambda: Budget(10, 1 << 20), 100)
+    table: LruTable[int, int] = LruTable(lambda: Budget(10, 1 << 20), 100)
     table_sizes.of_server("test", table.size)
     assert len(list(table_sizes._look(table_sizes._server))) == 1
     del table
@@ -192,7 +192,7 @@ def test_tables_of_the_engine(tmp_path: Path) -> None:
     from vllm_mmcache.components.features.disk import DiskTier
     from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier
     from vllm_mmcache.components.features.writer import Writer
-    from vllm_mmcache.components.image_checkpoints.backoff import Learner, Live
+    from vllm_mmcache.components.image_checkpoints.backoff import Backoff, TrackedCheckpoints
     from vllm_mmcache.components.image_checkpoints.positions import Checkpoint
     from vllm_mmcache.components.observe.record.history import History
 
@@ -206,7 +206,7 @@ def test_tables_of_the_engine(tmp_path: Path) -> None:
     assert writer.size() == Size(2)
     assert disk.size() == Size(None, 77, 1 << 20)
     assert History(16, lambda: 1 << 20).size() == Size(0, 0, 1 << 20)
-    live = Live(Learner())
+    live = TrackedCheckpoints(Backoff())
     live.add(b"key", Checkpoint(16, frozenset({"end"})))
     assert live.size() == Size(1)
 

@@ -4,7 +4,7 @@
 import pytest
 
 from vllm_mmcache.components.observe.record.causes import GroupHit, Lookup, Lost, Prompt, explain
-from vllm_mmcache.components.observe.record.history import Entry, Found, Match
+from vllm_mmcache.components.observe.record.history import Entry, HistoryMatch, Match
 from vllm_mmcache.components.observe.record.schema import Reason
 
 UNIT = 16
@@ -21,10 +21,10 @@ def known(common: int, total: int = 1000, lora: str = "") -> Match:
 
 
 def test_other_lora() -> None:
-    causes = explain(prompt(100), Found(0, None, known(90, lora="support")), Lookup(0, UNIT, ""))
+    causes = explain(prompt(100), HistoryMatch(0, None, known(90, lora="support")), Lookup(0, UNIT, ""))
     assert [(c.reason, c.tokens) for c in causes] == [(Reason.OTHER_LORA, 90), (Reason.NEW_CONTENT, 10)]
     assert causes[0].details["was"] == "support"
-    assert explain(prompt(100), Found(6, known(100), None), Lookup(96, UNIT, ""))[0].reason is Reason.BLOCK_TAIL
+    assert explain(prompt(100), HistoryMatch(6, known(100), None), Lookup(96, UNIT, ""))[0].reason is Reason.BLOCK_TAIL
 
 
 def test_two_causes_in_the_cache() -> None:
@@ -32,7 +32,7 @@ def test_two_causes_in_the_cache() -> None:
     groups = [GroupHit(0, "full_attention", 16, True, 64), GroupHit(1, "mamba", 16, False, 32)]
     reasons = {0: Lost(Reason.EVICTED, {"how": "evicted"}), 1: Lost(Reason.STATE_NOT_KEPT)}
     lookup = Lookup(32, UNIT, "", groups, lost=lambda group: reasons[group.index])
-    causes = explain(prompt(100), Found(6, known(100), None), lookup)
+    causes = explain(prompt(100), HistoryMatch(6, known(100), None), lookup)
     assert [(c.reason, c.start, c.tokens) for c in causes] == [
         (Reason.STATE_NOT_KEPT, 32, 32),
         (Reason.EVICTED, 64, 36),
@@ -44,7 +44,7 @@ def test_two_causes_in_the_cache() -> None:
 def test_causes_cover_what_the_hit_does_not(total: int, share: float) -> None:
     common = int(total * share)
     for hit in range(0, max(total, 1), UNIT):
-        found = Found(common // UNIT, known(common) if common else None, None)
+        found = HistoryMatch(common // UNIT, known(common) if common else None, None)
         groups = [GroupHit(0, "full_attention", 16, True, hit)]
         position = hit
         for cause in explain(prompt(total), found, Lookup(hit, UNIT, "", groups)):

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 
 from vllm_mmcache.components.observe.record import wire
-from vllm_mmcache.components.observe.record.history import Entry, Found, History
+from vllm_mmcache.components.observe.record.history import Entry, History, HistoryMatch
 
 BLOCK = 4
 
@@ -29,7 +29,7 @@ def entry_of(tokens: list[int], salt: str = "", lora: str = "", image: str = "")
     return Entry(f"r{number}", float(number), salt, lora, len(tokens), images_end=8 if image else 0, notes=notes)
 
 
-def see(history: History, tokens: list[int], salt: str = "", lora: str = "", image: str = "") -> Found:
+def see(history: History, tokens: list[int], salt: str = "", lora: str = "", image: str = "") -> HistoryMatch:
     entry = entry_of(tokens, salt, lora, image)
     found = history.find(entry, tokens, keys(tokens, salt + lora))
     history.remember(entry, tokens, keys(tokens, salt + lora), found.num_known)
@@ -37,7 +37,7 @@ def see(history: History, tokens: list[int], salt: str = "", lora: str = "", ima
     return found
 
 
-def common(found: Found) -> int:
+def common(found: HistoryMatch) -> int:
     return found.nearest.common_tokens if found.nearest else 0
 
 

@@ -15,24 +15,24 @@ import pytest
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.observe.record import asked as asked_module
 from vllm_mmcache.components.observe.record import wire
-from vllm_mmcache.components.observe.record.asked import UNKNOWN, Asked, Waiting
+from vllm_mmcache.components.observe.record.asked import UNKNOWN, RequestSnapshot, Waiting
 from vllm_mmcache.components.observe.record.file import read_records
 from vllm_mmcache.components.observe.record.recorder import RECORD_BYTES, SEGMENT_BYTES, Recorder
 from vllm_mmcache.components.observe.record.schema import Reason
 from vllm_mmcache.metrics import counters
 
 
-def asked(name: str = "r", num_answers: int = 1, turns: int = 3, images: int = 0) -> Asked:
+def asked(name: str = "r", num_answers: int = 1, turns: int = 3, images: int = 0) -> RequestSnapshot:
     spans = [(10 + 20 * index, 16, f"image {index}") for index in range(images)]
     length = 20 * (turns + images) + 20
-    return Asked(
+    return RequestSnapshot(
         request_id=name, time_s=1.0, prompt_tokens=length, lora="", salt="", num_answers=num_answers,
         turns=[0, *(length - 20 * turn for turn in range(turns - 1, 0, -1))], roles=["user"] * turns,
         answers=[], spans=spans, layers=[UNKNOWN] * images,
     )  # fmt: skip
 
 
-def outcome(ticket: str, request: Asked, reused: int = 16) -> str:
+def outcome(ticket: str, request: RequestSnapshot, reused: int = 16) -> str:
     missed = request.prompt_tokens - reused
     said = wire.Outcome(
         ticket=ticket, id=ticket, reused_tokens=reused, external_tokens=0, block_tokens=16, engine=0,

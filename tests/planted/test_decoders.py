@@ -27,16 +27,16 @@ from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.lasting import LastingTier, name_of
 from vllm_mmcache.components.features.package import pack
 from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
-from vllm_mmcache.components.lazy_media.hooks import RecordedMedia
-from vllm_mmcache.components.lazy_media.media_info import RECORDS, Key, Record, _name, find
+from vllm_mmcache.components.lazy_media.hooks import KnownImage
+from vllm_mmcache.components.lazy_media.media_info import RECORDS, Key, MediaInfo, _name, find
 from vllm_mmcache.components.lazy_media.video import video_info as videos
 from vllm_mmcache.components.lazy_media.video.video_info import VIDEOS
 from vllm_mmcache.components.lazy_processing import hooks
-from vllm_mmcache.components.lazy_processing.hooks import Asked, Side
+from vllm_mmcache.components.lazy_processing.hooks import ItemPreparer, ItemRequest
 from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
 from vllm_mmcache.components.lazy_processing.vllm_processor import inputs_of, process
 from vllm_mmcache.storage import records
-from vllm_mmcache.storage.encryption import CLEAR
+from vllm_mmcache.storage.encryption import PLAIN
 from vllm_mmcache.storage.frame import frame, unframe
 from vllm_mmcache.storage.records.ram import Entry
 
@@ -48,7 +48,7 @@ MOST_RSS_BYTES = 192 * 1024**2  # that a kind may add to the process, in all
 MOST_BYTES = 64 * 1024**2  # that one entry may take for a moment
 PLACES = ("ram", "disk", "remote")
 SIZE = (200, 120)
-IMAGE = Record(
+IMAGE = MediaInfo(
     SIZE, "RGB", {"image_mode": "RGB", "rgba_background_color": (255, 255, 255)}, _mm_hashes={("q",): "a" * 64}
 )
 METADATA = {
@@ -144,10 +144,10 @@ class Items:
 
     def __init__(self, zoo: Path) -> None:
         processor = processor_of("qwen3-vl", zoo)
-        self.side = Side(processor, processor.info.ctx.model_config, None)
+        self.side = ItemPreparer(processor, processor.info.ctx.model_config, None)
         media, origin = opened(file_of(*SIZE, "RGB"))
-        recorded = RecordedMedia(media.media, lambda: media.original_bytes, IMAGE, b"id", origin)
-        self.asked = Asked("image", recorded, None, {}, {})
+        recorded = KnownImage(media.media, lambda: media.original_bytes, IMAGE, b"id", origin)
+        self.asked = ItemRequest("image", recorded, None, {}, {})
         self.inputs = inputs_of(*self.side._plain(self.asked))
         self.good = self.record("qwen3-vl", zoo)
         self.others = [self.record(family, zoo) for family in ("gemma3", "internvl", "minicpm-v", "gemma4")]
@@ -155,7 +155,7 @@ class Items:
     def record(self, family: str, zoo: Path) -> bytes:
         """What this image's record is for a model."""
         processor = processor_of(family, zoo)
-        side = Side(processor, processor.info.ctx.model_config, None)
+        side = ItemPreparer(processor, processor.info.ctx.model_config, None)
         record = side._kinds_of("image").describe(process(processor, "image", self.asked.media, {})[0])
         assert record is not None
         return record
@@ -244,14 +244,14 @@ def test_packages(place: str, marker: Marker, tmp_path: Path, running_server: Se
     for number in range(num):
         chance, who = Random(number), identity(number)
         planted = hostile.package(chance, who, SHAPE, bytes(features(number)), marker)
-        write(tier, name_of(who, CLEAR), planted, running_server)
+        write(tier, name_of(who, PLAIN), planted, running_server)
         begun = time.perf_counter()
         assert load(tier, number) is None, f"case {number} is a hit"
         assert time.perf_counter() - begun < LONGEST_S
     counts = tier.counters.snapshot()
     assert counts["set_aside"] == num
     assert counts["hits"] == counts["errors"] == 0
-    write(tier, name_of(identity(0), CLEAR), pack(identity(0), SHAPE, features(0)), running_server)
+    write(tier, name_of(identity(0), PLAIN), pack(identity(0), SHAPE, features(0)), running_server)
     assert load(tier, 0) == features(0), "the control"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - used_bytes < MOST_RSS_BYTES
 

@@ -18,12 +18,12 @@ from tests.lazy_processing.asking import png
 from tests.lazy_processing.test_record import file_of, kinds_of, opened, processor_of
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.lazy_media.hooks import RecordWrong
-from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
-from vllm_mmcache.components.lazy_media.media_info import RECORDS, Record
+from vllm_mmcache.components.lazy_media.lazy_image import LazyImage
+from vllm_mmcache.components.lazy_media.media_info import RECORDS, MediaInfo
 from vllm_mmcache.components.lazy_processing.positions import guard_positions
 from vllm_mmcache.components.lazy_processing.vllm_item import defer, is_deferred, small_fields
 from vllm_mmcache.components.lazy_processing.vllm_item_record import digest_of, encode
-from vllm_mmcache.components.lazy_processing.vllm_pixels import Maker, Refuted
+from vllm_mmcache.components.lazy_processing.vllm_pixels import PixelMaker, Refuted
 from vllm_mmcache.components.lazy_processing.vllm_processor import inputs_of, process, updates_of
 from vllm_mmcache.storage import records
 
@@ -48,9 +48,9 @@ def deferred(zoo: Path, of: tuple[int, int], content: bytes) -> Any:
     return defer(small, "image", replace(origin, content=lambda: content), {}, digest_of(record, updates))
 
 
-def maker_of(zoo: Path) -> Maker:
+def maker_of(zoo: Path) -> PixelMaker:
     processor = processor_of("qwen3-vl", zoo)
-    maker = Maker(processor.info.ctx.model_config)
+    maker = PixelMaker(processor.info.ctx.model_config)
     maker._processor = processor
     return maker
 
@@ -124,12 +124,12 @@ def test_a_size_that_is_not_the_images(tmp_path: Path, monkeypatch: pytest.Monke
         assert image_io({}).load_bytes(content).size == SIZE
         (record,) = RECORDS._entries.values()
         assert record.name is not None
-        planted = Record(OTHER, "RGB", record.io_config).packed()
+        planted = MediaInfo(OTHER, "RGB", record.io_config).packed()
         assert planted is not None
         records.current().put(record.name, planted)
         restart()
         media = image_io({}).load_bytes(content)
-        assert isinstance(media.media, LazyPicture)
+        assert isinstance(media.media, LazyImage)
         assert media.size == OTHER
         with pytest.raises(RecordWrong, match="ask again"):
             media.media.load()
@@ -147,7 +147,7 @@ def test_a_record_beyond_what_vllm_opens(tmp_path: Path, monkeypatch: pytest.Mon
     with component():
         image_io({}).load_bytes(content)
         (record,) = RECORDS._entries.values()
-        planted = Record((20_000, 20_000), "RGB", record.io_config).packed()
+        planted = MediaInfo((20_000, 20_000), "RGB", record.io_config).packed()
         assert record.name is not None
         assert planted is not None
         records.current().put(record.name, planted)
@@ -157,9 +157,9 @@ def test_a_record_beyond_what_vllm_opens(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_an_engine_refuted_is_processed_anew() -> None:
-    from vllm_mmcache.components.lazy_processing.vllm_cache import MAX_REFUTED, ReadyCache
+    from vllm_mmcache.components.lazy_processing.vllm_cache import MAX_REFUTED, PreparedItemCache
 
-    cache = ReadyCache(None)
+    cache = PreparedItemCache(None)
     assert not cache.is_refuted("image")
     cache.invalidate("image")
     assert cache.is_refuted("image")

@@ -17,7 +17,7 @@ from mmcache_tools.zoo import architecture_of, build
 
 from tests.sizes import larger
 from vllm_mmcache.lifecycle import user_proofs
-from vllm_mmcache.lifecycle.user_proofs import Place
+from vllm_mmcache.lifecycle.user_proofs import ProofScope
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -27,8 +27,8 @@ import wrapt
 
 @wrapt.when_imported("vllm_mmcache.components.features.worker.device_copies")
 def spoil(module):
-    load = module.Copies.load
-    module.Copies.load = lambda self, places: [features * -3 for features in load(self, places)]
+    load = module.DeviceCopies.load
+    module.DeviceCopies.load = lambda self, places: [features * -3 for features in load(self, places)]
 """
 
 
@@ -63,7 +63,7 @@ def test_what_passes_is_proven_for_this_place_alone(tmp_path: Path, monkeypatch:
         ("qwen3-vl, all components", "passed"),
     ]
     assert {item["engine"]["block_tokens"] for item in verdict["items"].values()} == {64}, "the user's argument"
-    place = Place(**verdict["place"])
+    place = ProofScope(**verdict["place"])
     assert (place.platform, place.architecture) == ("cpu", architecture_of("qwen3-vl"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert user_proofs.proven_components(place) == {"features"}

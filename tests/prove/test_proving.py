@@ -20,12 +20,12 @@ from vllm_mmcache.cli import preflight
 from vllm_mmcache.cli import prove as verb
 from vllm_mmcache.lifecycle import user_proofs
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
-from vllm_mmcache.lifecycle.user_proofs import Place
+from vllm_mmcache.lifecycle.user_proofs import ProofScope
 from vllm_mmcache.prove import arguments, items, look, proving
 from vllm_mmcache.prove.items import Item, OwnHow
 from vllm_mmcache.prove.runs import Runs
 
-PLACE = Place("0.33.0", "cuda", 2, "async", "2.14.0", __version__, "Some GPU", architecture_of("qwen3-vl"), 1, 1)
+PLACE = ProofScope("0.33.0", "cuda", 2, "async", "2.14.0", __version__, "Some GPU", architecture_of("qwen3-vl"), 1, 1)
 OF_USE = ["block_keys", "metrics", "features"]
 
 Said = dict[str, Any]
@@ -40,7 +40,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Item]]:
     """Items that pass without an engine, but for what `change` makes of them; returns those that were run."""
 
-    def start(change: Callable[[Item, Said], Any] = lambda item, said: None, place: Place = PLACE) -> list[Item]:
+    def start(change: Callable[[Item, Said], Any] = lambda item, said: None, place: ProofScope = PLACE) -> list[Item]:
         ran: list[Item] = []
 
         def run(item: Item, how: Any, stock: Any, left_s: float) -> Said:
@@ -188,7 +188,7 @@ def test_ctrl_c_keeps_what_has_passed(
             raise KeyboardInterrupt
 
     started(stop)
-    monkeypatch.setattr(look, "look", lambda *given: look.Seen("0.33.0", "cuda", "Some GPU", (), False, ""))
+    monkeypatch.setattr(look, "look", lambda *given: look.Target("0.33.0", "cuda", "Some GPU", (), False, ""))
     code = verb.run(None, [], False, ENGINE_COMPONENTS, ("qwen3-vl", "gemma3"), False, None, False)
     assert code == 130
     assert user_proofs.proven_components(PLACE) == set(ENGINE_COMPONENTS)

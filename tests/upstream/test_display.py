@@ -24,28 +24,28 @@ def made(**values: Any) -> settings.Settings:
 @pytest.mark.parametrize("state", [ON, MIXED])
 def test_where_features_are(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_current", made(store=STORE, feature_ram_bytes="1GiB"))
-    (line,) = display.whereabouts({"features": state, "observe": OFF})
+    (line,) = display.storage_summary({"features": state, "observe": OFF})
     assert line == (
         "features are kept: RAM (1.0GiB), /var/lib/features (10.0GiB at most), redis://***@host:6379/0; beyond RAM "
         "until unused for 7 days (MMCACHE_STORE_TTL)"
     )
     monkeypatch.setattr(settings, "_current", made(store="/a", store_ttl="0"))
-    assert "/a (10.0GiB at most); beyond RAM until there is no room" in display.whereabouts({"features": state})[0]
+    assert "/a (10.0GiB at most); beyond RAM until there is no room" in display.storage_summary({"features": state})[0]
     monkeypatch.setattr(settings, "_current", made(feature_ram_bytes=0))
-    assert display.whereabouts({"features": state}) == ["features are kept: nowhere"]
+    assert display.storage_summary({"features": state}) == ["features are kept: nowhere"]
 
 
 def test_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_current", settings.Settings(observe=True))
-    assert display.whereabouts({"features": OFF, "observe": ON}) == ["requests are recorded"]
+    assert display.storage_summary({"features": OFF, "observe": ON}) == ["requests are recorded"]
     monkeypatch.setattr(settings, "_current", settings.Settings(observe=True, observe_file="/a/file"))
-    assert display.whereabouts({"observe": ON}) == ["requests are recorded: /a/file"]
+    assert display.storage_summary({"observe": ON}) == ["requests are recorded: /a/file"]
 
 
 @pytest.mark.parametrize("state", [OFF, State("unneeded", "no images")])
 def test_nothing_is_said_of_what_is_not_so(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_current", settings.Settings(store=STORE, observe=True))
-    assert display.whereabouts({"features": state, "observe": state}) == display.whereabouts({}) == []
+    assert display.storage_summary({"features": state, "observe": state}) == display.storage_summary({}) == []
 
 
 def test_as_json() -> None:

@@ -15,9 +15,9 @@ import pytest
 from vllm_mmcache import __version__
 from vllm_mmcache.base.errors import ProofsUnwritable
 from vllm_mmcache.lifecycle import user_proofs
-from vllm_mmcache.lifecycle.user_proofs import Place
+from vllm_mmcache.lifecycle.user_proofs import ProofScope
 
-PLACE = Place(
+PLACE = ProofScope(
     "0.33.0", "cuda", 2, "async", "2.14.0", __version__, "NVIDIA H100", "Qwen3VLForConditionalGeneration", 1, 1
 )
 COMPONENT_NAMES = ("block_keys", "features")
@@ -29,7 +29,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state" / "mmcache" / "proofs.json"
 
 
-def add(place: Place = PLACE, *components: str, **more: Any) -> None:
+def add(place: ProofScope = PLACE, *components: str, **more: Any) -> None:
     user_proofs.add(place, components or COMPONENT_NAMES, "zoo family qwen3-vl", ["--block-size", "32"], **more)
 
 
@@ -54,7 +54,7 @@ def test_a_good_file_is_used(state: Path) -> None:
     assert stat.S_IMODE(state.parent.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Place)])
+@pytest.mark.parametrize("name", [field.name for field in fields(ProofScope)])
 def test_it_holds_for_one_place_alone(name: str) -> None:
     add()
     value = getattr(PLACE, name)

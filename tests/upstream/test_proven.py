@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a component was exercised on decides where it is on: version, model runner, scheduling, and platform for some."""
+"""What a component was tested on decides where it is on: version, model runner, scheduling, and platform for some."""
 
 from dataclasses import replace
 

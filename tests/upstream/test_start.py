@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which components are on: by setting, by what the configuration says, by where the component was exercised, by what fits."""
+"""Which components are on: by setting, by configuration, by where the component was tested, by what fits."""
 
 import copy
 import json
@@ -125,7 +125,7 @@ def test_a_proof_of_the_users_own_counts(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(tested_engines, "TABLE", [])
     assert decide("features", configurations).state == "off"
-    place = user_proofs.Place.of(configurations["gemma3"])
+    place = user_proofs.ProofScope.of(configurations["gemma3"])
     user_proofs.add(place, ["features"], "a test", [])
     assert decide("features", configurations) == ON
     assert decide("block_keys", configurations).state == "off"
@@ -147,11 +147,11 @@ def test_what_is_ignored_of_the_users_proofs_is_said(
 
     def said() -> str:
         caplog.clear()
-        activation.take_on("api", configurations["gemma3"])
+        activation.activate("api", configurations["gemma3"])
         return " ".join(record.getMessage() for record in caplog.records if is_warning(record))
 
     assert said() == ""
-    place = user_proofs.Place.of(configurations["gemma3"])
+    place = user_proofs.ProofScope.of(configurations["gemma3"])
     user_proofs.add(replace(place, vllm="0.31.0"), ["features"], "a test", [])
     assert said() == "", "a proof is not asked for where the component is on anyway"
     monkeypatch.setattr(tested_engines, "TABLE", [])
@@ -166,15 +166,15 @@ def test_the_users_proofs_are_read_once(
     install(monkeypatch)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(tested_engines, "TABLE", [])
-    user_proofs.add(user_proofs.Place.of(configurations["gemma3"]), ["features", "metrics"], "a test", [])
+    user_proofs.add(user_proofs.ProofScope.of(configurations["gemma3"]), ["features", "metrics"], "a test", [])
     reads, read = [], user_proofs.read
     monkeypatch.setattr(user_proofs, "read", lambda: reads.append("read") or read())
     for role in ROLES:
-        activation.take_on(role, configurations["gemma3"])
+        activation.activate(role, configurations["gemma3"])
         assert reads.pop() == "read"
         assert not reads
     assert status.of("worker")["features"] == ON == status.of("api")["metrics"]
-    assert activation.foresee(configurations["gemma3"])["features"] == ON
+    assert activation.predict(configurations["gemma3"])["features"] == ON
     assert reads == ["read"]
 
 
@@ -261,7 +261,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **misfits: str) -> list[str]:
 def test_a_role_gets_its_own_part(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = install(monkeypatch)
     for role in ROLES:
-        activation.take_on(role, configurations["gemma3"])
+        activation.activate(role, configurations["gemma3"])
         on = {component for component, state in status.of(role).items() if state == ON}
         assert set(status.of(role)) == set(parts(role))
         assert f"report ({role})" in asked
@@ -274,32 +274,32 @@ def test_a_role_gets_its_own_part(configurations: dict[str, Any], monkeypatch: p
 
 def test_a_component_needs_another(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, lazy_media="symbol changed")
-    activation.take_on("api", configurations["gemma3"])
+    activation.activate("api", configurations["gemma3"])
     assert status.of("api")["lazy_media"] == State("off", "symbol changed")
     assert status.of("api")["image_extraction"] == State("off", "needs lazy_media, which is off")
-    foreseen = activation.foresee(configurations["gemma3"])
-    assert foreseen["image_extraction"] == ON, "which fits here"
+    predicted = activation.predict(configurations["gemma3"])
+    assert predicted["image_extraction"] == ON, "which fits here"
 
 
 def test_nothing_is_on_where_nobody_could_say_so(
     configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, report="symbol changed")
-    activation.take_on("engine", configurations["gemma3"])
+    activation.activate("engine", configurations["gemma3"])
     assert set(status.of("engine").values()) == {State("off", "symbol changed")}
 
 
 def test_what_is_foreseen_comes_true(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     for vllm_config in configurations.values():
-        foreseen = activation.foresee(vllm_config)
+        predicted = activation.predict(vllm_config)
         for role in ROLES:
-            activation.take_on(role, vllm_config)
+            activation.activate(role, vllm_config)
         found = {
             component: [status.of(role)[component] for role in ROLES if component in status.of(role)]
             for component in COMPONENT_NAMES
         }
-        assert foreseen == {component: states[0] for component, states in found.items()}
+        assert predicted == {component: states[0] for component, states in found.items()}
         assert all(len(set(states)) == 1 for states in found.values())
 
 
@@ -311,14 +311,14 @@ def test_required_salts_need_the_component(
     monkeypatch.setattr(activation, "stop", lambda: None)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.ERROR, "vllm.mmcache"):
-        activation.take_on("api", configurations["qwen3-vl"])
+        activation.activate("api", configurations["qwen3-vl"])
     assert "identity is off (symbol changed): uuids of clients are trusted" in caplog.text
     monkeypatch.setattr(settings, "_current", settings.Settings(require_salt=True))
     with pytest.raises(HookError, match=r"require_salt is set, but identity is off \(symbol changed\)"):
-        activation.take_on("api", configurations["qwen3-vl"])
-    activation.take_on("engine", configurations["qwen3-vl"])  # has no part of it
+        activation.activate("api", configurations["qwen3-vl"])
+    activation.activate("engine", configurations["qwen3-vl"])  # has no part of it
     install(monkeypatch)
-    activation.take_on("api", configurations["qwen3-vl"])
+    activation.activate("api", configurations["qwen3-vl"])
 
 
 @pytest.mark.parametrize("is_trusted", [False, True])
@@ -335,7 +335,7 @@ def test_a_store_that_others_can_reach_is_a_warning(
     monkeypatch.setattr(settings, "_current", chosen)
     with caplog.at_level(logging.WARNING, "vllm.mmcache"):
         for role in ROLES:
-            activation.take_on(role, configurations["qwen3-vl"])
+            activation.activate(role, configurations["qwen3-vl"])
     said = [line for line in caplog.messages if "open to others" in line]
     assert len(said) == (0 if is_trusted else 1)
     assert all("redis://***@cache has no TLS" in line and "MMCACHE_STORE_KEY_FILE" in line for line in said)

@@ -23,12 +23,12 @@ def cores() -> frozenset[int]:
     return frozenset(_cores)
 
 
-def half(most: int) -> int:
+def busy_thread_limit(most: int) -> int:
     """How many threads may be busy beside the one that serves: one for two cores, at least one, at most `most`."""
     return max(1, min(most, len(cores()) // 2))
 
 
-def step_back() -> None:
+def lower_priority() -> None:
     """To be called by a background thread when it starts. Where the system does not allow it, nothing happens."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, cores())

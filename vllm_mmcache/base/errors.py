@@ -14,7 +14,7 @@
     +-- ZooError             an unknown model family, or a directory that can't be written
     +-- StoreError           the feature store can't do what was asked
     |   +-- StoreCorrupt         bytes that are no whole package, or are another package than their name says
-    |   |   +-- StoreSealed          bytes that are encrypted with another key
+    |   |   +-- StoreKeyMismatch     bytes that are encrypted with another key
     |   |   +-- StoreForeign         a package of another format, so of another version of mmcache
     |   +-- StoreUnusable        a directory that is no store, or not ours, or kept locked
     |   +-- ArenaUnusable        the engine's shared memory can't be made, or is not to be had here
@@ -87,7 +87,7 @@ class StoreCorrupt(StoreError):
     """These bytes are no whole package of this format, or are another package than their name says."""
 
 
-class StoreSealed(StoreCorrupt):
+class StoreKeyMismatch(StoreCorrupt):
     """These bytes are encrypted with another key than the one that is given, if any is."""
 
 

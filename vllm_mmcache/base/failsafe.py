@@ -8,7 +8,7 @@ logger = logging.getLogger("vllm.mmcache")
 _logged: set[str] = set()
 
 
-class guarded:  # noqa: N801 -- a context manager, as those of contextlib
+class failsafe:  # noqa: N801 -- a context manager, as those of contextlib
     """Our own bookkeeping: an error in it is logged once per component and never fails a request."""
 
     __slots__ = ("component",)

@@ -28,7 +28,7 @@ class Size(NamedTuple):
     budget_bytes: int | None = None
 
 
-class Bounded(Generic[K, V]):
+class LruTable(Generic[K, V]):
     """Least recently used goes first. Units: cost_bytes is what one entry counts for.
 
     The budget is asked for at every admission, so that settings read later count too.

@@ -12,7 +12,7 @@ from redis.sentinel import Sentinel
 
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.remote_url import Host, RemoteUrl, parsed
-from vllm_mmcache.base.store_url import error_without_secrets, without_secrets
+from vllm_mmcache.base.store_url import error_without_secrets, redact
 
 FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 SOCKET: Host = ("", 0)
@@ -30,7 +30,7 @@ def checked(url: str, timeout_s: float) -> tuple[RemoteUrl, dict[str, Any]]:
         client_of(found, first_host(found), options).connection_pool.make_connection()
     except (ValueError, TypeError, redis.RedisError) as error:
         said = error_without_secrets(error, url)
-        raise SettingsError(f"{without_secrets(url)!r} is no URL of Redis or Valkey: {said}") from None
+        raise SettingsError(f"{redact(url)!r} is no URL of Redis or Valkey: {said}") from None
     return found, options
 
 

@@ -23,8 +23,8 @@ from vllm_mmcache.base.durations import Duration
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.settings_messages import PROTECTING, allowed, check_together, is_of_a_service, known, nearest
 from vllm_mmcache.base.store_url import PASSWORD_SHOWN, check_key, holds_password, host_and_port, with_password
+from vllm_mmcache.base.store_url import redact as redact
 from vllm_mmcache.base.store_url import store_places as store_places
-from vllm_mmcache.base.store_url import without_secrets as without_secrets
 from vllm_mmcache.base.tenant import parse_source
 
 logger = logging.getLogger("vllm.mmcache")
@@ -313,7 +313,7 @@ ONLY_VARIABLES = frozenset({"disable", "allow_untested_vllm", "admin_key"})
 
 
 def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
-    """Read the variables, then lay `config` over them. An older name is read where the newer one is not given beside it.
+    """Read the variables, then lay `config` over them. An older name counts where the newer one is not given.
 
     Raises: SettingsError naming the field, the value seen and what is allowed, also for an unknown name in `config`;
     naming both, where two settings contradict each other; for a key or password of the store that can't be used; for a
@@ -335,7 +335,7 @@ def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else "?"
-        seen = "***" if name == "admin_key" else repr(without_secrets(first["input"]))
+        seen = "***" if name == "admin_key" else repr(redact(first["input"]))
         raise SettingsError(
             f"{spelled(name)} = {seen} is not allowed: "
             f"{first['msg'].removeprefix('Value error, ')} "

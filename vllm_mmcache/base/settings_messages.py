@@ -13,7 +13,7 @@ from vllm_mmcache.base import key_file, remote_url
 from vllm_mmcache.base.durations import Duration
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.remote_url import SCHEMES
-from vllm_mmcache.base.store_url import KEY_CHARS, store_places, with_password, without_secrets
+from vllm_mmcache.base.store_url import KEY_CHARS, redact, store_places, with_password
 
 # Pairs that can't both be meant: (name, value), (name, value), and why.
 _APART = "nothing would keep tenants apart"
@@ -116,7 +116,7 @@ def why_exposed(settings: Any) -> str:
         return ""
     if not (lacks := remote_url.why_exposed(with_password(url, settings.store_password_file))):
         return ""
-    shown = without_secrets(url)
+    shown = redact(url)
     return f"{shown} has {lacks}, and nothing encrypts: who reaches it can read what images show, and plant answers"
 
 

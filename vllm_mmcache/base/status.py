@@ -94,7 +94,7 @@ def settle(places: Mapping[str, Mapping[str, State]], order: Iterable[str]) -> N
 
 
 def in_force() -> dict[str, State]:
-    """What each component is over all processes; empty until the engines are ready. API server, or the offline program."""
+    """What each component is over all processes; empty until the engines are ready. API server or offline program."""
     return {
         component: combine((place, states[component]) for place, states in _places.items() if component in states)
         for component in (_order if _places else ())
@@ -122,7 +122,7 @@ def as_json() -> dict[str, Any]:
 
 
 def why_off(found: Places) -> str:
-    """The reasons of the places where a component is off, with the places where it is not so in all; empty if in none."""
+    """The reasons of the processes where a component is off, with their names where others differ; empty if in none."""
     places = list(found)
     off = [(place, one.reason) for place, one in places if one.state == "off"]
     reasons = dict.fromkeys(reason for _, reason in off)
@@ -132,7 +132,7 @@ def why_off(found: Places) -> str:
 
 
 def combine(found: Places) -> State:
-    """What a component is in several places together: off or unneeded where it is on in none, mixed where off in some."""
+    """What a component is in several processes together: off or unneeded where on in none, mixed where off in some."""
     places = list(found)
     on = [place for place, one in places if one.state == "on"]
     if reason := why_off(places):

@@ -163,7 +163,7 @@ def check_key(key: str) -> None:
         raise ValueError(f"a key has {KEY_CHARS} printable ASCII characters or more, and no space")
 
 
-def without_secrets(value: Any) -> Any:
+def redact(value: Any) -> Any:
     """The value of a setting as it may be shown: a key is hidden, and of URLs users, passwords and options.
 
     Of what `store` can't be, only the beginning is shown: where a secret ends is not known.
@@ -198,7 +198,7 @@ def error_without_secrets(error: object, url: str) -> str:
     except ValueError:  # then where its secrets are is not known
         return "it can't be read"
     text = re.sub("with args beginning with.*", "with ***", str(error), flags=re.DOTALL)
-    text = text.replace(url, without_secrets(url))
+    text = text.replace(url, redact(url))
     for secret in sorted(_secrets(url), key=len, reverse=True):
         text = text.replace(secret, "***")
     return text

@@ -72,7 +72,7 @@ class Threads:
         return len(self._since) == self._count and all(now - since > self._stuck_s for since in self._since.values())
 
     def _run(self, number: int) -> None:
-        background.step_back()
+        background.lower_priority()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._closed)

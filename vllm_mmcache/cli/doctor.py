@@ -86,7 +86,7 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
         config = configuration(model, arguments, findings) if model is not None and is_there else None
         if config is not None and chosen is not None:
             chosen = settings_here(findings, config_of(config))
-        components = foresee(config, chosen, left_out, findings) if chosen is not None and is_there else {}
+        components = predict(config, chosen, left_out, findings) if chosen is not None and is_there else {}
         is_identity_on = "identity" in components and components["identity"].state == "on"
         findings += connectors.findings(config, facts["vllm"]["platform"], is_identity_on)
         facts["engine"] = engine_facts(config) if is_there else None
@@ -202,7 +202,7 @@ def configuration(model: str, arguments: Sequence[str], findings: Findings) -> A
         return None
 
 
-def foresee(config: Any, chosen: "Settings", left_out: str, findings: Findings) -> "dict[str, State]":
+def predict(config: Any, chosen: "Settings", left_out: str, findings: Findings) -> "dict[str, State]":
     """What each component will be, and what of that needs a cure."""
     from vllm_mmcache.base.status import State
     from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES
@@ -243,7 +243,7 @@ def component_findings(components: "Mapping[str, State]", chosen: "Settings") ->
     unfit: dict[str, str] = {}  # why a symbol does not fit -> the first group that has one
     for hook in table():
         if hook.component not in components or components[hook.component].state == "off":
-            unfit.setdefault(activation.misfit([hook], version), hook.component)
+            unfit.setdefault(activation.incompatibility([hook], version), hook.component)
     found = []
     for reason in dict.fromkeys(state.reason for state in components.values() if state.reason):
         if reason in unfit:
@@ -277,12 +277,12 @@ def symbol_rows() -> list[dict[str, Any]]:
 
 def setting_rows(chosen: "Settings | None") -> list[dict[str, Any]]:
     """Each setting with its value here (None when some are wrong), its default and its meaning."""
-    from vllm_mmcache.base.settings import PREFIX, Settings, without_secrets
+    from vllm_mmcache.base.settings import PREFIX, Settings, redact
 
     return [
         {
             "variable": PREFIX + name.upper(),
-            "value": None if chosen is None else without_secrets(getattr(chosen, name)),
+            "value": None if chosen is None else redact(getattr(chosen, name)),
             "default": field.default,
             "meaning": field.description or "",
         }

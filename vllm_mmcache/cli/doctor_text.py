@@ -32,7 +32,7 @@ def show(facts: dict[str, Any], *, with_settings: bool) -> None:
         where = f"for {facts['model']}" if is_configured else "as far as is known without a model"
         if facts["model"] is None:
             where += " (`mmcache doctor MODEL` knows more)"
-        console.print(f"\n[bold]What is foreseen {escape(where)}.[/] What is in force, say {TOLD_BY}.")
+        console.print(f"\n[bold]What is predicted {escape(where)}.[/] What is in force, say {TOLD_BY}.")
         components = Table.grid(padding=(0, 2))
         for component, said in facts["components"].items():
             components.add_row(component, f"[{COLOURS[said['state']]}]{said['state']}[/]", escape(said["reason"]))

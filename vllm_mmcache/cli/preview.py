@@ -53,7 +53,7 @@ def components(vllm_config: Any) -> dict[str, State]:
     from vllm_mmcache.lifecycle import activation
     from vllm_mmcache.lifecycle.registry import parts
 
-    found = activation.foresee(vllm_config)
+    found = activation.predict(vllm_config)
     if not has_rust_frontend():
         return found
     behind = {**parts("engine"), **parts("worker")}

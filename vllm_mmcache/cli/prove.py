@@ -65,7 +65,7 @@ def prove(
 def check_choice(
     model: str | None, own: bool, components: Sequence[str] | None, families: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The components and families that are asked for; no family where the model says which. Raises: EnvironmentProblem."""
+    """The components and families asked for; no family where the model says which. Raises: EnvironmentProblem."""
     from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 
     if own and model is None:
@@ -104,7 +104,7 @@ def run(
     from rich.console import Console
 
     from vllm_mmcache import __version__
-    from vllm_mmcache.prove.items import How, OwnHow
+    from vllm_mmcache.prove.items import OwnHow, RunOptions
     from vllm_mmcache.prove.look import look
     from vllm_mmcache.prove.proving import exit_code
     from vllm_mmcache.prove.proving import prove as prove_one
@@ -112,7 +112,7 @@ def run(
 
     console = Console(stderr=as_json, highlight=False, soft_wrap=True, markup=False, emoji=False)
     shared: dict[str, Any] = {"short": short, "log": log, "arguments": tuple(arguments)}
-    how: How
+    how: RunOptions
     if own:
         how = OwnHow(model=str(model), **shared)
     else:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_mmcache.base.errors import StoreCorrupt, StoreForeign, StoreSealed, StoreUnusable
+from vllm_mmcache.base.errors import StoreCorrupt, StoreForeign, StoreKeyMismatch, StoreUnusable
 from vllm_mmcache.base.store_url import STORE, places_in_use, with_password
 from vllm_mmcache.cli.warm import warm
 from vllm_mmcache.storage import encryption
-from vllm_mmcache.storage.encryption import CLEAR, Clear
+from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
 
 if TYPE_CHECKING:
     from vllm_mmcache.cli.store_remote import RemoteStore
@@ -147,7 +147,7 @@ class Kept:
     directory: "Directory | None" = None
     records: "DiskPlace | None" = None
     remote: "RemoteStore | None" = None
-    key: Clear = CLEAR
+    key: PlainCodec = PLAIN
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def opened(place: Path | None, *, may_be_empty: bool = False) -> Iterator[Kept]:
         raise StoreUnusable(f"{error.filename or chosen}: {error.strerror}: run this as the store's owner") from None
 
 
-def checked(directory: "Directory", key: Clear) -> tuple[int, list[dict[str, str]]]:
+def checked(directory: "Directory", key: PlainCodec) -> tuple[int, list[dict[str, str]]]:
     """How many packages are whole, and of each one that was not and is set aside, its name and why.
 
     What another key has sealed, or another version of mmcache has written, is left alone.
@@ -214,7 +214,7 @@ def checked(directory: "Directory", key: Clear) -> tuple[int, list[dict[str, str
             if (name := name_of(identity, key)) != entry.key:
                 raise StoreCorrupt(f"another package: its identity gives the key {name}")
             num_good += 1
-        except (StoreSealed, StoreForeign):
+        except (StoreKeyMismatch, StoreForeign):
             continue
         except StoreCorrupt as error:
             directory.set_aside(entry.key)

@@ -11,12 +11,12 @@ from time import monotonic
 
 import redis
 
-from vllm_mmcache.base.errors import StoreCorrupt, StoreSealed, StoreUnusable
-from vllm_mmcache.base.store_url import error_without_secrets, without_secrets
+from vllm_mmcache.base.errors import StoreCorrupt, StoreKeyMismatch, StoreUnusable
+from vllm_mmcache.base.store_url import error_without_secrets, redact
 from vllm_mmcache.components.features.lasting import name_of
 from vllm_mmcache.components.features.package import unpack
 from vllm_mmcache.components.features.remote import INCOMING, PREFIX
-from vllm_mmcache.storage.encryption import CLEAR, Clear
+from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
 from vllm_mmcache.storage.frame import unframe
 from vllm_mmcache.storage.records.remote import PREFIX as RECORDS
 from vllm_mmcache.storage.redis_nodes import Nodes, open_value
@@ -31,10 +31,10 @@ RECORDS_OF_ALL = "mmcache:records:*"
 class RemoteStore:
     """The entries at `url`. Raises: StoreUnusable from every method, where the server does not answer as it should."""
 
-    def __init__(self, url: str, key: Clear = CLEAR) -> None:
+    def __init__(self, url: str, key: PlainCodec = PLAIN) -> None:
         self._key = key
         self._url = url
-        self.shown = str(without_secrets(url))
+        self.shown = str(redact(url))
         self._nodes = Nodes(url, TIMEOUT_S, self.shown)
 
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -103,7 +103,7 @@ class RemoteStore:
                     try:
                         text = name.decode()
                         verdict = is_whole(client, bytes.fromhex(text.removeprefix(prefix)), text)
-                    except StoreSealed:
+                    except StoreKeyMismatch:
                         verdict = None
                     except (StoreCorrupt, ValueError):  # also for a name that is no number in base 16
                         verdict = False

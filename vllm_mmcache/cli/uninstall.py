@@ -19,7 +19,7 @@ def uninstall() -> None:
     """
     from vllm_mmcache import environment
     from vllm_mmcache.base.settings import load_settings
-    from vllm_mmcache.base.store_url import default_directory, state_directory, store_places, without_secrets
+    from vllm_mmcache.base.store_url import default_directory, redact, state_directory, store_places
     from vllm_mmcache.cli import store
     from vllm_mmcache.lifecycle import user_proofs
 
@@ -40,7 +40,7 @@ def uninstall() -> None:
     for thing in environment.take_back():
         print(f"removed {thing}")
     if url is not None:
-        print(f"left {without_secrets(url)}, which others may use: `mmcache store clear` removes what is ours there")
+        print(f"left {redact(url)}, which others may use: `mmcache store clear` removes what is ours there")
     if settings.observe_file:
         print(f"left {settings.observe_file}, the file of recorded requests, and the one before it")
     print("the package itself goes with: pip uninstall vllm-mmcache")

@@ -6,7 +6,7 @@ A hint only: the server may have forgotten, and says so. Ids and digests are kep
 
 from collections.abc import Iterable
 
-from vllm_mmcache.base.lru import Bounded, Budget
+from vllm_mmcache.base.lru import Budget, LruTable
 
 ENTRY_BYTES = 512  # an id, a digest of 32 bytes, their tuple and the table's slot
 
@@ -16,7 +16,7 @@ class Sent:
 
     def __init__(self, max_images: int = 65536) -> None:
         budget = Budget(max_images, max_images * ENTRY_BYTES)
-        self._images: Bounded[tuple[bytes, str], bool] = Bounded(lambda: budget, ENTRY_BYTES)
+        self._images: LruTable[tuple[bytes, str], bool] = LruTable(lambda: budget, ENTRY_BYTES)
 
     def known(self, scope: bytes, ids: Iterable[str]) -> frozenset[str]:
         """Those of `ids` that were sent within `scope`."""

@@ -11,7 +11,7 @@ import threading
 import pybase64
 
 from vllm_mmcache.base import settings, tenant
-from vllm_mmcache.base.lru import Bounded, Budget
+from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.metrics import table_sizes
 
 TEXT_COST_BYTES = 512  # two digests of 32 bytes, their objects and the table's slot; measured in tests/media
@@ -21,8 +21,8 @@ def _budget() -> Budget:
     return Budget(settings.current().media_records, settings.current().media_records_bytes)
 
 
-TEXTS: Bounded[bytes, bytes] = Bounded(_budget, TEXT_COST_BYTES)  # digest of the text -> content id
-table_sizes.of_server("texts", TEXTS.size)
+CONTENT_IDS: LruTable[bytes, bytes] = LruTable(_budget, TEXT_COST_BYTES)  # digest of the text -> content id
+table_sizes.of_server("texts", CONTENT_IDS.size)
 
 
 def content_id_of(content: bytes | memoryview, tenant_key: bytes | None = None) -> bytes:
@@ -30,7 +30,7 @@ def content_id_of(content: bytes | memoryview, tenant_key: bytes | None = None) 
     return tenant.digest(content, tenant_key)
 
 
-class Payload:
+class Base64Image:
     """Base64 text that is known to be valid.
 
     Raises: ValueError on construction (binascii.Error is one) where the text is not valid base64.
@@ -41,10 +41,10 @@ class Payload:
         self._content: bytes | None = None
         self._lock = threading.Lock()
         name = tenant.digest(text, tenant_key)
-        known = TEXTS.get(name)
+        known = CONTENT_IDS.get(name)
         if known is None:
             self._content = pybase64.b64decode(text, validate=True)
-            known = TEXTS.admit(name, content_id_of(self._content, tenant_key))
+            known = CONTENT_IDS.admit(name, content_id_of(self._content, tenant_key))
         self.content_id = known
 
     def decode(self) -> bytes:

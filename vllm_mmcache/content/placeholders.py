@@ -10,12 +10,12 @@ import secrets
 from collections.abc import Iterator, Mapping
 
 from vllm_mmcache.base.lru import Size
-from vllm_mmcache.content.base64_image import Payload
+from vllm_mmcache.content.base64_image import Base64Image
 from vllm_mmcache.metrics import table_sizes
 
 PREFIX = f"mmcache-{secrets.token_hex(8)}-"  # of this process
 
-_lent: dict[str, Payload] = {}
+_lent: dict[str, Base64Image] = {}
 
 
 def new_stem() -> str:
@@ -24,7 +24,7 @@ def new_stem() -> str:
 
 
 @contextlib.contextmanager
-def lend(payloads: Mapping[str, Payload]) -> Iterator[None]:
+def register(payloads: Mapping[str, Base64Image]) -> Iterator[None]:
     """Names resolve to their payloads within the block, which is as long as their request is being answered."""
     _lent.update(payloads)
     try:
@@ -34,7 +34,7 @@ def lend(payloads: Mapping[str, Payload]) -> Iterator[None]:
             del _lent[name]
 
 
-def resolve(text: str) -> Payload | None:
+def resolve(text: str) -> Base64Image | None:
     """The payload that `text` names; None if it is anything else."""
     return _lent.get(text) if text.startswith(PREFIX) else None
 

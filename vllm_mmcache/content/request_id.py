@@ -2,7 +2,7 @@
 """Ids of images that are good for one request alone. API server process."""
 
 
-class OneRequest(str):
+class RequestScopedId(str):
     """An id that vLLM made for one item of one request."""
 
     __slots__ = ()

@@ -4,7 +4,7 @@
     hook = Hooks("image_spans", "engine", upstream="none yet", remove_when="vLLM never splits such a span")
 
     @hook("vllm.v1.core.sched.scheduler:Scheduler.schedule", name="turns", args=("throttle_prefills",), why="...")
-    def take_turns(wrapped, instance, args, kwargs): ...
+    def schedule_fairly(wrapped, instance, args, kwargs): ...
 
 The function is a wrapt wrapper and stays as it is: nothing is replaced before installer.py is asked to. One function
 can be declared for several symbols. Any process; imports nothing of vLLM.

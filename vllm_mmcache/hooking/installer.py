@@ -154,7 +154,7 @@ def check(hook: Hook, vllm_version: str, *, allow_untested: bool = False) -> Non
     _resolve(hook, vllm_version, allow_untested)
 
 
-def misfit(hooks: Sequence[Hook], vllm_version: str, *, allow_untested: bool = False) -> str:
+def incompatibility(hooks: Sequence[Hook], vllm_version: str, *, allow_untested: bool = False) -> str:
     """Why these can't all be installed here; empty if they can, or are. Installs nothing."""
     try:
         for hook in hooks:

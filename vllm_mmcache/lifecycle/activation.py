@@ -47,7 +47,7 @@ def start() -> installer.Outcome:
     return outcome
 
 
-def take_on(role: Role, vllm_config: Any) -> None:
+def activate(role: Role, vllm_config: Any) -> None:
     """Decide for each component with a part in a role that this process takes on, install what is on, and say so.
 
     Raises: HookError, where tenants must be kept apart and nothing would do it.
@@ -110,21 +110,21 @@ def own_proofs(engine: Engine, vllm_config: Any) -> tuple[frozenset[str], list[s
     found, unusable = user_proofs.read()
     if vllm_config is None or not any(why_unproven(component, engine) for component in ENGINE_COMPONENTS):
         return frozenset(), unusable
-    place = user_proofs.Place.of(vllm_config)
+    place = user_proofs.ProofScope.of(vllm_config)
     return user_proofs.proven_components(place, found), unusable + user_proofs.why_passed_over(place, found)
 
 
-def foresee(vllm_config: Any = None) -> dict[str, State]:
+def predict(vllm_config: Any = None) -> dict[str, State]:
     """What each component will be over all processes, as far as is known before there is an engine. Installs nothing.
 
     Without a configuration: what it will be unless one says otherwise.
     """
     version, engine = vllm_version(), engine_here(vllm_config)
     own, _ = own_proofs(engine, vllm_config)
-    nothing = misfit(FIRST.all_hooks(), version)
+    nothing = incompatibility(FIRST.all_hooks(), version)
     found: dict[str, State] = {}
     for role in ROLES:
-        absent = nothing or misfit(REPORT.hooks_in(role), version)
+        absent = nothing or incompatibility(REPORT.hooks_in(role), version)
         for component in parts(role).values():
             name = component.name
             state = found.get(name, ON)
@@ -132,15 +132,15 @@ def foresee(vllm_config: Any = None) -> dict[str, State]:
                 state = State("off", absent) if absent else decide(name, engine, vllm_config, own)
             if state == ON and (needed := component.needs) and found[needed] != ON:
                 state = State("off", f"needs {needed}, which is {found[needed].state}")
-            if state == ON and (reason := misfit(component.hooks_in(role), version)):
+            if state == ON and (reason := incompatibility(component.hooks_in(role), version)):
                 state = State("off", reason)
             found[name] = state
     return {name: found[name] for name in COMPONENT_NAMES}
 
 
-def misfit(members: Sequence[Hook], version: str) -> str:
+def incompatibility(members: Sequence[Hook], version: str) -> str:
     """Why these symbols can't all be replaced in this vLLM, with the settings in force; empty if they can."""
-    return installer.misfit(members, version, allow_untested=settings.current().allow_untested_vllm)
+    return installer.incompatibility(members, version, allow_untested=settings.current().allow_untested_vllm)
 
 
 def refuse_if_required(reason: str) -> None:

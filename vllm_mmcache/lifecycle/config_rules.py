@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a VllmConfig says of the components: which have nothing to do, which can't be, and the settings that travel with it.
+"""What a VllmConfig says of the components: which have nothing to do, which can't be, and the settings with it.
 
 Any process, at start.
 """
@@ -19,7 +19,7 @@ RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
 NO_PYTHON = f"the Rust frontend ({RUST_FRONTEND}) runs no Python"
 
 
-MENDED_WHERE = ("vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs", "prev_num_accepted_tokens")
+FIXED_IF_READS = ("vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs", "prev_num_accepted_tokens")
 """Where a vLLM looks accepted tokens up in counts that were taken before its batch's rows moved."""
 WAYS_OUT = "--no-async-scheduling, or `patches/apply --only accepted-counts`"
 
@@ -67,7 +67,7 @@ def wrong_in_vllm(vllm_config: Any) -> str:
     is_v1_async = vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner
     if not (has_states and is_v1_async and vllm_config.speculative_config is not None):
         return ""
-    if installer.reads_name(*MENDED_WHERE):
+    if installer.reads_name(*FIXED_IF_READS):
         return ""
     return "a request can go on from another one's Mamba state with speculative decoding (vLLM 51571): wrong answers"
 

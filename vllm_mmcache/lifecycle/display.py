@@ -7,7 +7,7 @@ from vllm_mmcache.base import settings
 from vllm_mmcache.base.status import State
 
 
-def whereabouts(found: Mapping[str, State]) -> list[str]:
+def storage_summary(found: Mapping[str, State]) -> list[str]:
     """A line for each thing that a server keeps, only where its component is on somewhere; without secrets."""
     chosen = settings.current()
     lines = []
@@ -15,7 +15,7 @@ def whereabouts(found: Mapping[str, State]) -> list[str]:
         ram = f"RAM ({chosen.feature_ram_bytes.human_readable()})" if chosen.feature_ram_bytes else ""
         directory, url = settings.store_places(chosen.store)
         disk = f"{directory} ({chosen.store_disk_bytes.human_readable()} at most)" if directory else ""
-        places = [place for place in (ram, disk, settings.without_secrets(url)) if place]
+        places = [place for place in (ram, disk, settings.redact(url)) if place]
         until = f"; beyond RAM {chosen.store_ttl.until()} (MMCACHE_STORE_TTL)" if directory or url else ""
         lines.append(f"features are kept: {', '.join(places) or 'nowhere'}{until}")
     if _is_somewhere(found, "lazy_processing") and found["features"].state != "on":

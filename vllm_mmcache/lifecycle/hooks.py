@@ -46,7 +46,7 @@ def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     said = [settings.current(), activation.engine_here(instance), instance.model_config.model]
     if "api" not in status.roles() or said != _seen:  # vLLM makes some more than once
         _seen[:] = said
-        activation.take_on("api", instance)
+        activation.activate("api", instance)
     subclasses.use_renderers()
     are_names_ours = status.of("api").get("identity") == status.ON and not config_rules.has_rust_frontend()
     config_payload.carry(instance, settings.current(), are_names_ours)
@@ -64,11 +64,11 @@ def build_executor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     vllm_config = argument(wrapped, args, kwargs, "vllm_config")
     _receive(vllm_config)
     config_payload.carry(vllm_config, settings.current())  # where it was made without us
-    activation.take_on("engine", vllm_config)
+    activation.activate("engine", vllm_config)
     subclasses.use_worker(vllm_config)
     with _building():
         outcome = wrapped(*args, **kwargs)
-    rank_sync.agree(instance, vllm_config)
+    rank_sync.synchronize(instance, vllm_config)
     subclasses.use_scheduler(vllm_config)
     return outcome
 
@@ -83,7 +83,7 @@ def build_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Override of WorkerBase.__init__(vllm_config): the process runs the model."""
     vllm_config = argument(wrapped, args, kwargs, "vllm_config")
     _receive(vllm_config)
-    activation.take_on("worker", vllm_config)
+    activation.activate("worker", vllm_config)
     return wrapped(*args, **kwargs)
 
 

@@ -33,10 +33,10 @@ def add(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
         use_on(app)
     if status.is_on("image_extraction"):
-        from vllm_mmcache.components.image_extraction.hooks import may_lift
-        from vllm_mmcache.components.image_extraction.middleware import LiftImages
+        from vllm_mmcache.components.image_extraction.hooks import is_eligible
+        from vllm_mmcache.components.image_extraction.middleware import ExtractImagesMiddleware
 
-        app.user_middleware.append(Middleware(LiftImages, may_lift=may_lift))
+        app.user_middleware.append(Middleware(ExtractImagesMiddleware, is_eligible=is_eligible))
     counters.expose()
     table_sizes.keep_shown()
     return outcome

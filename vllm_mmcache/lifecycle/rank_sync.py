@@ -38,7 +38,7 @@ hook = Hooks(
 )
 
 
-def agree(executor: Any, vllm_config: Any) -> None:
+def synchronize(executor: Any, vllm_config: Any) -> None:
     """Switch a component off in all ranks where it is off in one, or in the engine.
 
     Engine process, before any request.
@@ -117,9 +117,9 @@ def send_report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def of_engine(engine_core: Any) -> dict[str, PlainStates]:
     """What is told of each process of an engine, by name. Engine process, when it has its scheduler."""
     if status.is_on("image_checkpoints"):
-        from vllm_mmcache.components.image_checkpoints.hooks import say_what_is_in_force
+        from vllm_mmcache.components.image_checkpoints.hooks import report_applicability
 
-        say_what_is_in_force(engine_core.scheduler)
+        report_applicability(engine_core.scheduler)
     workers: dict[int, Mapping[str, State]] = getattr(engine_core.model_executor, _WORKERS, {})
     processes = {"engine": status.of("engine"), **{f"worker {rank}": states for rank, states in workers.items()}}
     return {process: as_plain_data(states) for process, states in processes.items()}
@@ -139,7 +139,7 @@ def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> PlainStates:
         from vllm_mmcache.components.features.worker import hooks
 
         if arena:
-            features = hooks.open_in(worker, arena)
+            features = hooks.open_on_rank(worker, arena)
         else:
             hooks.look_at(worker)
     return {**as_plain_data(status.of("worker")), "features": features}

@@ -76,9 +76,9 @@ def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     _is_shown = False
     status.settle({}, COMPONENT_NAMES)
     if status.is_on("image_spans"):
-        from vllm_mmcache.components.image_spans.hooks_api import refuse_endless
+        from vllm_mmcache.components.image_spans.hooks_api import refuse_unservable
 
-        refuse_endless(argument(wrapped, args, kwargs, "vllm_config"))
+        refuse_unservable(argument(wrapped, args, kwargs, "vllm_config"))
     outcome = wrapped(*args, **kwargs)
     client = instance.engine_core
     inside = getattr(client, "engine_core", None)  # of an engine in this process
@@ -143,7 +143,7 @@ def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
     for info in (counters.COMPONENT_INFO, counters.ROOM_INFO):
         info.show({(component, state.state, state.reason) for component, state in found.items()})
     logger.info("mmcache %s in force: %s", __version__, activation.words(found.items()))
-    for line in display.whereabouts(found):
+    for line in display.storage_summary(found):
         logger.info("mmcache: %s", line)
     without = [place for place, states in places.items() if rank_sync.NO_MMCACHE in {s.reason for s in states.values()}]
     if without:

@@ -19,7 +19,7 @@ def symbols() -> list[dict[str, Any]]:
             "name": member.name,
             "target": member.target,
             "process": member.process,
-            "misfit": installer.misfit([member], version, allow_untested=untested),
+            "misfit": installer.incompatibility([member], version, allow_untested=untested),
             "body": source_digests.compare_installed(member.target, version),
         }
         for member in table()

@@ -16,8 +16,8 @@ from vllm_mmcache.lifecycle.registry import COMPONENTS
 
 ENGINE_COMPONENTS = tuple(component.name for component in COMPONENTS.values() if component.proven_per)
 TOUCHES_TENSORS = frozenset(component.name for component in COMPONENTS.values() if component.proven_per == "device")
-"""Components that read or write tensors on the device: proven for each platform on its own. The others are the same Python
-in the scheduler and around the runner, wherever the tensors live."""
+"""Components that read or write tensors on the device: proven for each platform on its own. The others are the same
+Python in the scheduler and around the runner, wherever the tensors live."""
 
 FILE = Path(__file__).with_name("tested_engines.json")
 
@@ -82,7 +82,7 @@ def minor_of(version: str) -> str:
 
 
 def why_unproven(component: str, engine: Engine) -> str:
-    """Why a component is off on this engine unless it is switched on; empty where it was exercised, and for other groups."""
+    """Why a component is off on this engine unless it is switched on; empty where it was tested, and for other groups."""
     if component not in ENGINE_COMPONENTS:
         return ""
     kind = engine if component in TOUCHES_TENSORS else replace(engine, platform=None)

@@ -44,7 +44,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class ProofScope:
     """All that a proof is tied to. Versions are full ones, such as 0.33.0 and 2.14.0+cu130."""
 
     vllm: str
@@ -64,7 +64,7 @@ class Place:
     pipeline_parallel: int
 
     @classmethod
-    def of(cls, vllm_config: Any) -> "Place":
+    def of(cls, vllm_config: Any) -> "ProofScope":
         """The place of an engine with this VllmConfig in this process. Makes no CUDA context."""
         from vllm.platforms import current_platform
 
@@ -99,7 +99,7 @@ class Proof:
     `when` is in UTC; `how` and `arguments`, vLLM's, are for people to read.
     """
 
-    place: Place
+    place: ProofScope
     components: tuple[str, ...]
     when: str
     how: str
@@ -136,13 +136,13 @@ def read() -> tuple[list[Proof], list[str]]:
     return found, lines
 
 
-def proven_components(place: Place, proofs: Sequence[Proof] | None = None) -> frozenset[str]:
+def proven_components(place: ProofScope, proofs: Sequence[Proof] | None = None) -> frozenset[str]:
     """The components that are proven at this very place, by proofs that were read, or by the file's. Never raises."""
     proofs = read()[0] if proofs is None else proofs
     return frozenset(component for proof in proofs if proof.place == place for component in proof.components)
 
 
-def why_passed_over(place: Place, proofs: Sequence[Proof] | None = None) -> list[str]:
+def why_passed_over(place: ProofScope, proofs: Sequence[Proof] | None = None) -> list[str]:
     """A line for each proof about the same architecture whose components are not proven here. Never raises."""
     proofs = read()[0] if proofs is None else proofs
     here = proven_components(place, proofs)
@@ -150,7 +150,7 @@ def why_passed_over(place: Place, proofs: Sequence[Proof] | None = None) -> list
     for proof in proofs:
         components = [component for component in proof.components if component not in here]
         if components and proof.place.architecture == place.architecture:
-            other = [field.name for field in fields(Place) if _value(proof.place, field) != _value(place, field)]
+            other = [field.name for field in fields(ProofScope) if _value(proof.place, field) != _value(place, field)]
             lines.append(
                 f"a proof of {', '.join(components)} for {proof.place.words(other)} does not hold for "
                 f"{place.words(other)}: {AGAIN}"
@@ -159,7 +159,7 @@ def why_passed_over(place: Place, proofs: Sequence[Proof] | None = None) -> list
 
 
 def add(
-    place: Place, components: Sequence[str], how: str, arguments: Sequence[str], failed: Sequence[str] = ()
+    place: ProofScope, components: Sequence[str], how: str, arguments: Sequence[str], failed: Sequence[str] = ()
 ) -> None:
     """Keep that `components` passed at a place, and take back what was proven there of those that have failed now.
 
@@ -224,7 +224,7 @@ def remove() -> int:
     return count
 
 
-def _value(place: Place, field: Any) -> Any:
+def _value(place: ProofScope, field: Any) -> Any:
     return getattr(place, field.name)
 
 
@@ -303,7 +303,7 @@ def _proof(entry: Any, where: str) -> tuple[Proof | None, list[str]]:
     if not isinstance(entry, dict) or set(entry) != _KEYS:
         return None, bad
     kept, components, arguments = entry["place"], entry["rooms"], entry["arguments"]
-    types = {field.name: int if field.type in (int, "int") else str for field in fields(Place)}
+    types = {field.name: int if field.type in (int, "int") else str for field in fields(ProofScope)}
     if not isinstance(kept, dict) or {name: type(value) for name, value in kept.items()} != types:
         return None, bad
     texts = [entry["when"], entry["how"], *(components if isinstance(components, list) else [None])]
@@ -318,7 +318,7 @@ def _proof(entry: Any, where: str) -> tuple[Proof | None, list[str]]:
     known = tuple(component for component in ENGINE_COMPONENTS if component in components)
     if not known:
         return None, lines or bad
-    return Proof(Place(**kept), known, entry["when"], entry["how"], tuple(arguments)), lines
+    return Proof(ProofScope(**kept), known, entry["when"], entry["how"], tuple(arguments)), lines
 
 
 @contextmanager

@@ -47,13 +47,13 @@ class _Telling(wrapt.ObjectProxy[Any]):
 
 @hook(
     "vllm.v1.worker.gpu_worker:Worker.execute_model",
-    name="tell_step",
+    name="attach_step",
 )
 @hook(
     "vllm.v1.worker.gpu_worker:Worker.sample_tokens",
-    name="tell_sample",
+    name="attach_sample",
 )
-def tell(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def attach_counts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Worker.execute_model and Worker.sample_tokens: the step's output gets what was counted since the last.
 
     Worker process; the last pipeline stage alone, whose output is read.
@@ -76,12 +76,12 @@ def _with_news(output: Any) -> Any:
 
 @hook(
     "vllm.distributed.parallel_state:GroupCoordinator.isend_tensor_dict",
-    name="hand_on",
+    name="forward_counts",
     args=("tensor_dict",),
     only="pipeline stages",
     why="of pipeline stages the first runs the vision tower, and the last one's output alone reaches the engine",
 )
-def hand_on(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def forward_counts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of GroupCoordinator.isend_tensor_dict(tensor_dict); worker process.
 
     The news are the name of an empty tensor: some groups send tensors alone, but all send their names.
@@ -96,11 +96,11 @@ def hand_on(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 @hook(
     "vllm.distributed.parallel_state:GroupCoordinator.irecv_tensor_dict",
-    name="take_over",
+    name="receive_counts",
     only="pipeline stages",
     why="of pipeline stages the first runs the vision tower, and the last one's output alone reaches the engine",
 )
-def take_over(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def receive_counts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of GroupCoordinator.irecv_tensor_dict: takes the news out, so that vLLM sees only what it has sent.
 
     Worker process.
@@ -115,12 +115,12 @@ def take_over(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 @hook(
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-    name="hear",
+    name="collect_counts",
     process="engine",
     args=("model_runner_output",),
     why="a worker with a process of its own can't be asked",
 )
-def hear(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def collect_counts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler.update_from_output(_, model_runner_output): takes the worker's news out of a step's output.
 
     Engine process.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from weakref import WeakMethod
 
 from vllm_mmcache.base import status
-from vllm_mmcache.base.failsafe import guarded
+from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Size
 
 SECONDS = 5.0
@@ -95,7 +95,7 @@ def take_changed() -> dict[str, int]:
     if now - _sent_s < ENGINE_SECONDS or not status.is_on("metrics"):
         return {}
     _sent_s = now
-    with guarded("sizes"):
+    with failsafe("sizes"):
         seen = {
             f"{PREFIX}{table}/{what}": int(number)  # vLLM sends no other kind of int, as of a setting
             for table, size in _look(_engine)
@@ -117,7 +117,7 @@ def show_changed(name: str, number: int, engine: int) -> None:
 
 def _show_on() -> None:
     while True:
-        with guarded("sizes"):
+        with failsafe("sizes"):
             show()
         time.sleep(SECONDS)
 

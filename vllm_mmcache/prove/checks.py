@@ -67,8 +67,8 @@ def engine_of(rig: Rig) -> dict[str, Any]:
 
 
 def place_of(rig: Rig) -> dict[str, Any]:
-    """What a proof of this item is tied to, which components are on there without one, and what its model has a use for."""
-    place = user_proofs.Place.of(rig.vllm_config)
+    """What a proof of this item is tied to, which components are on without one, and what its model has a use for."""
+    place = user_proofs.ProofScope.of(rig.vllm_config)
     engine = activation.engine_here(rig.vllm_config)
     uses = {
         "image_spans": rig.images_attend_both_ways,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of `mmcache prove`: one engine each, with some components on, in a process of its own; and what its states mean."""
+"""Items of `mmcache prove`: one engine each, with some components on, in a process of its own; what states mean."""
 
 import json
 import os
@@ -63,7 +63,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class How(ABC):
+class RunOptions(ABC):
     """What the items of a run share, and what an item's process is given."""
 
     short: bool = False
@@ -92,7 +92,7 @@ class How(ABC):
 
 
 @dataclass(frozen=True)
-class OwnHow(How):
+class OwnHow(RunOptions):
     """How items on the user's own model are run; large models load for minutes."""
 
     timeout_s: float = 3600.0
@@ -123,7 +123,7 @@ def switches(item: Item) -> dict[str, str]:
     }
 
 
-def run(item: Item, how: How, stock: RESULT | None, left_s: float) -> RESULT:
+def run(item: Item, how: RunOptions, stock: RESULT | None, left_s: float) -> RESULT:
     """Run an item in a process of its own; `stock` is what the same engine said without the plugin.
 
     Raises: OutOfTime, where it takes longer than `left_s` seconds; longer than the timeout is a failure.

@@ -21,7 +21,7 @@ ERROR = "mmcache prove: "  # what a line begins with that is for the user
 
 
 @dataclass(frozen=True)
-class Seen:
+class Target:
     """vLLM's version, its platform and first device; what is left out of the arguments; the model's architecture."""
 
     vllm: str
@@ -34,7 +34,7 @@ class Seen:
     """Empty without a model."""
 
 
-def look(model: str, arguments: Sequence[str], fixed: Sequence[str] = ()) -> Seen:
+def look(model: str, arguments: Sequence[str], fixed: Sequence[str] = ()) -> Target:
     """Look, in a process of its own. Raises: EnvironmentProblem where nothing can be checked.
 
     `fixed`: names of vLLM's arguments that a model of the zoo has its own of.
@@ -53,10 +53,10 @@ def look(model: str, arguments: Sequence[str], fixed: Sequence[str] = ()) -> See
         why = mine[-1] if mine else f"vLLM can't be imported by {sys.executable}: {said[-1] if said else 'no word'}"
         raise EnvironmentProblem(why)
     seen = json.loads(done.stdout.strip().splitlines()[-1])
-    return Seen(**seen | {"lines": tuple(seen["lines"])})
+    return Target(**seen | {"lines": tuple(seen["lines"])})
 
 
-def see(model: str, arguments: Sequence[str], fixed: Sequence[str] = ()) -> Seen:
+def see(model: str, arguments: Sequence[str], fixed: Sequence[str] = ()) -> Target:
     """In the process of its own. Raises: EnvironmentProblem."""
     from vllm.platforms import current_platform
 
@@ -74,7 +74,7 @@ def see(model: str, arguments: Sequence[str], fixed: Sequence[str] = ()) -> Seen
         )
     found = given(arguments)
     kept, lines = taken(found, fixed)
-    return Seen(
+    return Target(
         vllm=version,
         platform=platform_name(),
         device=str(current_platform.get_device_name()),

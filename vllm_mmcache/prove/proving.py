@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `mmcache prove` does for one model: stock, each component alone, all that passed together; then what that proves.
+"""What `mmcache prove` does for one model: stock, each component alone, all that passed together; what that proves.
 
 A component is proven at a place if it passed alone, where it has a use for this model, and together with all others
 that will be on there: those that passed, and those that are on without a proof of the user's. Everything else stays
@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_mmcache.lifecycle import user_proofs
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
-from vllm_mmcache.lifecycle.user_proofs import Place
+from vllm_mmcache.lifecycle.user_proofs import ProofScope
 from vllm_mmcache.prove.items import RESULT, Item
 from vllm_mmcache.prove.runs import Runs
 
@@ -32,7 +32,7 @@ class Verdict:
     subject: str
     how: str
     """In words, for the proof: "zoo family gemma3"."""
-    place: Place | None = None
+    place: ProofScope | None = None
     components: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Component -> PROVEN, FAILED or NOT_CHECKED, and why."""
     by_default: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ def prove(
             components, (NOT_CHECKED, f"stock vLLM does not run this: {stock['reason']}")
         )
         return verdict
-    verdict.place, verdict.by_default = Place(**stock["place"]), tuple(stock["proven"])
+    verdict.place, verdict.by_default = ProofScope(**stock["place"]), tuple(stock["proven"])
     # On the CPU images that attend both ways are right with this component alone, so the others are tried with it.
     base = ("image_spans",) if verdict.place.platform == "cpu" and "image_spans" in stock["of_use"] else ()
     useful = [
@@ -142,7 +142,7 @@ def together_of(component: str, outcome: RESULT, alone: RESULT | None, place: di
         state, why = state_of(outcome)
         return state, f"with the other components: {why}"
     if elsewhere := [one["place"] for one in (outcome, alone or outcome) if one["place"] != place]:
-        return NOT_CHECKED, f"its engine was another than stock's: {Place(**elsewhere[0]).words()}"
+        return NOT_CHECKED, f"its engine was another than stock's: {ProofScope(**elsewhere[0]).words()}"
     if alone is None:
         return PROVEN, "together with the others; this model has no use for it"
     uses = [one["checks"].get(f"use of {component}", {}) for one in (alone, outcome)]

@@ -7,13 +7,13 @@ import time
 from typing import Any
 
 from vllm_mmcache.prove import items
-from vllm_mmcache.prove.items import RESULT, How, Item
+from vllm_mmcache.prove.items import RESULT, Item, RunOptions
 
 
 class Runs:
     """Runs items, and knows what stock said. `end_s` is a time of time.monotonic(), after which nothing is started."""
 
-    def __init__(self, how: How, end_s: float = math.inf) -> None:
+    def __init__(self, how: RunOptions, end_s: float = math.inf) -> None:
         self.how = how
         self.end_s = end_s
         self.stocks: dict[Any, RESULT] = {}  # setting -> what stock said

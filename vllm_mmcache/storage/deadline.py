@@ -2,5 +2,5 @@
 """What a load raises whose time is over. Any process."""
 
 
-class Late(Exception):
+class DeadlineExceeded(Exception):
     """The time of a load was over before its bytes were there."""

@@ -6,7 +6,7 @@
 
 AES-256-GCM, each chunk with a random nonce. It is bound to the name that all of it lies under, to its place and to the
 length of the whole, so what was changed, cut, moved, put together or sealed with another key is known for that. Names
-are keyed, too: without the key nobody can tell whose they are. CLEAR does nothing of this. Any process, any thread;
+are keyed, too: without the key nobody can tell whose they are. PLAIN does nothing of this. Any process, any thread;
 imports `cryptography` (the extra `encryption`) only where there is a key.
 """
 
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from blake3 import blake3
 
-from vllm_mmcache.base.errors import StoreCorrupt, StoreSealed
+from vllm_mmcache.base.errors import StoreCorrupt, StoreKeyMismatch
 from vllm_mmcache.base.key_file import read_key
 
 MAGIC = b"mmcseal1"
@@ -47,7 +47,7 @@ class Source(Protocol):
         """Whether what was read is still what lies there."""
 
 
-class Clear:
+class PlainCodec:
     """No key: everything stays as it is."""
 
     def name(self, key: bytes) -> bytes:
@@ -65,33 +65,33 @@ class Clear:
     def opened(self, source: Source, name: bytes) -> Source:
         """The content of what lies under `name`.
 
-        Reading it raises StoreSealed for what another key has sealed, StoreCorrupt for what is damaged.
+        Reading it raises StoreKeyMismatch for what was encrypted with another key, StoreCorrupt for what is damaged.
         """
         return _Unsealed(source)
 
-    def seal(self, name: bytes, content: bytes) -> bytes:
+    def encrypt(self, name: bytes, content: bytes) -> bytes:
         """`content` as it lies under `name`."""
         sealed = bytearray()
         for part in self.parts(name, [content], len(content)):
             sealed += part
         return bytes(sealed)
 
-    def unseal(self, name: bytes, sealed: bytes) -> bytes:
-        """What `seal` was given. Raises: as `opened`."""
+    def decrypt(self, name: bytes, sealed: bytes) -> bytes:
+        """What `encrypt` was given. Raises: as `opened`."""
         source = self.opened(_Bytes(sealed), name)
         content = bytearray(source.num_bytes)
         source.read_into(0, memoryview(content), 0.0)
         return bytes(content)
 
-    def is_foreign(self, first: bytes) -> bool:
+    def has_other_key(self, first: bytes) -> bool:
         """Whether something that begins so was sealed, and not with this key."""
         return first.startswith(MAGIC)
 
 
-CLEAR = Clear()
+PLAIN = PlainCodec()
 
 
-class Sealed(Clear):
+class AesGcmCodec(PlainCodec):
     """Encrypted with AES-256-GCM, in chunks of CHUNK_BYTES, under keys derived from a secret of KEY_BYTES.
 
     Raises: ImportError where `cryptography` is not installed; `read_key` has looked before.
@@ -134,14 +134,17 @@ class Sealed(Clear):
         """The content of a sealed source, decrypted as it is read; nothing is read before. Raises: as Clear's."""
         return _Opened(source, name, self)
 
-    def is_foreign(self, first: bytes) -> bool:
+    def has_other_key(self, first: bytes) -> bool:
         """Whether it begins with MAGIC, and not with this key's head; what is not sealed is not foreign."""
         return first.startswith(MAGIC) and first[:HEAD_BYTES] != self._head
 
     def check_head(self, first: bytes) -> None:
-        """Look at the first HEAD_BYTES. Raises: StoreSealed for another key's, StoreCorrupt for what is no head."""
-        if self.is_foreign(first):
-            raise StoreSealed("sealed with another key")
+        """Look at the first HEAD_BYTES.
+
+        Raises: StoreKeyMismatch for another key's, StoreCorrupt for what is no head.
+        """
+        if self.has_other_key(first):
+            raise StoreKeyMismatch("sealed with another key")
         if first != self._head:
             raise StoreCorrupt("not sealed")
 
@@ -168,8 +171,8 @@ class _Unsealed:
 
     def read_into(self, offset: int, buffer: memoryview, until: float) -> None:
         self._source.read_into(offset, buffer, until)
-        if offset == 0 and CLEAR.is_foreign(bytes(buffer[: len(MAGIC)])):
-            raise StoreSealed("sealed: MMCACHE_STORE_KEY_FILE names the key")
+        if offset == 0 and PLAIN.has_other_key(bytes(buffer[: len(MAGIC)])):
+            raise StoreKeyMismatch("sealed: MMCACHE_STORE_KEY_FILE names the key")
 
     def is_current(self) -> bool:
         return self._source.is_current()
@@ -178,7 +181,7 @@ class _Unsealed:
 class _Opened:
     """The content of a sealed source, from any offset; keeps the chunk that was read last."""
 
-    def __init__(self, source: Source, name: bytes, key: Sealed) -> None:
+    def __init__(self, source: Source, name: bytes, key: AesGcmCodec) -> None:
         self._source, self._name, self._key = source, name, key
         chunks_bytes = source.num_bytes - HEAD_BYTES
         num_chunks = -(-chunks_bytes // _SEALED_CHUNK_BYTES)
@@ -237,9 +240,9 @@ class _Bytes:
         return True
 
 
-def of(key_file: str | None) -> Clear:
+def of(key_file: str | None) -> PlainCodec:
     """How what is kept is sealed, by the setting store_key_file. Raises: SettingsError as `read_key`."""
-    return CLEAR if key_file is None else Sealed(read_key(key_file))
+    return PLAIN if key_file is None else AesGcmCodec(read_key(key_file))
 
 
 def _num_chunks(content_bytes: int) -> int:

@@ -29,7 +29,7 @@ from vllm_mmcache.base.redis_connect import checked, client_of, first_host
 from vllm_mmcache.base.remote_url import Host
 from vllm_mmcache.base.store_url import error_without_secrets
 from vllm_mmcache.storage.breaker import Breaker
-from vllm_mmcache.storage.deadline import Late
+from vllm_mmcache.storage.deadline import DeadlineExceeded
 
 logger = logging.getLogger("vllm.mmcache")
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class Value:
             got += self._receive(buffer[got:num_bytes])
             now = time.monotonic()
             if now > until:
-                raise Late
+                raise DeadlineExceeded
             if now - start > self._slow_s and got < (now - start) * TRICKLE_BYTES_PER_S:
                 raise TimeoutError(f"{got} bytes took {now - start:.2f} s")
         if self._line():

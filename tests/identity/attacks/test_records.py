@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from vllm_mmcache.components.observe.hooks_engine import Seen, _nearest
+from vllm_mmcache.components.observe.hooks_engine import RequestState, _nearest
 from vllm_mmcache.components.observe.record import wire
-from vllm_mmcache.components.observe.record.asked import UNKNOWN, Asked
+from vllm_mmcache.components.observe.record.asked import UNKNOWN, RequestSnapshot
 from vllm_mmcache.components.observe.record.causes import Lookup, Prompt, explain
 from vllm_mmcache.components.observe.record.digests import salt_class
 from vllm_mmcache.components.observe.record.history import Entry, History
@@ -41,7 +41,7 @@ class Deployment:
     def ask(self, tokens: list[int], salt: str | None, image: str = "") -> dict[str, Any]:
         """A request that is computed to its end; the JSON of its record. image: its identifier, over tokens 4 to 8."""
         spans = [(4, 4, image)] if image else []
-        asked = Asked(
+        asked = RequestSnapshot(
             request_id="chatcmpl-chosen", time_s=float(next(self.clock)), prompt_tokens=len(tokens), lora="",
             salt=salt_class(salt), num_answers=1, turns=[], roles=[], answers=[], spans=spans,
             layers=[UNKNOWN] * len(spans),
@@ -59,7 +59,7 @@ class Deployment:
         self.history.finish(entry, [], keys, len(tokens))
         hit = min(found.num_known * BLOCK, (len(tokens) - 1) // BLOCK * BLOCK)
         causes = explain(Prompt(tokens, entry), found, Lookup(hit, BLOCK, ""))
-        seen = Seen(record_id, entry, found)
+        seen = RequestState(record_id, entry, found)
         outcome = wire.Outcome(record_id, record_id, hit, 0, BLOCK, 0, [], _nearest(seen), {}, causes)
         self.recorder.note(wire.pack_outcome(outcome))
         record = self.recorder.store.get(record_id)
@@ -171,7 +171,7 @@ def test_an_answer_is_known_again_under_its_salt_alone() -> None:
 
     digest = message_digest("assistant", "The code is 4711.")
     known = {
-        salt: Asked("r", 0.0, 9, "", salt_class(salt), 1, [0], ["assistant"], [digest], [], []).is_echo(
+        salt: RequestSnapshot("r", 0.0, 9, "", salt_class(salt), 1, [0], ["assistant"], [digest], [], []).is_echo(
             0, recorder._answers
         )
         for salt in (VICTIM, ATTACKER, None)

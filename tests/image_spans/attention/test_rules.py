@@ -53,7 +53,7 @@ def test_table_and_mask_are_those_of_transformers(model_type: str, layout: tuple
     masks = of_transformers(model_type, length, spans, window)
     for kind in KINDS:
         sliding = kind == "sliding_attention"
-        seen = spans if rules.both_ways(model_type, sliding) else []
+        seen = spans if rules.are_bidirectional(model_type, sliding) else []
         assert torch.equal(masks[kind], allowed(0, length, seen, window if sliding else 0)), kind
 
 
@@ -61,13 +61,13 @@ def test_table_and_mask_are_those_of_transformers(model_type: str, layout: tuple
 def test_the_other_model_has_another_mask(model_type: str, other: str) -> None:
     """Negative control: full layers tell the two apart."""
     masks = of_transformers(model_type, 8, [(2, 5)], 4)
-    seen: list[Span] = [(2, 5)] if rules.both_ways(other, False) else []
+    seen: list[Span] = [(2, 5)] if rules.are_bidirectional(other, False) else []
     assert not torch.equal(masks["full_attention"], allowed(0, 8, seen, 0))
 
 
 def test_an_unknown_model_has_no_images_both_ways() -> None:
-    assert not rules.both_ways("molmo2", False)
-    assert not rules.both_ways("molmo2", True)
+    assert not rules.are_bidirectional("molmo2", False)
+    assert not rules.are_bidirectional("molmo2", True)
 
 
 def model(model_type: str, tokens: int = 0, window: int | None = None, marked: bool = True) -> SimpleNamespace:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's video loader, parser and hasher with the component installed, side by side with stock, also for what is broken."""
+"""vLLM's video loader, parser and hasher with the component installed, beside stock, also for what is broken."""
 
 import base64
 import copy
@@ -28,7 +28,7 @@ from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
 from vllm_mmcache.components.lazy_media.video import hooks as loader
 from vllm_mmcache.components.lazy_media.video.video_info import MAX_METADATA_BYTES, VIDEOS, record_of
-from vllm_mmcache.components.lazy_media.video.vllm_video import RecordedVideo
+from vllm_mmcache.components.lazy_media.video.vllm_video import KnownVideo
 from vllm_mmcache.components.lazy_media.vllm_source import load
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.hooking.subclasses import RendererMixin, derived
@@ -208,7 +208,7 @@ def test_known_videos_are_not_decoded(needs_metadata: bool) -> None:
         item, get = parsed(known, needs_metadata)
         for options in ({}, {"fps": 1}, {"fps": 1}):
             mm_hash(item, mm_processor_kwargs=options)
-        assert isinstance(known, RecordedVideo)
+        assert isinstance(known, KnownVideo)
         assert not known.frames.is_decoded
     assert (counters.VIDEOS_DECODED.value, counters.VIDEOS_AVOIDED.value - 3) == before
     late = counters.VIDEOS_DECODED_LATE.value
@@ -268,7 +268,7 @@ def test_a_key_is_short_whatever_a_client_says() -> None:
 def test_other_frames_of_the_same_file(options: dict[str, Any]) -> None:
     """Negative controls: another mm_hash, and others decoded."""
     one, other = video_io({}).load_bytes(FILE), video_io(options).load_bytes(FILE)
-    assert isinstance(video_io(options).load_bytes(FILE), RecordedVideo)
+    assert isinstance(video_io(options).load_bytes(FILE), KnownVideo)
     assert len(VIDEOS) == 2
     assert mm_hash(parsed(one, True)[0]) != mm_hash(parsed(other, True)[0])
 
@@ -313,7 +313,7 @@ def test_videos_are_known_to_their_tenant_alone() -> None:
 def test_switched_off_by_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(status._is_on, "lazy_media", False)
     for way in (*by_bytes(FILE), lambda loader: loader.load_base64("video/jpeg", TEXT)):
-        assert not isinstance(way(video_io({})), RecordedVideo)
+        assert not isinstance(way(video_io({})), KnownVideo)
     assert not len(VIDEOS)
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from mmcache_tools.zoo import FAMILIES, FIRST_FAMILIES, architecture_of
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
-from vllm_mmcache.prove.items import RESULT, How, Item, switches, users_environment
+from vllm_mmcache.prove.items import RESULT, Item, RunOptions, switches, users_environment
 
 # The families on which a component does something; together with the others it is on for every family.
 WHERE: dict[str, tuple[str, ...]] = {
@@ -22,7 +22,7 @@ SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 @dataclass(frozen=True)
-class ZooHow(How):
+class ZooHow(RunOptions):
     """How items on the zoo's models are run."""
 
     precision: str | None = None
@@ -59,7 +59,7 @@ class ZooHow(How):
 
 
 def plan(families: Sequence[str], runners: Sequence[str], compiled: bool, short: bool) -> list[Item]:
-    """The items in the order in which they are run: stock first, with which the others are compared; then all components."""
+    """The items in the order in which they run: stock first, which the others are compared with; all components last."""
     items = []
     for runner in runners:
         if short:

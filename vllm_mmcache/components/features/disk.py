@@ -14,7 +14,7 @@ from vllm_mmcache.components.features.directory import Directory, OpenFile
 from vllm_mmcache.components.features.lasting import LastingTier
 from vllm_mmcache.components.features.package import Buffer
 from vllm_mmcache.storage.breaker import Breaker
-from vllm_mmcache.storage.encryption import CLEAR, Clear
+from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
 
 FIRST_REST_S = 30.0
 LONGEST_REST_S = 600.0
@@ -38,7 +38,7 @@ class DiskTier(LastingTier):
         *,
         ttl_s: int = 0,
         rest_s: float = FIRST_REST_S,
-        key: Clear = CLEAR,
+        key: PlainCodec = PLAIN,
     ) -> None:
         super().__init__(
             reading=Breaker(f"feature store {place} (reading)", rest_s, LONGEST_REST_S),

@@ -18,8 +18,8 @@ from vllm_mmcache.components.features.counters import Counters
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.package import Buffer, Check, Shape, head
 from vllm_mmcache.storage.breaker import Breaker
-from vllm_mmcache.storage.deadline import Late
-from vllm_mmcache.storage.encryption import CLEAR, Clear, Source
+from vllm_mmcache.storage.deadline import DeadlineExceeded
+from vllm_mmcache.storage.encryption import PLAIN, PlainCodec, Source
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -42,7 +42,7 @@ class LastingTier(ABC):
     ttl_s: int = 0
     """Seconds that a package is kept without use; 0 for ever."""
 
-    def __init__(self, reading: Breaker, writing: Breaker, key: Clear = CLEAR) -> None:
+    def __init__(self, reading: Breaker, writing: Breaker, key: PlainCodec = PLAIN) -> None:
         self.counters = Counters(self.name)
         self._key = key
         self._reading = reading
@@ -139,7 +139,7 @@ class LastingTier(ABC):
                 filled = False
             self._reading.worked()
             return filled
-        except Late:
+        except DeadlineExceeded:
             self.counters.add(errors=1)
         except self.failures as error:
             self._fail(self._reading, error)
@@ -155,7 +155,7 @@ class LastingTier(ABC):
                 return False
             for start in range(0, len(buffer), PIECE_BYTES):
                 if time.monotonic() > until:
-                    raise Late
+                    raise DeadlineExceeded
                 piece = buffer[start : start + PIECE_BYTES]
                 source.read_into(check.num_head_bytes + start, piece, until)
                 check.add(piece)
@@ -199,7 +199,7 @@ class LastingTier(ABC):
         """Take what lies under `key` out of service. Raises: one of `failures`."""
 
 
-def name_of(identity: Identity, key: Clear) -> str:
+def name_of(identity: Identity, key: PlainCodec) -> str:
     """What a package of that identity is called in tiers with that key, 64 hex digits."""
     return key.name(bytes.fromhex(identity.key)).hex()
 

@@ -13,7 +13,7 @@ SEAL_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Place:
+class SlotRef:
     """Where one image's features lie in the arena, or shall."""
 
     number: int
@@ -29,7 +29,7 @@ class Message:
 
     generation: int
     """Of the weights that these features are of. A rank whose weights are others leaves all of it alone."""
-    loads: list[Place] = field(default_factory=list)
-    saves: list[Place] = field(default_factory=list)
+    loads: list[SlotRef] = field(default_factory=list)
+    saves: list[SlotRef] = field(default_factory=list)
     rows: dict[str, int] = field(default_factory=dict)
     """By mm_hash, how many tokens an image has in its prompt that came without its pixels."""

@@ -15,12 +15,12 @@ from uuid import uuid4
 
 import redis
 
-from vllm_mmcache.base.store_url import error_without_secrets, without_secrets
+from vllm_mmcache.base.store_url import error_without_secrets, redact
 from vllm_mmcache.components.features.identity import FORMAT
 from vllm_mmcache.components.features.lasting import LastingTier
 from vllm_mmcache.components.features.package import Buffer
 from vllm_mmcache.storage.breaker import Breaker
-from vllm_mmcache.storage.encryption import CLEAR, Clear
+from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
 from vllm_mmcache.storage.redis_nodes import (
     FIRST_REST_S,
     LONGEST_REST_S,
@@ -56,9 +56,9 @@ class RemoteTier(LastingTier):
         max_bytes: int,
         timeout_s: float,
         rest_s: float = FIRST_REST_S,
-        key: Clear = CLEAR,
+        key: PlainCodec = PLAIN,
     ) -> None:
-        shown = without_secrets(url)
+        shown = redact(url)
         reading, writing = (f"feature store {shown} ({what})" for what in ("reading", "writing"))
         self._nodes = Nodes(url, timeout_s, reading)
         self._writing_nodes = Nodes(url, max(timeout_s, WRITE_TIMEOUT_S), writing)

@@ -28,7 +28,7 @@ def why_not(runner: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPosition:
     """A worker's place among those that encode: each tensor-parallel rank of the first pipeline stage."""
 
     encodes: bool
@@ -36,11 +36,11 @@ class Place:
     """Of the arena's board."""
 
 
-def place_of(vllm_config: Any) -> Place:
+def place_of(vllm_config: Any) -> RankPosition:
     """Where this worker stands in its groups (vllm/distributed/parallel_state.py), which must be there."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    return Place(encodes=get_pp_group().is_first_rank, row=get_tp_group().rank_in_group)
+    return RankPosition(encodes=get_pp_group().is_first_rank, row=get_tp_group().rank_in_group)
 
 
 def facts_of(vllm_config: Any, device: torch.device) -> dict[str, str]:

@@ -82,7 +82,7 @@ class Writer:
             atexit.register(self.close, EXIT_S)
 
     def _run(self) -> None:
-        background.step_back()
+        background.lower_priority()
         pause_s = min(TIDY_S, self.tier.ttl_s / 4) if self.tier.ttl_s else None
         tidied = -math.inf
         while True:
@@ -109,6 +109,6 @@ class Writer:
         try:
             kept = self.tier.save(identity, shape, self._buffer(slot.offset, shape.num_bytes))
             if kept or shape.num_bytes > self.tier.max_bytes:  # which it never takes
-                slot.owed.discard(self.tier.name)
+                slot.pending_tiers.discard(self.tier.name)
         finally:
             self._ram.release(slot)

@@ -7,7 +7,7 @@ is done and counted for a uuid depends on its own tenant's aliases alone: whethe
 """
 
 from vllm_mmcache.base import settings
-from vllm_mmcache.base.lru import Bounded, Budget, Size
+from vllm_mmcache.base.lru import Budget, LruTable, Size
 from vllm_mmcache.components.identity import audit, identifiers
 from vllm_mmcache.metrics import counters, table_sizes
 
@@ -23,7 +23,7 @@ class Aliases:
     """A bounded table; the alias used longest ago goes first, whosever it is."""
 
     def __init__(self) -> None:
-        self._content_ids: Bounded[bytes, str] = Bounded(_budget, ALIAS_COST_BYTES)
+        self._content_ids: LruTable[bytes, str] = LruTable(_budget, ALIAS_COST_BYTES)
 
     def bind(self, modality: str, name: str, salt: str | None, content_id: str) -> None:
         """From now on `name` stands for this content to this tenant; another one before is counted."""

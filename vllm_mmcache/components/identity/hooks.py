@@ -20,7 +20,7 @@ from vllm_mmcache.components.identity import audit
 from vllm_mmcache.components.identity import identifiers as layout
 from vllm_mmcache.components.identity.aliases import ALIASES
 from vllm_mmcache.content import client_hashes, content_name, media_tenant
-from vllm_mmcache.content.request_id import OneRequest
+from vllm_mmcache.content.request_id import RequestScopedId
 from vllm_mmcache.content.tenant_source import source
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters
@@ -194,7 +194,7 @@ def mark_own_names(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     def marked(modality: str) -> list[Any]:
         before = given.get(modality) or [None] * len(made[modality])
-        return [OneRequest(b) if a is None and b else b for a, b in zip(before, made[modality], strict=True)]
+        return [RequestScopedId(b) if a is None and b else b for a, b in zip(before, made[modality], strict=True)]
 
     return {modality: marked(modality) for modality in made}
 
@@ -240,11 +240,11 @@ def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     def settled(item: Any, name: str | None) -> str | None:
         """The name where no content id is wanted; vLLM leaves it as it is."""
-        by_name = item is None or isinstance(name, OneRequest) or (shared and name is not None)
+        by_name = item is None or isinstance(name, RequestScopedId) or (shared and name is not None)
         return (name or "") if by_name else None
 
     def final(modality: str, item: Any, name: str | None, content_id: str) -> str:
-        if isinstance(name, OneRequest):
+        if isinstance(name, RequestScopedId):
             return name
         is_unreadable = _check_claim(modality, name, item)
         if shared and name is not None:

@@ -18,7 +18,7 @@ LOOK_AT = 8  # live checkpoints that are looked at per request; more than a requ
 
 
 @dataclass
-class Learner:
+class Backoff:
     """Which kinds of checkpoint are wanted. Not thread-safe: the scheduler's thread alone."""
 
     credit: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, PATIENCE))
@@ -35,7 +35,7 @@ class Learner:
         """The kinds that pay, as far as is known."""
         return frozenset(kind for kind, credit in self.credit.items() if credit)
 
-    def pays(self, kinds: Iterable[str]) -> None:
+    def record_hit(self, kinds: Iterable[str]) -> None:
         """One of these kinds was used, or would have been."""
         self.credit.update(dict.fromkeys(kinds, PATIENCE))
 
@@ -51,11 +51,11 @@ class _Live:
     was_used: bool = False
 
 
-class Live:
+class TrackedCheckpoints:
     """The checkpoints that the KV cache holds, by block key; tells the learner how each of them ended."""
 
-    def __init__(self, learner: Learner) -> None:
-        self.learner = learner
+    def __init__(self, backoff: Backoff) -> None:
+        self.backoff = backoff
         self._live: OrderedDict[bytes, _Live] = OrderedDict()
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class Live:
         if live is None:
             return False
         live.was_used = True
-        self.learner.pays(live.checkpoint.kinds)
+        self.backoff.record_hit(live.checkpoint.kinds)
         return True
 
     def sweep(self, is_cached: Callable[[bytes], bool]) -> int:
@@ -89,7 +89,7 @@ class Live:
             if is_cached(key):
                 self._live[key] = live
             elif not live.was_used:
-                self.learner.wastes(live.checkpoint.kinds)
+                self.backoff.wastes(live.checkpoint.kinds)
                 unused += 1
         return unused
 

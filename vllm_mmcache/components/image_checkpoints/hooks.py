@@ -14,9 +14,9 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from vllm_mmcache.base import settings, status
 from vllm_mmcache.base.arguments import argument, named
-from vllm_mmcache.base.failsafe import guarded
+from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.status import State
-from vllm_mmcache.components.image_checkpoints.backoff import Learner, Live
+from vllm_mmcache.components.image_checkpoints.backoff import Backoff, TrackedCheckpoints
 from vllm_mmcache.components.image_checkpoints.positions import KINDS, Checkpoint, candidates, choose
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters, table_sizes
@@ -43,7 +43,7 @@ hook = Hooks(
 def plan_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._get_local_prefix_cache_hit: chooses the request's checkpoints behind its hit."""
     outcome = wrapped(*args, **kwargs)
-    with guarded("image_checkpoints"):
+    with failsafe("image_checkpoints"):
         component = _component_of(instance)
         if component is not None:
             request = argument(wrapped, args, kwargs, "request")
@@ -89,7 +89,7 @@ def keep_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     kwargs = kwargs | {"replay_boundaries": [*kwargs["replay_boundaries"], *(c.tokens for c in checkpoints)]}
     before = instance.num_cached_block.get(request.request_id, 0)
     outcome = wrapped(*args, **kwargs)
-    with guarded("image_checkpoints"):
+    with failsafe("image_checkpoints"):
         getattr(request, _PLAN).component.note_kept(request, instance, before, checkpoints)
     return outcome
 
@@ -117,8 +117,8 @@ class Checkpoints:
         self.block_tokens = coordinator.scheduler_block_size
         self.proof_tokens = _proof_tokens(coordinator)
         self.group = next(m for m in coordinator.single_type_managers if _is_sparse(m)).kv_cache_group_id
-        self.learner = Learner()
-        self.live = Live(self.learner)
+        self.backoff = Backoff()
+        self.live = TrackedCheckpoints(self.backoff)
         table_sizes.of_engine("checkpoints", self.live.size)
         self._cached = self.pool.cached_block_hash_to_block
 
@@ -141,10 +141,10 @@ class Checkpoints:
         junction = junction_tokens // self.block_tokens * self.block_tokens
         for checkpoint in found:
             if checkpoint.tokens == junction:  # it would have been used
-                self.learner.pays(checkpoint.kinds)
+                self.backoff.record_hit(checkpoint.kinds)
         counters.CHECKPOINTS_EVICTED_UNUSED.add(self.live.sweep(self._is_cached))
         if kept is None:
-            kinds = self.learner.ask()
+            kinds = self.backoff.ask()
             counters.CHECKPOINT_REQUESTS_BACKED_OFF.add(kinds != KINDS)
         else:
             kinds = kept.kinds
@@ -185,7 +185,7 @@ class Checkpoints:
         return self.pool.get_cached_block(BlockHash(key), [self.group]) is not None
 
 
-def say_what_is_in_force(scheduler: Any) -> None:
+def report_applicability(scheduler: Any) -> None:
     """Say where there is nothing to keep; when the scheduler is made. Engine process."""
     if _component_of(scheduler) is None:
         status.put("engine", "image_checkpoints", State("unneeded", "this model keeps every block's KV"))

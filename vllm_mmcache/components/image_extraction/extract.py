@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from vllm_mmcache.base import status, tenant
 from vllm_mmcache.components.image_extraction.request_shapes import Lists, TooManyElements, Walker
 from vllm_mmcache.content import placeholders
-from vllm_mmcache.content.base64_image import Payload
+from vllm_mmcache.content.base64_image import Base64Image
 from vllm_mmcache.content.base64_scan import find_texts, is_string, replace_spans
 
 MIN_TEXT_BYTES = 8192  # json.loads takes 6 us for so much text, and lifting one takes as much
@@ -28,15 +28,15 @@ _OTHER_ESCAPE = re.compile(rb"\\[^/]")
 
 
 @dataclass(frozen=True)
-class Lifted:
+class Extraction:
     """A short body, the payloads by their names in it, and what was taken out. Units: num_bytes of base64 text."""
 
     body: bytes
-    payloads: dict[str, Payload]
+    payloads: dict[str, Base64Image]
     num_bytes: int
 
 
-def lift(body: bytes, walker: Walker) -> Lifted | None:
+def extract(body: bytes, walker: Walker) -> Extraction | None:
     """Take the images out of a body; None where there is nothing to take."""
     spans = list(find_texts(body, MIN_TEXT_BYTES))
     num_bytes = sum(end - start for start, end in spans)
@@ -59,7 +59,7 @@ def lift(body: bytes, walker: Walker) -> Lifted | None:
     tenant_key = _tenant_key(request.get("cache_salt"))
     if sum(end - start for name, (start, end) in zip(names, spans, strict=True) if name in wanted) < least:
         return None
-    payloads: dict[str, Payload] = {}
+    payloads: dict[str, Base64Image] = {}
     texts: list[bytes | memoryview] = []
     left: list[memoryview] = []
     view = memoryview(body)
@@ -74,7 +74,7 @@ def lift(body: bytes, walker: Walker) -> Lifted | None:
     if not payloads or not all(map(is_string, left)):  # with what is left in it, the body may be no JSON
         return None
     num_bytes = sum(len(payload.text) for payload in payloads.values())
-    return Lifted(replace_spans(body, spans, texts), payloads, num_bytes)
+    return Extraction(replace_spans(body, spans, texts), payloads, num_bytes)
 
 
 def _tenant_key(salt: object) -> bytes | None:
@@ -86,13 +86,13 @@ def _tenant_key(salt: object) -> bytes | None:
         return None
 
 
-def _read(body: bytes, start: int, end: int, tenant_key: bytes | None) -> Payload | None:
+def _read(body: bytes, start: int, end: int, tenant_key: bytes | None) -> Base64Image | None:
     """The payload of a JSON string's inside; some clients put a backslash before every slash."""
     text: bytes | memoryview = memoryview(body)[start:end]
     try:
         if body.find(b"\\", start, end) >= 0:
             text = _unescaped(bytes(text))
-        return Payload(text, tenant_key)
+        return Base64Image(text, tenant_key)
     except ValueError:
         return None
 

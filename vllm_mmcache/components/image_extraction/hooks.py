@@ -30,7 +30,7 @@ hook = Hooks(
     why="a refusal is asked for again with the body as it came, but none that the engine has generated for",
     upstream="none: no answer says whether its request reached the engine",
 )
-async def tell_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+async def mark_engine_called(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of AsyncLLM.add_request(...): what is refused from here on has cost the engine work."""
     outcome = await wrapped(*args, **kwargs)
     work_begun()
@@ -51,7 +51,7 @@ def tell_layer_of_media(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     return wrapped(*args, **kwargs)
 
 
-def may_lift(scope: Scope, path: str) -> bool:
+def is_eligible(scope: Scope, path: str) -> bool:
     """Whether every image of this request goes to vLLM's image loader, and nowhere else."""
     if not (status.is_on("image_extraction") and status.is_on("lazy_media")):
         return False

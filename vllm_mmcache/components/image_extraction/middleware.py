@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
-from vllm_mmcache.base.failsafe import guarded
-from vllm_mmcache.components.image_extraction.extract import MIN_TEXT_BYTES, Lifted, lift
+from vllm_mmcache.base.failsafe import failsafe
+from vllm_mmcache.components.image_extraction.extract import MIN_TEXT_BYTES, Extraction, extract
 from vllm_mmcache.components.image_extraction.request_shapes import WALKERS, Walker
 from vllm_mmcache.content import placeholders
-from vllm_mmcache.content.base64_image import Payload
+from vllm_mmcache.content.base64_image import Base64Image
 from vllm_mmcache.content.base64_scan import find_texts
 from vllm_mmcache.metrics import counters
 
@@ -28,12 +28,12 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class LiftImages:
+class ExtractImagesMiddleware:
     """Pure ASGI. may_lift is asked for each request that may hold images, by its scope and its path."""
 
-    def __init__(self, app: App, may_lift: Callable[[Scope, str], bool]) -> None:
+    def __init__(self, app: App, is_eligible: Callable[[Scope, str], bool]) -> None:
         self.app = app
-        self.may_lift = may_lift
+        self.is_eligible = is_eligible
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI call; what is no request with images to lift passes untouched.
@@ -58,7 +58,7 @@ class LiftImages:
         answer = _Answer(send, lifted.payloads)
         token = _ANSWER.set(answer)
         try:
-            with placeholders.lend(lifted.payloads):
+            with placeholders.register(lifted.payloads):
                 await self.app(scope, _again(_one(lifted.body), receive), answer.send)
         finally:
             _ANSWER.reset(token)
@@ -75,7 +75,7 @@ class LiftImages:
         if walker is None:
             return None
         try:
-            return walker if _is_plain_json(scope) and self.may_lift(scope, path) else None
+            return walker if _is_plain_json(scope) and self.is_eligible(scope, path) else None
         except Exception:
             _count_failure()
             return None
@@ -89,7 +89,7 @@ class _Answer:
     that it stands for. Only where a part of a name would be left is the request asked again in any case.
     """
 
-    def __init__(self, send: Send, payloads: Mapping[str, Payload]) -> None:
+    def __init__(self, send: Send, payloads: Mapping[str, Base64Image]) -> None:
         self._send = send
         self._payloads = payloads
         self._kept: list[Message] | None = None
@@ -140,11 +140,11 @@ def work_begun() -> None:
         answer.is_begun = True
 
 
-async def _lift(body: bytes, walker: Walker) -> Lifted | None:
+async def _lift(body: bytes, walker: Walker) -> Extraction | None:
     with counters.BODY_SECONDS.seconds():
         try:
             found = any(find_texts(body, MIN_TEXT_BYTES))
-            return await asyncio.to_thread(lift, body, walker) if found else None
+            return await asyncio.to_thread(extract, body, walker) if found else None
         except Exception:
             _count_failure()
             return None
@@ -152,7 +152,7 @@ async def _lift(body: bytes, walker: Walker) -> Lifted | None:
 
 def _count_failure() -> None:
     """Within an except clause: counted, and said once."""
-    with guarded("image_extraction"):
+    with failsafe("image_extraction"):
         counters.BODIES_FAILED.add()
         raise
 

@@ -69,7 +69,7 @@ def refuse_before_stream(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
     return wrapped(*args, **kwargs)
 
 
-def refuse_endless(vllm_config: Any) -> None:
+def refuse_unservable(vllm_config: Any) -> None:
     """Where no image would ever be computed, or each wrongly, an error before the engine is started.
 
     Raises: UnschedulableImage naming the settings of vLLM that are too small; CausalImages where images would run

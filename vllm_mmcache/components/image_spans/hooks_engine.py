@@ -44,7 +44,7 @@ hook = Hooks(
     upstream="52306; 0.33 covers a chunk that starts on the image, not a prefix hit inside it",
     remove_when="vLLM never splits such a span",
 )
-def make_atomic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def never_split_spans(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler._try_schedule_encoder_inputs: the same answer for a chunk that splits no span."""
     if not keeps_images_whole(instance.vllm_config):
         return wrapped(*args, **kwargs)
@@ -115,7 +115,7 @@ _WAITING = "_mmcache_waiting"
     why="running requests leave a long span no room; 0.32 holds up all behind it, 0.33 lets newer ones pass it",
     remove_when="vLLM reserves room for an input that must not be split",
 )
-def take_turns(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def schedule_fairly(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler.schedule: a span that the other running requests leave no room for gets a step in the end.
 
     The others rest for that one step, as vLLM lets them itself with pipeline parallelism. Bounded: see Waiting.

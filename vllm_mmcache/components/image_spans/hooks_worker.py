@@ -21,7 +21,7 @@ hook = Hooks(
     upstream="none: the CPU platform ignores use_mm_prefix",
     remove_when="every platform refuses such a backend",
 )
-def demand_image_spans(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def require_bidirectional_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of vLLM's Attention.__init__, for every model that vLLM marks as prefix-LM for images.
 
     Raises: CausalImages naming the backend and the cure, unless the setting allow_causal_images insists.

@@ -35,7 +35,7 @@ _WHY_NOT = {
 }
 
 
-def both_ways(model_type: str, is_sliding: bool) -> bool:
+def are_bidirectional(model_type: str, is_sliding: bool) -> bool:
     """Whether images attend both ways in this kind of layer; False for a model that is not in the table."""
     images = SERVED.get(model_type)
     if images is None:

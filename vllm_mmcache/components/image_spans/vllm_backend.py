@@ -59,7 +59,7 @@ class ImageSpanMetadataBuilder(CPUAttentionMetadataBuilder):
         hooks_worker.check_model(vllm_config.model_config)
         model_type = getattr(vllm_config.model_config.hf_config, "model_type", "")
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        images = {n: x for n, x in layers.items() if rules.both_ways(model_type, x.sliding_window is not None)}
+        images = {n: x for n, x in layers.items() if rules.are_bidirectional(model_type, x.sliding_window is not None)}
         windows = {layer.sliding_window for layer in images.values()} - {None}
         if len(windows) > 1:
             raise CausalImages(

@@ -19,12 +19,12 @@ from vllm.multimodal.media import MediaWithBytes
 from vllm_mmcache.base import status
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.components.lazy_media import media_info
-from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
-from vllm_mmcache.components.lazy_media.media_info import Key, Record
-from vllm_mmcache.components.lazy_media.video.vllm_video import RecordedFrames, ask_undecoded, is_of_frames
-from vllm_mmcache.components.lazy_media.vllm_source import Origin, origin_of
+from vllm_mmcache.components.lazy_media.lazy_image import LazyImage
+from vllm_mmcache.components.lazy_media.media_info import Key, MediaInfo
+from vllm_mmcache.components.lazy_media.video.vllm_video import KnownFrames, ask_undecoded, is_of_frames
+from vllm_mmcache.components.lazy_media.vllm_source import MediaSource, source_of
 from vllm_mmcache.content import media_tenant, placeholders
-from vllm_mmcache.content.base64_image import Payload, content_id_of
+from vllm_mmcache.content.base64_image import Base64Image, content_id_of
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters
 
@@ -47,21 +47,26 @@ class RecordWrong(ValueError):
     """What was kept of an image or a video is not of these bytes: somebody else has written it."""
 
 
-class RecordedMedia(MediaWithBytes):
+class KnownImage(MediaWithBytes):
     """vLLM's pair of an image and its bytes, with the image's record; the bytes may be base64 still.
 
     origin is what another process can open the same image from; None where it may not be able to.
     """
 
     def __init__(
-        self, media: Image.Image, content: Callable[[], bytes], record: Record, content_id: bytes, origin: Origin | None
+        self,
+        media: Image.Image,
+        content: Callable[[], bytes],
+        record: MediaInfo,
+        content_id: bytes,
+        origin: MediaSource | None,
     ) -> None:
         self.media = media
         self.io_config = record.io_config
         self.record = record
         self.content_id = content_id
         self.origin = origin
-        self.is_lifted = False
+        self.is_extracted = False
         self.processor: str | None = None
         """What the component pixels did in this request: run or deferred; None where it had nothing to do."""
         self._content = content
@@ -96,8 +101,8 @@ def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     else:
         with counters.MEDIA_SECONDS.seconds():
             opened = _open(stock, payload.decode, instance, payload.content_id)
-    if isinstance(opened, RecordedMedia):
-        opened.is_lifted = lifted is not None
+    if isinstance(opened, KnownImage):
+        opened.is_extracted = lifted is not None
     return opened
 
 
@@ -143,16 +148,16 @@ def remember_mm_hash(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     question = (*args, name, ask(""))
     known = item.record.mm_hash(question)
     if known is None:
-        known = ask_undecoded(ask, item) if isinstance(item, RecordedFrames) else ask(item)
+        known = ask_undecoded(ask, item) if isinstance(item, KnownFrames) else ask(item)
         item.record.keep_mm_hash(question, known)
     return known
 
 
-def _recorded(value: Any) -> tuple[RecordedMedia | RecordedFrames, Callable[[Any], Any]] | None:
+def _recorded(value: Any) -> tuple[KnownImage | KnownFrames, Callable[[Any], Any]] | None:
     """The image or the frames in an argument of the hasher, and what puts something else there; None for no such."""
-    if isinstance(value, RecordedMedia | RecordedFrames):
+    if isinstance(value, KnownImage | KnownFrames):
         return value, lambda stand_in: stand_in
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], RecordedFrames):
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], KnownFrames):
         return value[0], lambda stand_in: (stand_in, value[1])  # with the video's metadata
     return None
 
@@ -162,10 +167,10 @@ def _is_served(loader: Any) -> bool:
     return status.is_on("lazy_media") and not is_of_frames(loader)
 
 
-def read_text(text: str, tenant_key: bytes | None) -> Payload | None:
+def read_text(text: str, tenant_key: bytes | None) -> Base64Image | None:
     """The payload of base64 text; None where it is none."""
     try:
-        return Payload(text.encode("ascii"), tenant_key)
+        return Base64Image(text.encode("ascii"), tenant_key)
     except ValueError:
         return None  # stock says what is wrong with it
 
@@ -198,9 +203,9 @@ def _open(stock: Callable[[bytes], Any], content: Callable[[], bytes], instance:
     counters.IMAGES_DECODED.add()
     if type(opened.media) is not Image.Image:  # still bound to its file, so more than size, mode and pixels
         return opened
-    record = media_info.admit(key, Record(opened.media.size, opened.media.mode, opened.io_config))
-    origin = origin_of(instance, lambda: decoded_from)
-    return RecordedMedia(opened.media, lambda: decoded_from, record, content_id, origin)
+    record = media_info.admit(key, MediaInfo(opened.media.size, opened.media.mode, opened.io_config))
+    origin = source_of(instance, lambda: decoded_from)
+    return KnownImage(opened.media, lambda: decoded_from, record, content_id, origin)
 
 
 def _is_allowed(size: tuple[int, int]) -> bool:
@@ -210,12 +215,12 @@ def _is_allowed(size: tuple[int, int]) -> bool:
 
 def _open_lazily(
     key: Key,
-    record: Record,
+    record: MediaInfo,
     stock: Callable[[bytes], Any],
     content: Callable[[], bytes],
     instance: Any,
     content_id: bytes,
-) -> RecordedMedia:
+) -> KnownImage:
     budget = getattr(instance, "decoded_budget", None)  # vLLM 0.33: decoded bytes that one request may ask for
     if budget is not None:
         budget.charge(record.size[0] * record.size[1] * 4)
@@ -227,12 +232,12 @@ def _open_lazily(
         opened = stock(content())
         image: Image.Image = opened.media
         if (image.size, image.mode) != (record.size, record.mode):
-            media_info.correct(key, Record(image.size, image.mode, opened.io_config))
+            media_info.correct(key, MediaInfo(image.size, image.mode, opened.io_config))
             raise RecordWrong(f"an image of {image.size} had a record of {record.size}; it is right now: ask again")
         return image
 
-    picture = LazyPicture(record.size, record.mode, decode)
-    return RecordedMedia(picture, content, record, content_id, origin_of(instance, content))
+    picture = LazyImage(record.size, record.mode, decode)
+    return KnownImage(picture, content, record, content_id, source_of(instance, content))
 
 
 def _stock_load_bytes(instance: Any) -> Callable[[bytes], Any] | None:

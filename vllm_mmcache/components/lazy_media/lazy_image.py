@@ -14,7 +14,7 @@ from PIL import Image
 _DEFERRED = frozenset({"_im", "_readonly", "_exif", "palette", "info"})
 
 
-class LazyPicture(Image.Image):
+class LazyImage(Image.Image):
     """An undecoded image. Copies, pickles and slices of it are plain images.
 
     decode gives the decoded image, a plain one of that size and mode; it is called at most once successfully. What

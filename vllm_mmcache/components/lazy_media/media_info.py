@@ -16,8 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from vllm_mmcache.base import settings
-from vllm_mmcache.base.failsafe import guarded
-from vllm_mmcache.base.lru import Bounded, Budget
+from vllm_mmcache.base.failsafe import failsafe
+from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.metrics import table_sizes
 from vllm_mmcache.storage import records
 
@@ -63,7 +63,7 @@ class Key(NamedTuple):
 
 
 @dataclass
-class Record:
+class MediaInfo:
     """One known image. Units: size is (width, height) in pixels, after conversion and rotation."""
 
     size: tuple[int, int]
@@ -90,7 +90,7 @@ class Record:
     def keep(self) -> None:
         """Have all of this kept where records are."""
         self._kept_s = time.monotonic()
-        with guarded("media records"):
+        with failsafe("media records"):
             value = None if self.name is None else self.packed()
             if self.name is not None and value is not None:
                 records.current().put(self.name, value)
@@ -117,13 +117,13 @@ def _budget() -> Budget:
     return Budget(settings.current().media_records, settings.current().media_records_bytes)
 
 
-Table = Bounded[Key, Record]
-RECORDS: Table = Bounded(_budget, RECORD_COST_BYTES)
+Table = LruTable[Key, MediaInfo]
+RECORDS: Table = LruTable(_budget, RECORD_COST_BYTES)
 """Of images."""
 table_sizes.of_server("images", RECORDS.size)
 
 
-def find(key: Key, table: Table = RECORDS, read: Callable[[bytes], Record | None] | None = None) -> Record | None:
+def find(key: Key, table: Table = RECORDS, read: Callable[[bytes], MediaInfo | None] | None = None) -> MediaInfo | None:
     """What is known about these bytes, here or where records are kept. Waits for a disk and a network, if at all.
 
     read: makes a record of what was kept; `unpacked`, if it is not given.
@@ -140,14 +140,14 @@ def find(key: Key, table: Table = RECORDS, read: Callable[[bytes], Record | None
     return table.admit(key, record)
 
 
-def correct(key: Key, record: Record, table: Table = RECORDS) -> None:
+def correct(key: Key, record: MediaInfo, table: Table = RECORDS) -> None:
     """Keep what a decode has said in the place of a record that said something else."""
     record.name = _name(key)
     table.replace(key, record)
     record.keep()
 
 
-def admit(key: Key, record: Record, table: Table = RECORDS) -> Record:
+def admit(key: Key, record: MediaInfo, table: Table = RECORDS) -> MediaInfo:
     """Keep what a decode has said, unless it is known already; returns what is known."""
     record.name = _name(key)
     admitted = table.admit(key, record)
@@ -156,7 +156,7 @@ def admit(key: Key, record: Record, table: Table = RECORDS) -> Record:
     return admitted
 
 
-def unpacked(packed: bytes) -> Record | None:
+def unpacked(packed: bytes) -> MediaInfo | None:
     """The record that was `packed`; None for anything else, whoever has put it there."""
     try:
         kept = _DECODER.decode(packed)
@@ -166,7 +166,7 @@ def unpacked(packed: bytes) -> Record | None:
         return None
     options = kept.io_config and {name: _plain(value) for name, value in kept.io_config.items()}
     known: dict[Hashable, str] = {tuple(question): mm_hash for question, mm_hash in kept.mm_hashes}
-    return Record((kept.width, kept.height), kept.mode, options, _mm_hashes=known)
+    return MediaInfo((kept.width, kept.height), kept.mode, options, _mm_hashes=known)
 
 
 def _name(key: Key) -> bytes:

@@ -17,7 +17,7 @@ FRAMES = "video/jpeg"  # the media type of a video that comes as frames
 
 
 @dataclass(frozen=True)
-class Origin:
+class MediaSource:
     """The encoded bytes, and all that vLLM's loader was told. Only `content` can't be made JSON of.
 
     options of an image are ImageMediaIO's keywords; of a video {"image": ImageMediaIO's, "video": VideoMediaIO's}.
@@ -30,7 +30,7 @@ class Origin:
     is_text: bool = False
 
 
-def load(origin: Origin) -> MediaWithBytes[Any]:
+def load(origin: MediaSource) -> MediaWithBytes[Any]:
     """What the API server's vLLM opened. Raises: what vLLM's loader raises."""
     opened: MediaWithBytes[Any]
     if origin.kind == "image":
@@ -43,15 +43,15 @@ def load(origin: Origin) -> MediaWithBytes[Any]:
     return opened
 
 
-def origin_of(loader: MediaIO[Any], content: Callable[[], bytes], is_text: bool = False) -> Origin | None:
+def source_of(loader: MediaIO[Any], content: Callable[[], bytes], is_text: bool = False) -> MediaSource | None:
     """The origin of what `loader` opens from `content`; None for a loader that another process may not have."""
     if type(loader) is ImageMediaIO:
-        return Origin("image", _image_options(loader), content)
+        return MediaSource("image", _image_options(loader), content)
     if type(loader) is VideoMediaIO and type(loader.image_io) is ImageMediaIO:
         backend = _backend(loader)
         if backend is not None:
             video = {"num_frames": loader.num_frames, **loader.kwargs, "video_backend": backend}
-            return Origin("video", {"image": _image_options(loader.image_io), "video": video}, content, is_text)
+            return MediaSource("video", {"image": _image_options(loader.image_io), "video": video}, content, is_text)
     return None
 
 

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from vllm_mmcache.base import background, status
-from vllm_mmcache.base.failsafe import guarded
-from vllm_mmcache.base.lru import Bounded, Budget
-from vllm_mmcache.components.lazy_media.hooks import RecordedMedia
-from vllm_mmcache.components.lazy_media.video.vllm_video import RecordedVideo
-from vllm_mmcache.components.lazy_processing.vllm_cache import Ready, ReadyCache
+from vllm_mmcache.base.failsafe import failsafe
+from vllm_mmcache.base.lru import Budget, LruTable
+from vllm_mmcache.components.lazy_media.hooks import KnownImage
+from vllm_mmcache.components.lazy_media.video.vllm_video import KnownVideo
+from vllm_mmcache.components.lazy_processing.vllm_cache import PreparedItemCache, Ready
 from vllm_mmcache.components.lazy_processing.vllm_item import Arguments, defer, is_deferred
 from vllm_mmcache.components.lazy_processing.vllm_item_record import (
     FORMAT,
@@ -66,11 +66,11 @@ hook = Hooks(
 )
 
 
-class Asked(NamedTuple):
+class ItemRequest(NamedTuple):
     """One image or video of a request, and how it is to be processed."""
 
     modality: str
-    media: RecordedMedia | RecordedVideo
+    media: KnownImage | KnownVideo
     name: str | None
     arguments: Arguments
     loading: Mapping[str, Any]
@@ -93,7 +93,7 @@ def build_renderer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     outcome = wrapped(*args, **kwargs)
     processor = instance.mm_processor
     if status.is_on("lazy_processing") and _are_named_by_content(instance) and is_for_one(processor):
-        side = Side(processor, instance.model_config, instance._mm_processor_cache)
+        side = ItemPreparer(processor, instance.model_config, instance._mm_processor_cache)
         instance._mm_processor_cache = side.cache
         instance._resources.callback(side.close)
         setattr(instance, _SIDE, side)
@@ -102,11 +102,11 @@ def build_renderer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return outcome
 
 
-class Side:
+class ItemPreparer:
     """What one renderer has of the component."""
 
     def __init__(self, processor: Any, model_config: Any, cache: Any) -> None:
-        self.cache = ReadyCache(cache)
+        self.cache = PreparedItemCache(cache)
         self._processor = processor
         self._algorithm = processor.info.ctx.get_mm_config().mm_hasher_algorithm
         self._max_tokens = int(model_config.max_model_len)
@@ -114,7 +114,9 @@ class Side:
         self._kinds: dict[str, Kinds | None] = {}
         # Transformers' reckoning knows nothing of arguments, and is asked no more where it was wrong once.
         self._may_reckon = not model_config.multimodal_config.mm_processor_kwargs
-        self._known: Bounded[tuple[Any, ...], Placeholders] = Bounded(lambda: KNOWN, KNOWN.size_bytes // KNOWN.entries)
+        self._known: LruTable[tuple[Any, ...], Placeholders] = LruTable(
+            lambda: KNOWN, KNOWN.size_bytes // KNOWN.entries
+        )
         num_threads = max(1, min(MOST_THREADS, len(background.cores())))
         self._pool = ThreadPoolExecutor(num_threads, "mmcache-pixels", use_one_core)
         self._lock = threading.Lock()
@@ -128,7 +130,7 @@ class Side:
             run = asyncio.get_running_loop().run_in_executor
             waits = [run(self._pool, contextvars.copy_context().run, self._make_ready, one) for one in asked]
             ready = await asyncio.gather(*waits)
-            with self._lent(ready):
+            with self._registered(ready):
                 return await stock(*args, **kwargs)
 
         return process_multimodal
@@ -139,7 +141,7 @@ class Side:
         def process_multimodal(*args: Any, **kwargs: Any) -> Any:
             asked = _asked(args, kwargs)
             waits = [self._pool.submit(contextvars.copy_context().run, self._make_ready, one) for one in asked]
-            with self._lent(wait.result() for wait in waits):
+            with self._registered(wait.result() for wait in waits):
                 return stock(*args, **kwargs)
 
         return process_multimodal
@@ -149,15 +151,15 @@ class Side:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
-    def _lent(self, ready: Iterable[Ready | None]) -> Iterator[None]:
+    def _registered(self, ready: Iterable[Ready | None]) -> Iterator[None]:
         items = [one for one in ready if one is not None]
-        self.cache.lend(items)
+        self.cache.register(items)
         try:
             yield
         finally:
-            self.cache.take_back(items)
+            self.cache.release(items)
 
-    def _make_ready(self, asked: Asked) -> Ready | None:
+    def _make_ready(self, asked: ItemRequest) -> Ready | None:
         """The item, unless vLLM has it; None, too, where it can't be made: vLLM says why when its turn comes."""
         try:
             return self._ready(asked)
@@ -165,23 +167,23 @@ class Side:
             logger.debug("mmcache: an item could not be made ready", exc_info=True)
             return None
 
-    def _ready(self, asked: Asked) -> Ready | None:
+    def _ready(self, asked: ItemRequest) -> Ready | None:
         inputs = inputs_of(*self._plain(asked))
         (mm_hash,) = self._processor._get_mm_hashes(inputs)[asked.modality]
         if self.cache.is_kept(mm_hash):
             return None
         processed = (
-            self.cache.lent(mm_hash)
+            self.cache.registered(mm_hash)
             or self._deferred(asked, inputs, mm_hash)
             or self._processed(asked, inputs, mm_hash)
         )
         asked.media.processor = "deferred" if is_deferred(processed[0]) else "run"
         return mm_hash, processed
 
-    def _plain(self, asked: Asked) -> tuple[Any, ...]:
+    def _plain(self, asked: ItemRequest) -> tuple[Any, ...]:
         return self._processor, asked.modality, asked.media, asked.name, asked.arguments, asked.loading
 
-    def _deferred(self, asked: Asked, inputs: Any, mm_hash: str) -> Processed | None:
+    def _deferred(self, asked: ItemRequest, inputs: Any, mm_hash: str) -> Processed | None:
         """The item without its pixels, if it may go without and its record is known."""
         if asked.media.origin is None or not may_defer() or self.cache.is_refuted(mm_hash):
             return None
@@ -191,7 +193,7 @@ class Side:
             counters.ITEMS_DEFERRED.add()
         return processed
 
-    def _restored(self, asked: Asked, inputs: Any, record: bytes) -> Processed | None:
+    def _restored(self, asked: ItemRequest, inputs: Any, record: bytes) -> Processed | None:
         """The item of a record; None for what can be none of this image, whatever somebody has put there."""
         assert asked.media.origin is not None
         try:
@@ -208,13 +210,13 @@ class Side:
             logger.debug("mmcache: an image is processed although it has a record: %s", error)
             return None
 
-    def _same(self, asked: Asked, record: bytes) -> tuple[Any, ...] | None:
+    def _same(self, asked: ItemRequest, record: bytes) -> tuple[Any, ...] | None:
         """What images have in common that have the same placeholders; None for videos, whose times count, too."""
-        if not isinstance(asked.media, RecordedMedia):
+        if not isinstance(asked.media, KnownImage):
             return None
         return record, asked.media.record.size, asked.media.record.mode, json.dumps(dict(asked.arguments))
 
-    def _placeholders(self, asked: Asked, inputs: Any, record: bytes, small: Any) -> Placeholders:
+    def _placeholders(self, asked: ItemRequest, inputs: Any, record: bytes, small: Any) -> Placeholders:
         """How the prompt changes for an item, and the digest of all that its record says.
 
         Raises: ValueError where no prompt can hold them; what a model's own code raises for fields that it never made.
@@ -226,9 +228,9 @@ class Side:
             raise ValueError(f"{num_embeds_of(updates)} embeddings, which an image of this size has not")
         return updates, digest_of(record, updates)
 
-    def _is_of_another_size(self, asked: Asked, updates: Sequence[Any]) -> bool:
+    def _is_of_another_size(self, asked: ItemRequest, updates: Sequence[Any]) -> bool:
         """Whether these are not the placeholders of an image of that size, as far as somebody can tell."""
-        if not self._may_reckon or asked.arguments or not isinstance(asked.media, RecordedMedia):
+        if not self._may_reckon or asked.arguments or not isinstance(asked.media, KnownImage):
             return False
         reckoned = embeds_by_size(self._processor, asked.media.record.size)
         return reckoned is not None and reckoned != num_embeds_of(updates)
@@ -251,7 +253,7 @@ class Side:
             raise LookupError(f"the processor makes nothing of a blank {modality}")
         return kinds
 
-    def _processed(self, asked: Asked, inputs: Any, mm_hash: str) -> Processed:
+    def _processed(self, asked: ItemRequest, inputs: Any, mm_hash: str) -> Processed:
         """The item as vLLM's processor makes it; once where several requests want it at a time."""
         with self._lock:
             under_way = self._under_way.get(mm_hash)
@@ -272,11 +274,11 @@ class Side:
                 del self._under_way[mm_hash]
         return processed
 
-    def _keep_record(self, asked: Asked, inputs: Any, mm_hash: str, processed: Processed) -> None:
+    def _keep_record(self, asked: ItemRequest, inputs: Any, mm_hash: str, processed: Processed) -> None:
         """Of an item that could go without its pixels the next time, and would then be the same."""
         if asked.media.origin is None or not status.is_on("identity"):
             return
-        with guarded("lazy_processing"):
+        with failsafe("lazy_processing"):
             item, updates = processed
             self._may_reckon = self._may_reckon and not self._is_of_another_size(asked, updates)
             try:
@@ -311,20 +313,22 @@ def _are_named_by_content(renderer: Any) -> bool:
     return renderer._mm_processor_cache is not None or bool(renderer.config.cache_config.enable_prefix_caching)
 
 
-def _asked(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Asked]:
+def _asked(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[ItemRequest]:
     """What can be made ready of a call of BaseRenderer._process_multimodal."""
     names = ("prompt", "mm_data", "mm_uuids", "mm_processor_kwargs", "media_io_kwargs")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if given.get("skip_mm_cache"):  # it goes to no engine of ours
         return []
-    found: list[Asked] = []
+    found: list[ItemRequest] = []
     for modality, data in given["mm_data"].items():
         items = data if isinstance(data, list) else [data]
         uuids = (given.get("mm_uuids") or {}).get(modality)
         uuids = uuids if isinstance(uuids, list) else [uuids] * len(items)
         found += [
-            Asked(modality, item, name, given.get("mm_processor_kwargs") or {}, given.get("media_io_kwargs") or {})
+            ItemRequest(
+                modality, item, name, given.get("mm_processor_kwargs") or {}, given.get("media_io_kwargs") or {}
+            )
             for item, name in zip(items, uuids, strict=False)
-            if isinstance(item, RecordedMedia | RecordedVideo)
+            if isinstance(item, KnownImage | KnownVideo)
         ]
     return found

@@ -9,14 +9,14 @@ from typing import Any
 from vllm_mmcache.base import background
 from vllm_mmcache.base.estimate import Estimate
 from vllm_mmcache.base.worker_threads import Threads
-from vllm_mmcache.components.lazy_processing.vllm_pixels import Maker
+from vllm_mmcache.components.lazy_processing.vllm_pixels import PixelMaker
 from vllm_mmcache.components.lazy_processing.vllm_processor import use_one_core
 
 MOST_THREADS = 4
 MOST_AHEAD = 32
 """Items whose pixels are made when their request arrives; of more, when it is their turn, since pixels are large."""
 
-Making = Future[Any]
+PixelFuture = Future[Any]
 """One item, with its pixels when it is done; None where nobody has time for them: the worker makes them in its step."""
 
 
@@ -24,22 +24,22 @@ class Pixels:
     """The pixels that an engine makes. Any thread."""
 
     def __init__(self, model_config: Any) -> None:
-        self._maker = Maker(model_config)
-        self._threads = Threads("pixels", background.half(MOST_THREADS))
+        self._maker = PixelMaker(model_config)
+        self._threads = Threads("pixels", background.busy_thread_limit(MOST_THREADS))
         self._estimate = Estimate()
-        self._kept = weakref.WeakSet[Making]()
+        self._kept = weakref.WeakSet[PixelFuture]()
 
     @property
     def may_begin_ahead(self) -> bool:
         """Whether requests that wait hold so few pixels that those of one more can be made before its turn."""
         return len(self._kept) < MOST_AHEAD
 
-    def begin(self, item: Any, num_tokens: int) -> Making:
+    def begin(self, item: Any, num_tokens: int) -> PixelFuture:
         """Have the pixels of a deferred item made; never waits.
 
         The future holds None where too many wait, and what vLLM raised where nobody can make them.
         """
-        making = Making()
+        making = PixelFuture()
         self._kept.add(making)
 
         def make() -> None:

@@ -26,7 +26,7 @@ Ready = tuple[str, Processed]
 """An item's mm_hash, and the item."""
 
 
-class ReadyCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
+class PreparedItemCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
     """vLLM's cache, or nothing where vLLM has none, and what is ready; to vLLM it is one cache."""
 
     def __init__(self, cache: BaseMultiModalProcessorCache | None) -> None:
@@ -34,32 +34,32 @@ class ReadyCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         # The engine would be sent an address, and not see that there are no pixels.
         self._hides_items = isinstance(cache, ShmObjectStoreSenderCache)
         self._lock = threading.Lock()
-        self._lent: dict[str, tuple[int, Processed]] = {}  # mm_hash -> by how many requests, and the item
+        self._registered: dict[str, tuple[int, Processed]] = {}  # mm_hash -> by how many requests, and the item
         self._refuted: OrderedDict[str, None] = OrderedDict()
         table_sizes.of_server("pixels_ready", self.size)
 
-    def lend(self, items: Iterable[Ready]) -> None:
+    def register(self, items: Iterable[Ready]) -> None:
         """Have items ready, until each is taken back."""
         with self._lock:
             for mm_hash, processed in items:
-                count, former = self._lent.get(mm_hash, (0, processed))
-                self._lent[mm_hash] = count + 1, former
+                count, former = self._registered.get(mm_hash, (0, processed))
+                self._registered[mm_hash] = count + 1, former
 
-    def take_back(self, items: Iterable[Ready]) -> None:
+    def release(self, items: Iterable[Ready]) -> None:
         """The request that lent them is through."""
         with self._lock:
             for mm_hash, _ in items:
-                count, processed = self._lent.pop(mm_hash)
+                count, processed = self._registered.pop(mm_hash)
                 if count > 1:
-                    self._lent[mm_hash] = count - 1, processed
+                    self._registered[mm_hash] = count - 1, processed
 
-    def lent(self, mm_hash: str) -> Processed | None:
+    def registered(self, mm_hash: str) -> Processed | None:
         """What some request has ready under this name."""
-        return self._lent.get(mm_hash, (0, None))[1]
+        return self._registered.get(mm_hash, (0, None))[1]
 
     def size(self) -> Size:
         """How many items are ready; requests in flight bound them."""
-        return Size(len(self._lent))
+        return Size(len(self._registered))
 
     def is_kept(self, mm_hash: str) -> bool:
         """Whether vLLM's own cache has an item. Any thread."""
@@ -78,7 +78,7 @@ class ReadyCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
 
     def is_cached_item(self, mm_hash: str) -> bool:
         """Whether vLLM's cache has it, or it is ready."""
-        return self.is_kept(mm_hash) or mm_hash in self._lent
+        return self.is_kept(mm_hash) or mm_hash in self._registered
 
     def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
         """As vLLM's; where the caller has nothing (None), with what is ready, which goes into vLLM's cache now."""
@@ -86,7 +86,7 @@ class ReadyCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
             if mm_item[1]:  # what comes ready-made from clients changes no prompt
                 counters.ITEMS_PROCESSED.add()
         elif not self.is_kept(mm_hash):
-            mm_item = self.lent(mm_hash)
+            mm_item = self.registered(mm_hash)
         if self._cache is None or (mm_item is not None and is_deferred(mm_item[0]) and self._hides_items):
             assert mm_item is not None, f"Expected a cached item for {mm_hash=}"
             return mm_item

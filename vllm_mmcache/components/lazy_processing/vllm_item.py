@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
-from vllm_mmcache.components.lazy_media.vllm_source import Origin
+from vllm_mmcache.components.lazy_media.vllm_source import MediaSource
 
 FIELD = "mmcache_deferred"
 """Name of the field that is there instead: two tensors of uint8, a header as JSON and the encoded bytes."""
@@ -35,7 +35,7 @@ def small_fields(item: MultiModalKwargsItem) -> MultiModalKwargsItem:
 
 
 def defer(
-    small: MultiModalKwargsItem, modality: str, origin: Origin, arguments: Arguments, digest: bytes
+    small: MultiModalKwargsItem, modality: str, origin: MediaSource, arguments: Arguments, digest: bytes
 ) -> MultiModalKwargsItem:
     """The deferred item of an image or a video. Raises: TypeError where the arguments are not plain JSON.
 
@@ -51,11 +51,11 @@ def defer(
     return MultiModalKwargsItem({**small, FIELD: field})
 
 
-def undo(item: MultiModalKwargsItem) -> tuple[str, Origin, Arguments, bytes]:
+def undo(item: MultiModalKwargsItem) -> tuple[str, MediaSource, Arguments, bytes]:
     """The modality, origin, arguments and digest of a deferred item."""
     header_tensor, content = item[FIELD].data
     header = json.loads(header_tensor.numpy().tobytes())
-    origin = Origin(content=lambda: content.numpy().tobytes(), **header["origin"])
+    origin = MediaSource(content=lambda: content.numpy().tobytes(), **header["origin"])
     return header["modality"], origin, header["arguments"], bytes.fromhex(header["digest"])
 
 

@@ -24,7 +24,7 @@ class Refuted(ValueError):
     """An item is not what its record says."""
 
 
-class Maker:
+class PixelMaker:
     """One process's. vLLM's own parts of the processor are shared with what vLLM has made of it already."""
 
     def __init__(self, model_config: Any) -> None:

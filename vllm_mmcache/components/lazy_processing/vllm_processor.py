@@ -16,7 +16,7 @@ from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.processor import ResolvedPromptUpdate
 
 from vllm_mmcache.components.lazy_processing.vllm_item import Arguments
-from vllm_mmcache.content.request_id import OneRequest
+from vllm_mmcache.content.request_id import RequestScopedId
 
 BLANK_PIXELS = 224
 BLANK_FRAMES = 4
@@ -46,7 +46,7 @@ def inputs_of(
 
 def process(processor: Any, modality: str, media: Any, arguments: Arguments) -> Processed:
     """Run the processor for one item. Raises: what vLLM does for an item that can't be processed."""
-    inputs = inputs_of(processor, modality, media, OneRequest("-"), arguments, {})
+    inputs = inputs_of(processor, modality, media, RequestScopedId("-"), arguments, {})
     made = processor._cached_apply_hf_processor(inputs, TimingContext(enabled=False))
     return made.kwargs[modality][0], made.prompt_updates[modality][0]
 

@@ -17,11 +17,11 @@ from blake3 import blake3
 
 from vllm_mmcache.base import status, tenant
 from vllm_mmcache.base.arguments import argument, named
-from vllm_mmcache.base.failsafe import guarded
-from vllm_mmcache.base.lru import Bounded, Budget
-from vllm_mmcache.components.lazy_media.lazy_image import LazyPicture
+from vllm_mmcache.base.failsafe import failsafe
+from vllm_mmcache.base.lru import Budget, LruTable
+from vllm_mmcache.components.lazy_media.lazy_image import LazyImage
 from vllm_mmcache.components.observe.record import wire
-from vllm_mmcache.components.observe.record.asked import UNKNOWN, Asked, Layers
+from vllm_mmcache.components.observe.record.asked import UNKNOWN, Layers, RequestSnapshot
 from vllm_mmcache.components.observe.record.digests import salt_class
 from vllm_mmcache.components.observe.record.recorder import RECORDER, message_digest
 from vllm_mmcache.components.observe.record.schema import REQUEST_ID_CHARS
@@ -85,7 +85,7 @@ def note_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     _processing.is_cached = None
     outcome = wrapped(*args, **kwargs)
-    with guarded("observe"):
+    with failsafe("observe"):
         mm_data = argument(wrapped, args, kwargs, "mm_data")
         given = argument(wrapped, args, kwargs, "mm_processor_kwargs")
         cached = (_processing.is_cached or {}).get("image")
@@ -116,7 +116,7 @@ def send_notes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of InputProcessor.process_inputs(request_id, prompt): the notes travel with the request."""
     request = wrapped(*args, **kwargs)
     if status.is_on("observe"):
-        with guarded("observe"):
+        with failsafe("observe"):
             prompt = argument(wrapped, args, kwargs, "prompt")
             RECORDER.model = _model_name(instance.vllm_config)
             text = _keep(instance.renderer, request, prompt if isinstance(prompt, dict) else {})
@@ -136,7 +136,7 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     outputs = argument(wrapped, args, kwargs, "engine_core_outputs")
     ended = []
-    with guarded("observe"):
+    with failsafe("observe"):
         for output in outputs:
             if output.trace_headers:
                 text, output.trace_headers = wire.take(output.trace_headers)
@@ -146,7 +146,7 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             if output.finish_reason is not None:
                 ended.append(instance.request_states.get(output.request_id))
     outcome = wrapped(*args, **kwargs)
-    with guarded("observe"):
+    with failsafe("observe"):
         for state in ended:
             salt = getattr(state, _SALT, None)
             if salt is not None and state.detokenizer is not None:
@@ -164,7 +164,7 @@ def _keep_salt(state: Any, outcome: str) -> None:
 def _lay_chat(renderer: Any, given: Mapping[str, Any], outcome: Any) -> None:
     if not status.is_on("observe"):
         return
-    with guarded("observe"):
+    with failsafe("observe"):
         conversations, chat_params = given["conversations"], given["chat_params"]
         template = chat_params.chat_template
         marks, template_digest = _marks_of(renderer, template)
@@ -188,7 +188,7 @@ def _keep(renderer: Any, request: Any, prompt: dict[str, Any]) -> str:
     roles = marks.roles_of(tokens, turns) if marks is not None and turns else []
     lora, sampling = request.lora_request, request.sampling_params
     record_id = RECORDER.waiting.add(
-        Asked(
+        RequestSnapshot(
             request_id=request.request_id[:REQUEST_ID_CHARS],
             time_s=request.arrival_time,
             prompt_tokens=len(tokens) if tokens is not None else len(request.prompt_embeds),
@@ -219,10 +219,10 @@ def _notes(items: Any, given: Any, cached: Sequence[bool] | None) -> list[tuple[
     for item, ran in itertools.zip_longest(items, processor[: len(items)], fillvalue="unknown"):
         content_id = getattr(item, "content_id", None)
         if content_id is not None:  # it came through the component media
-            media, content, body = item.media, content_id[:8].hex(), "lifted" if item.is_lifted else "left"
+            media, content, body = item.media, content_id[:8].hex(), "lifted" if item.is_extracted else "left"
         else:
             media, content, body = getattr(item, "media", item), "", "left"
-        if isinstance(media, LazyPicture):
+        if isinstance(media, LazyImage):
             decode = "late" if media.is_decoded else "skipped"
         else:
             decode = "unknown" if media is None else "decoded"
@@ -234,7 +234,7 @@ def _notes(items: Any, given: Any, cached: Sequence[bool] | None) -> list[tuple[
 
 def _marks_of(renderer: Any, template: str | None) -> tuple[Marks | None, int]:
     """The marks of a chat template, and a digest of it. Those of the last templates are kept, not the templates."""
-    known: Bounded[bytes, tuple[Marks | None, int]] = renderer.__dict__.setdefault(_MARKS, _table())
+    known: LruTable[bytes, tuple[Marks | None, int]] = renderer.__dict__.setdefault(_MARKS, _table())
     name = b"" if template is None else blake3(template.encode(errors="surrogatepass")).digest()
     found = known.get(name)
     if found is None:
@@ -249,9 +249,9 @@ def _marks_of(renderer: Any, template: str | None) -> tuple[Marks | None, int]:
     return found
 
 
-def _table() -> Bounded[bytes, tuple[Marks | None, int]]:
+def _table() -> LruTable[bytes, tuple[Marks | None, int]]:
     """By digest of the template: clients may bring templates of their own, as many as they like."""
-    return Bounded(lambda: Budget(MOST_TEMPLATES, MOST_TEMPLATES * TEMPLATE_COST_BYTES), TEMPLATE_COST_BYTES)
+    return LruTable(lambda: Budget(MOST_TEMPLATES, MOST_TEMPLATES * TEMPLATE_COST_BYTES), TEMPLATE_COST_BYTES)
 
 
 def _message_digests(conversation: Sequence[Any]) -> tuple[list[int], list[int | None]]:

@@ -14,11 +14,11 @@ from typing import Any
 
 from vllm_mmcache.base import settings, status
 from vllm_mmcache.base.arguments import argument
-from vllm_mmcache.base.failsafe import guarded
+from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.components.observe.record import wire
 from vllm_mmcache.components.observe.record.causes import GroupHit, Lookup, Lost, Prompt, explain
 from vllm_mmcache.components.observe.record.digests import salt_class
-from vllm_mmcache.components.observe.record.history import Entry, Found, History
+from vllm_mmcache.components.observe.record.history import Entry, History, HistoryMatch
 from vllm_mmcache.components.observe.record.schema import Reason
 from vllm_mmcache.components.observe.record.wire import Cause
 from vllm_mmcache.hooking.hook import Hooks
@@ -40,12 +40,12 @@ hook = Hooks(
 
 
 @dataclass
-class Seen:
+class RequestState:
     """What is known of one request between its lookup and its first output."""
 
     ticket: str
     entry: Entry
-    found: Found
+    found: HistoryMatch
     hit_tokens: int = -1
     groups: Sequence[GroupHit] = ()
     causes: list[Cause] = field(default_factory=list)
@@ -63,7 +63,7 @@ def note_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of KVCacheManager.get_computed_blocks(request): looks at each hit but those after a preemption."""
     outcome = wrapped(*args, **kwargs)
     if status.is_on("observe"):
-        with guarded("observe"):
+        with failsafe("observe"):
             request = argument(wrapped, args, kwargs, "request")
             if request.num_preemptions == 0:
                 _observer_of(instance).look(request, outcome[1])
@@ -110,7 +110,7 @@ def note_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     request = argument(wrapped, args, kwargs, "request")
     seen = getattr(request, _SEEN, None)
     if seen is not None:
-        with guarded("observe"):
+        with failsafe("observe"):
             _observer_of(instance.kv_cache_manager).finish(request, seen)
     return wrapped(*args, **kwargs)
 
@@ -128,12 +128,12 @@ def send_outcome(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     observer = _observer_of(instance.kv_cache_manager)
     scheduled = argument(wrapped, args, kwargs, "scheduler_output")
     if scheduled.scheduled_encoder_inputs:
-        with guarded("observe"):
+        with failsafe("observe"):
             observer.note_images(instance, scheduled.scheduled_encoder_inputs)
     if not observer.waiting:  # a step that only goes on with answers
         return wrapped(*args, **kwargs)
     by_client = wrapped(*args, **kwargs)
-    with guarded("observe"):
+    with failsafe("observe"):
         for outputs in by_client.values():
             for output in outputs.outputs:
                 if output.prefill_stats is not None:
@@ -154,7 +154,7 @@ class Observer:
             lambda: settings.current().observe_across_salts,
         )
         sizes.of_engine("history", self.history.size)
-        self.waiting: dict[str, Seen] = {}
+        self.waiting: dict[str, RequestState] = {}
         self.ended: list[str] = []
         self.reset_s = 0.0
         self._evicted: dict[bytes, float] = {}  # key with its group -> Unix time
@@ -164,7 +164,7 @@ class Observer:
 
     def look(self, request: Any, hit_tokens: int) -> None:
         """A request was looked up; while it waits, in every step anew."""
-        seen: Seen | None = getattr(request, _SEEN, None)
+        seen: RequestState | None = getattr(request, _SEEN, None)
         if seen is None:
             seen = self._meet(request)
             setattr(request, _SEEN, seen)
@@ -172,7 +172,7 @@ class Observer:
         if seen.hit_tokens != hit_tokens:
             self._explain(request, seen, hit_tokens)
 
-    def finish(self, request: Any, seen: Seen) -> None:
+    def finish(self, request: Any, seen: RequestState) -> None:
         """A request has ended, before or after its first output."""
         # An answer's last token never has KV; async scheduling may have counted its step already.
         num_computed = min(request.num_computed_tokens, request.num_tokens - bool(request.num_output_tokens))
@@ -212,7 +212,7 @@ class Observer:
             text = wire.pack_outcome(self.outcome(scheduler, seen, output.prefill_stats))
             output.trace_headers = wire.add(output.trace_headers, text)
 
-    def outcome(self, scheduler: Any, seen: Seen, stats: Any) -> wire.Outcome:
+    def outcome(self, scheduler: Any, seen: RequestState, stats: Any) -> wire.Outcome:
         """All that is sent of a request. The API's cached_tokens is what vLLM says, so that is what is explained."""
         reused, entry = stats.num_cached_tokens, seen.entry
         causes = _cut(seen.causes, reused, entry.prompt_tokens)
@@ -229,7 +229,7 @@ class Observer:
             causes=causes,
         )
 
-    def _meet(self, request: Any) -> Seen:
+    def _meet(self, request: Any) -> RequestState:
         text, request.trace_headers = wire.take(request.trace_headers)
         ticket, name, notes = wire.open_notes(text) if text else ("", "", "")
         number, _, rest = request.request_id.partition("_")
@@ -250,16 +250,16 @@ class Observer:
             entry.first_images = self._first_images(features)
         prompt, keys = request.prompt_token_ids, request.block_hashes
         if not self.manager.enable_caching or prompt is None:
-            return Seen(ticket, entry, Found(0, None, None))
+            return RequestState(ticket, entry, HistoryMatch(0, None, None))
         found = self.history.find(entry, prompt, keys)
         self.history.remember(entry, prompt, keys, found.num_known)
-        return Seen(ticket, entry, found)
+        return RequestState(ticket, entry, found)
 
     def _first_images(self, features: Sequence[Any]) -> tuple[str, ...]:
         within = itertools.takewhile(lambda f: f.mm_position.offset < self.pool.hash_block_size, features)
         return tuple(feature.identifier for feature in within)
 
-    def _explain(self, request: Any, seen: Seen, hit_tokens: int) -> None:
+    def _explain(self, request: Any, seen: RequestState, hit_tokens: int) -> None:
         seen.hit_tokens = hit_tokens
         coordinator = self.manager.coordinator
         unit = coordinator.scheduler_block_size
@@ -328,7 +328,7 @@ class Observer:
                 return Lost(Reason.EVICTED, {"how": "evicted"})
         return Lost(Reason.STATE_NOT_KEPT)
 
-    def _groups(self, seen: Seen, reused: int) -> list[tuple[int, str, int, int, bool]]:
+    def _groups(self, seen: RequestState, reused: int) -> list[tuple[int, str, int, int, bool]]:
         """Where nothing was amiss the groups were not asked one by one: each has the hit."""
         if seen.groups:
             best = max(group.hit_tokens for group in seen.groups)
@@ -358,7 +358,7 @@ def _observer_of(manager: Any) -> Observer:
     return found
 
 
-def _nearest(seen: Seen) -> tuple[str, float, int, bool, bool] | None:
+def _nearest(seen: RequestState) -> tuple[str, float, int, bool, bool] | None:
     match = seen.found.elsewhere or seen.found.nearest
     if match is None:
         return None

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from vllm_mmcache.base.errors import StoreUnusable
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.storage.encryption import CLEAR, Clear
+from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
 from vllm_mmcache.storage.frame import HEAD_BYTES, MAX_VALUE_BYTES
 from vllm_mmcache.storage.records import database
 from vllm_mmcache.storage.records.database import Busy, Database
@@ -50,7 +50,7 @@ class DiskPlace(Place):
         *,
         ttl_s: int = 0,
         rest_s: float = FIRST_REST_S,
-        key: Clear = CLEAR,
+        key: PlainCodec = PLAIN,
     ) -> None:
         self.folder = Path(place).absolute() / FOLDER
         super().__init__(str(place), rest_s, LONGEST_REST_S, key)
@@ -102,7 +102,7 @@ class DiskPlace(Place):
             for row, key, framed in connection.execute(f"SELECT rowid, key, {self._frame} FROM records"):
                 if self._is_whole(key, framed):
                     num_good += 1
-                elif not (isinstance(framed, bytes) and self._key.is_foreign(framed)):
+                elif not (isinstance(framed, bytes) and self._key.has_other_key(framed)):
                     bad.append((row,))
             connection.executemany("DELETE FROM records WHERE rowid = ?", bad)
             return num_good, len(bad)

@@ -14,7 +14,7 @@ from typing import TypeVar
 from vllm_mmcache.base.errors import StoreCorrupt
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.storage.breaker import Breaker
-from vllm_mmcache.storage.encryption import CLEAR, Clear
+from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
 from vllm_mmcache.storage.frame import frame, unframe
 from vllm_mmcache.storage.records.ram import Entry
 
@@ -54,7 +54,7 @@ class Place(ABC):
     ttl_s: int = 0
     """Seconds that a record is kept without use; 0 for ever."""
 
-    def __init__(self, where: str, rest_s: float, longest_rest_s: float, key: Clear = CLEAR) -> None:
+    def __init__(self, where: str, rest_s: float, longest_rest_s: float, key: PlainCodec = PLAIN) -> None:
         self.counts = Counts(self.name)
         self._key = key
         self._reading = Breaker(f"records in {where} (reading)", rest_s, longest_rest_s)
@@ -139,7 +139,7 @@ class Place(ABC):
 
     def _sealed(self, key: bytes, value: bytes) -> tuple[bytes, bytes]:
         name = self._key.name(key)
-        return name, self._key.seal(name, frame(name, value))
+        return name, self._key.encrypt(name, frame(name, value))
 
     @abstractmethod
     def _load(self, key: bytes) -> tuple[bytes, float] | None:
@@ -150,9 +150,9 @@ class Place(ABC):
         """Keep these frames, in the place of older ones; how many are kept. Raises: one of `failures`."""
 
 
-def unsealed(name: bytes, sealed: bytes, key: Clear) -> bytes | None:
+def unsealed(name: bytes, sealed: bytes, key: PlainCodec) -> bytes | None:
     """The value of a record that lies under `name`; None for anything else."""
     try:
-        return unframe(name, key.unseal(name, sealed))
+        return unframe(name, key.decrypt(name, sealed))
     except StoreCorrupt:
         return None

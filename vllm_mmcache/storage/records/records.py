@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from vllm_mmcache.base.errors import SettingsError
-from vllm_mmcache.base.failsafe import guarded
+from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.settings import Settings, store_in_use
 from vllm_mmcache.metrics import table_sizes
 from vllm_mmcache.storage import encryption
@@ -72,13 +72,13 @@ class Records:
         read: gives None for a value that can't have been put there by us. It is counted as corrupt where it lies, and
         places that are farther are asked.
         """
-        with guarded("records"):
+        with failsafe("records"):
             return self._get(key, read)
         return None
 
     def put(self, key: bytes, value: bytes) -> None:
         """Keep `value`, at most MAX_VALUE_BYTES of it; found at once by this process, soon by others."""
-        with guarded("records"):
+        with failsafe("records"):
             if len(value) > MAX_VALUE_BYTES:
                 for counts in (self._in_ram, *(place.counts for place in self._below)):
                     counts.add(dropped=1)

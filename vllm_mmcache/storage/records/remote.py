@@ -11,9 +11,9 @@ import redis
 from redis.exceptions import MovedError
 
 from vllm_mmcache.base.errors import StoreCorrupt
-from vllm_mmcache.base.store_url import error_without_secrets, without_secrets
+from vllm_mmcache.base.store_url import error_without_secrets, redact
 from vllm_mmcache.storage.breaker import Breaker
-from vllm_mmcache.storage.encryption import CLEAR, Clear
+from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
 from vllm_mmcache.storage.frame import FORMAT, HEAD_BYTES, MAX_VALUE_BYTES
 from vllm_mmcache.storage.records.place import Place
 from vllm_mmcache.storage.redis_nodes import (
@@ -38,9 +38,9 @@ class RemotePlace(Place):
     failures = (Exception,)  # a server that is no Redis makes redis-py raise anything
 
     def __init__(
-        self, url: str, *, ttl_s: int, timeout_s: float, rest_s: float = FIRST_REST_S, key: Clear = CLEAR
+        self, url: str, *, ttl_s: int, timeout_s: float, rest_s: float = FIRST_REST_S, key: PlainCodec = PLAIN
     ) -> None:
-        shown = without_secrets(url)
+        shown = redact(url)
         self._nodes = Nodes(url, timeout_s, f"records in {shown} (reading)")
         self._writing_nodes = Nodes(url, max(timeout_s, WRITE_TIMEOUT_S), f"records in {shown} (writing)")
         super().__init__(shown, rest_s, LONGEST_REST_S, key)

@@ -84,7 +84,7 @@ class Writer:
             self._thread.start()
 
     def _run(self) -> None:
-        background.step_back()
+        background.lower_priority()
         kept_s = [place.ttl_s for place in self._places if place.ttl_s]
         pause_s = min(TIDY_S, min(kept_s) / 4) if kept_s else None
         tidied = -math.inf

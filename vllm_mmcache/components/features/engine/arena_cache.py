@@ -30,9 +30,9 @@ class Slot:
     is_published: bool = False
     is_used: bool = False
     """Whether anybody has asked for it since it was filled."""
-    owed: set[str] = field(default_factory=set)
+    pending_tiers: set[str] = field(default_factory=set)
     """Names of the tiers that shall have it and do not yet. Any thread."""
-    said_s: float = 0.0
+    touched_s: float = 0.0
     """By time.monotonic(): when the tiers below were last told that it is used."""
 
     @property
@@ -123,7 +123,7 @@ class RamTier:
                 self._slots.move_to_end(slot.key)
                 self.counters.add(saved=1, saved_bytes=slot.num_bytes)
 
-    def abandon(self, slot: Slot) -> None:
+    def discard(self, slot: Slot) -> None:
         """The caller releases what it did not fill; it is never found, and its room is free again.
 
         Raises: ValueError where nobody holds it.
@@ -164,7 +164,7 @@ class RamTier:
     def _release(self, slot: Slot) -> None:
         self._require_held(slot)
         slot.num_holders -= 1
-        is_kept = slot.is_published and self._is_known(slot) and (self._keeps or slot.owed or not slot.is_used)
+        is_kept = slot.is_published and self._is_known(slot) and (self._keeps or slot.pending_tiers or not slot.is_used)
         if not slot.num_holders and not is_kept:
             self._let_go(slot)
 

@@ -19,18 +19,18 @@ UNKNOWN_TOWER_S = 0.05
 """How long a request is held back while nobody has timed the tower: about what a large one takes on a GPU."""
 
 
-class Ask(Enum):
+class TierChoice(Enum):
     """How to ask a tier for one package."""
 
     WAIT = "wait"
-    """Ask it, and hold the request back until it has answered, within `Costs.patience`."""
+    """Ask it, and hold the request back until it has answered, within `CostModel.max_wait_s`."""
     PROBE = "probe"
     """Ask it in the background, to measure it; the request goes on and the tower runs."""
     SKIP = "skip"
     """The tower is faster."""
 
 
-class Costs:
+class CostModel:
     """Decides for each package how to ask a tier for it. Engine process: one thread asks, any thread tells `loaded`.
 
     tower: seconds of the vision tower by tokens, None while unknown. patience_s: how long the operator lets a request
@@ -49,7 +49,7 @@ class Costs:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tower = tower
-        self._patience_s = patience_s
+        self._max_wait_s = patience_s
         self._counters = {one.tier: one for one in counters}
         self._clock = clock
         self._loads: dict[str, Estimate] = {}
@@ -64,23 +64,23 @@ class Costs:
         """Seconds to load `num_bytes` from a tier, as far as is known."""
         return self._loads[tier].seconds(num_bytes) if tier in self._loads else None
 
-    def ask(self, tier: str, num_tokens: int, num_bytes: int, pixels_s: float = 0.0) -> Ask:
+    def ask(self, tier: str, num_tokens: int, num_bytes: int, pixels_s: float = 0.0) -> TierChoice:
         """How to ask a tier for the package of an image: `num_bytes`, or `num_tokens` in the tower. Counted.
 
         pixels_s: what comes before the tower, where the image has no pixels yet; infinite where that is not known.
         """
         load_s, tower_s = self.load_s(tier, num_bytes), self._tower_s(num_tokens, pixels_s)
-        ask = Ask.WAIT
+        ask = TierChoice.WAIT
         if load_s is not None and tower_s is not None:
-            if self._patience_s is None and load_s > tower_s:
+            if self._max_wait_s is None and load_s > tower_s:
                 ask = self._probe_or_skip(tier)
-            self._count(tier, not_asked=ask is Ask.SKIP, expected_load_s=load_s, expected_tower_s=tower_s)
+            self._count(tier, not_asked=ask is TierChoice.SKIP, expected_load_s=load_s, expected_tower_s=tower_s)
         return ask
 
-    def patience(self, num_tokens: int, pixels_s: float = 0.0) -> float:
+    def max_wait_s(self, num_tokens: int, pixels_s: float = 0.0) -> float:
         """Seconds that a request may be held back for packages that the tower would make of `num_tokens` in all."""
-        if self._patience_s is not None:
-            return self._patience_s
+        if self._max_wait_s is not None:
+            return self._max_wait_s
         tower_s = self._tower_s(num_tokens, pixels_s)
         return UNKNOWN_TOWER_S if tower_s is None else tower_s
 
@@ -88,12 +88,12 @@ class Costs:
         tower_s = self._tower(num_tokens)
         return None if tower_s is None or pixels_s == math.inf else tower_s + pixels_s
 
-    def _probe_or_skip(self, tier: str) -> Ask:
+    def _probe_or_skip(self, tier: str) -> TierChoice:
         now = self._clock()
         if now - self._measured_at[tier] < PROBE_EVERY_S:
-            return Ask.SKIP
+            return TierChoice.SKIP
         self._measured_at[tier] = now
-        return Ask.PROBE
+        return TierChoice.PROBE
 
     def _count(self, tier: str, **amounts: float) -> None:
         self._counters.setdefault(tier, Counters(tier)).add(**amounts)

@@ -24,17 +24,17 @@ from vllm_mmcache.base import config_payload, settings, status
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.base.errors import StoreUnusable
 from vllm_mmcache.base.estimate import Estimate
-from vllm_mmcache.base.failsafe import guarded
+from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.worker_threads import Threads
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.arena_cache import RamTier
-from vllm_mmcache.components.features.engine.cost_model import Costs
+from vllm_mmcache.components.features.engine.cost_model import CostModel
 from vllm_mmcache.components.features.engine.store import Fetch, Store, open_tiers
-from vllm_mmcache.components.features.engine.transfers import Copying, Ranks
+from vllm_mmcache.components.features.engine.transfers import Ranks, TransferTracker
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.message import Message
 from vllm_mmcache.components.features.package import Shape
-from vllm_mmcache.components.lazy_processing.pixel_pool import Making, Pixels
+from vllm_mmcache.components.lazy_processing.pixel_pool import PixelFuture, Pixels
 from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
 from vllm_mmcache.content import client_hashes
 from vllm_mmcache.content.digests import inputs_digest
@@ -81,13 +81,13 @@ def open_store(vllm_config: Any, told: Iterable[Mapping[str, Any]]) -> None:
     ranks = Ranks(arena, facts)
     tiers = open_tiers(in_force)
     tower = Estimate(arena.board["tower_s"][0])
-    costs = Costs(tower.seconds, in_force.store_wait_s, [tier.counters for tier in tiers])
+    costs = CostModel(tower.seconds, in_force.store_wait_s, [tier.counters for tier in tiers])
     store = Store(arena, RamTier(arena.num_bytes, keeps=in_force.feature_ram_bytes > 0), tiers, costs)
     _opened[id(vllm_config)] = Connector(vllm_config, arena, ranks, store)
     logger.info(
         "mmcache: features are kept in RAM (%s)%s",
         in_force.feature_ram_bytes.human_readable(),
-        f" and in {settings.without_secrets(in_force.store)}, {in_force.store_ttl.until()}" if in_force.store else "",
+        f" and in {settings.redact(in_force.store)}, {in_force.store_ttl.until()}" if in_force.store else "",
     )
 
 
@@ -99,20 +99,20 @@ def forget(vllm_config: Any) -> None:
 
 @hook(
     "vllm.v1.core.sched.scheduler:Scheduler.add_request",
-    name="arrive",
+    name="on_request_added",
     args=("request",),
     why="looking for an image's features begins when its request arrives, not when it is scheduled",
     upstream="none: a connector first hears of a request when it could be scheduled",
     remove_when="a connector is told of a request when it arrives, and may be set without ec_transfer_config",
 )
-def arrive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def on_request_added(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler.add_request: what is known of a new request's images is looked for at once."""
     connector = _opened.pop(id(instance.vllm_config), None)
     if connector is not None and instance.ec_connector is None:
         connector.serve(instance)
     if isinstance(instance.ec_connector, Connector):
-        with guarded("features"):
-            instance.ec_connector.arrive(argument(wrapped, args, kwargs, "request"))
+        with failsafe("features"):
+            instance.ec_connector.on_request_added(argument(wrapped, args, kwargs, "request"))
     return wrapped(*args, **kwargs)
 
 
@@ -155,7 +155,7 @@ class _Wanted:
     fetch: Fetch | None = None
     until: float | None = None
     """When the request goes on without it; from the first time that it could have been scheduled."""
-    making: Making | None = None
+    making: PixelFuture | None = None
     """Of its pixels, where it came without them and they are needed."""
 
 
@@ -166,7 +166,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         # Not ECConnectorBase's, which asks for an ec_transfer_config.
         self.store = store
         self.ranks = ranks
-        self.copying = Copying(store, arena, ranks)
+        self.copying = TransferTracker(store, arena, ranks)
         self._reach = vllm_config.scheduler_config.max_num_batched_tokens
         self._scheduler: Any = None
         self._requests: dict[str, dict[int, _Wanted]] = {}
@@ -188,7 +188,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
 
     # Scheduler's thread, when a request arrives
 
-    def arrive(self, request: Any) -> None:
+    def on_request_added(self, request: Any) -> None:
         """Begin to look for the features of a request's images."""
         if not request.mm_features or not status.is_on("features"):
             return
@@ -259,7 +259,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         fetch = wanted.fetch
         return fetch is None or not fetch.is_done or not self.store.ram.has(fetch.identity.key)
 
-    def _begin_pixels(self, wanted: _Wanted) -> Making:
+    def _begin_pixels(self, wanted: _Wanted) -> PixelFuture:
         if wanted.making is None:
             wanted.making = self._pixels.begin(wanted.feature.data, wanted.shape.num_tokens)
         return wanted.making
@@ -286,7 +286,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the request may go on; False while features of an image that comes next are worth waiting for."""
-        with guarded("features"):
+        with failsafe("features"):
             return self._may_go_on(request, num_computed_tokens)
         return True
 
@@ -326,7 +326,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
             return False
         now = time.monotonic()
         if wanted.until is None:
-            wanted.until = now + self.store.costs.patience(wanted.shape.num_tokens, self._pixels_s(wanted))
+            wanted.until = now + self.store.costs.max_wait_s(wanted.shape.num_tokens, self._pixels_s(wanted))
         return now < wanted.until
 
     def _wait(self, pending: Sequence[_Wanted]) -> None:
@@ -343,7 +343,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         """An image will be encoded in this step: tell the ranks where its features lie, or where they shall go."""
-        with guarded("features"):
+        with failsafe("features"):
             self._mention(request, index)
         feature = request.mm_features[index]
         if is_deferred(feature.data):
@@ -381,7 +381,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         try:
             self._message.saves.append(self.copying.save(wanted.name, slot, identity, wanted.shape))
         except BaseException:
-            self.store.abandon(slot, identity)
+            self.store.discard(slot, identity)
             raise
 
     def _note(self, wanted: _Wanted, source: str) -> None:

@@ -17,7 +17,7 @@ from vllm_mmcache.base.settings import Settings, store_in_use
 from vllm_mmcache.base.worker_threads import Threads
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.arena_cache import RamTier, Slot
-from vllm_mmcache.components.features.engine.cost_model import Ask, Costs
+from vllm_mmcache.components.features.engine.cost_model import CostModel, TierChoice
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.lasting import LastingTier
 from vllm_mmcache.components.features.message import SEAL_BYTES
@@ -55,25 +55,25 @@ class Fetch:
     begun: float = field(default_factory=monotonic)
 
     @property
-    def hangs(self) -> bool:
+    def is_stuck(self) -> bool:
         """Whether it takes longer than anything that may still come."""
         return not self.is_done and monotonic() - self.begun > LONGEST_LOAD_S
 
     @property
     def is_waited_for(self) -> bool:
         """Whether it may be worth holding a request back for it."""
-        return not (self.is_probe or self.hangs)
+        return not (self.is_probe or self.is_stuck)
 
 
 class Store:
     """Features by identity over the arena's RAM tier and the tiers below it, nearest first. Any thread."""
 
-    def __init__(self, arena: Arena, ram: RamTier, below: Sequence[LastingTier], costs: Costs) -> None:
+    def __init__(self, arena: Arena, ram: RamTier, below: Sequence[LastingTier], costs: CostModel) -> None:
         self.ram = ram
         self.below = tuple(below)
         self.costs = costs
         self._arena = arena
-        num_readers = background.half(MOST_READERS)
+        num_readers = background.busy_thread_limit(MOST_READERS)
         self._readers = {tier.name: Threads(f"read-{tier.name}", num_readers) for tier in below}
         self._writers = {tier.name: Writer(tier, ram, arena.buffer) for tier in below}
         # In time for the one that would let go of it first.
@@ -117,10 +117,10 @@ class Store:
             self.ram.release(slot)
             return None
         if slot is not None:
-            if monotonic() - slot.said_s > self._renew_s:
-                slot.said_s = monotonic()
-                slot.owed.update(tier.name for tier in self.below)
-            for name in tuple(slot.owed):
+            if monotonic() - slot.touched_s > self._renew_s:
+                slot.touched_s = monotonic()
+                slot.pending_tiers.update(tier.name for tier in self.below)
+            for name in tuple(slot.pending_tiers):
                 self._writers[name].hand(identity, shape)
         return slot
 
@@ -129,10 +129,10 @@ class Store:
         self.ram.release(slot)
 
     def reserve(self, identity: Identity, shape: Shape) -> Slot | None:
-        """Component that a rank will fill; then `keep` or `abandon` it. None where there is none, or it is being filled."""
+        """Room that a rank will fill; then `keep` or `abandon` it. None where there is none, or it is being filled."""
         with self._changed:
             under_way = self._fetches.get(identity.key)
-            if under_way is not None and under_way.is_probe and not under_way.hangs:
+            if under_way is not None and under_way.is_probe and not under_way.is_stuck:
                 return None  # the tower, which does not wait for it, would keep it from measuring
             slot = self._reserve(identity, shape)
             if slot is not None:  # whoever wants it meanwhile waits for the rank
@@ -144,9 +144,9 @@ class Store:
         self._publish(slot, identity, shape, self.below)
         self._finish(self._fetches.get(identity.key), self.ram.name)
 
-    def abandon(self, slot: Slot, identity: Identity) -> None:
+    def discard(self, slot: Slot, identity: Identity) -> None:
         """The slot was not filled."""
-        self.ram.abandon(slot)
+        self.ram.discard(slot)
         self._finish(self._fetches.get(identity.key), "")
 
     def flush(self, timeout_s: float) -> bool:
@@ -177,10 +177,10 @@ class Store:
                 tier.counters.add(misses=1)
                 continue
             ask = self.costs.ask(tier.name, fetch.shape.num_tokens, fetch.shape.num_bytes, fetch.pixels_s)
-            if ask is Ask.SKIP:
+            if ask is TierChoice.SKIP:
                 fetch.passed_over.append(tier.name)
                 continue
-            fetch.is_probe = ask is Ask.PROBE
+            fetch.is_probe = ask is TierChoice.PROBE
             if fetch.is_probe:
                 fetch.passed_over.append(tier.name)
             if self._readers[tier.name].submit(self._loading(fetch, number)):
@@ -222,15 +222,15 @@ class Store:
             found = tier.load(identity, shape, reserve, monotonic() + LONGEST_LOAD_S)
         finally:
             for slot in () if found else slots:
-                self.ram.abandon(slot)
+                self.ram.discard(slot)
         if found:
             self.costs.loaded(tier.name, shape.num_bytes, perf_counter() - start)
             self._publish(slots[0], identity, shape, self.below[:index])
         return found
 
     def _publish(self, slot: Slot, identity: Identity, shape: Shape, owed: Sequence[LastingTier]) -> None:
-        slot.owed.update(tier.name for tier in owed)
-        slot.said_s = monotonic()
+        slot.pending_tiers.update(tier.name for tier in owed)
+        slot.touched_s = monotonic()
         self.ram.publish(slot)
         for tier in owed:
             self._writers[tier.name].hand(identity, shape)

@@ -15,7 +15,7 @@ from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.arena_cache import Slot
 from vllm_mmcache.components.features.engine.store import Store
 from vllm_mmcache.components.features.identity import Identity
-from vllm_mmcache.components.features.message import SEAL_BYTES, Place
+from vllm_mmcache.components.features.message import SEAL_BYTES, SlotRef
 from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.content.digests import inputs_digest
 
@@ -27,7 +27,7 @@ LOOK_S = 0.002  # between two looks at the board while copies are under way
 class Ranks:
     """The ranks of one engine that encode, as their rows of the board show them. Any thread.
 
-    facts: what `runner.open_in` gave in each rank, in the order of their rows.
+    facts: what `open_on_rank` gave in each rank, in the order of their rows.
     """
 
     def __init__(self, arena: Arena, facts: Sequence[Mapping[str, Any]]) -> None:
@@ -82,7 +82,7 @@ class Ranks:
         return int(self._board["saves_done"][0])
 
 
-class Copying:
+class TransferTracker:
     """Slots that ranks copy from or to. `load` and `save` from the scheduler's thread alone."""
 
     def __init__(self, store: Store, arena: Arena, ranks: Ranks) -> None:
@@ -97,16 +97,16 @@ class Copying:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def load(self, mm_hash: str, slot: Slot, shape: Shape) -> Place:
+    def load(self, mm_hash: str, slot: Slot, shape: Shape) -> SlotRef:
         """Where the ranks find what they are to copy. `slot`, which the caller holds, is held until all are done.
 
         Never waits. Numbers of loads grow from 1.
         """
         self._num_loads += 1
         self._begin(self._loads, self._num_loads, slot)
-        return Place(self._num_loads, mm_hash, slot.offset, shape)
+        return SlotRef(self._num_loads, mm_hash, slot.offset, shape)
 
-    def save(self, mm_hash: str, slot: Slot, identity: Identity, shape: Shape) -> Place:
+    def save(self, mm_hash: str, slot: Slot, identity: Identity, shape: Shape) -> SlotRef:
         """Where the first rank is to put features. `slot` is kept once its seal is there, or else abandoned.
 
         Never waits. Numbers of saves grow from 1.
@@ -115,7 +115,7 @@ class Copying:
         seal = self._arena.buffer(slot.offset + shape.num_bytes, SEAL_BYTES)
         seal[:] = bytes(SEAL_BYTES)
         self._begin(self._saves, self._num_saves, (slot, identity, shape))
-        return Place(self._num_saves, mm_hash, slot.offset, shape)
+        return SlotRef(self._num_saves, mm_hash, slot.offset, shape)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is under way. Returns False after `timeout_s`."""
@@ -139,7 +139,7 @@ class Copying:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        background.step_back()
+        background.lower_priority()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._loads or self._saves or self._closed)
@@ -165,7 +165,7 @@ class Copying:
             if int.from_bytes(seal, "little") == number:
                 self._store.keep(slot, identity, shape)
             else:
-                self._store.abandon(slot, identity)
+                self._store.discard(slot, identity)
             self._end(self._saves, number)
 
     def _end(self, under_way: dict[int, Any], number: int) -> None:

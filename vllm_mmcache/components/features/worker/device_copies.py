@@ -17,7 +17,7 @@ import torch
 
 from vllm_mmcache.base import background
 from vllm_mmcache.components.features.arena import Arena
-from vllm_mmcache.components.features.message import SEAL_BYTES, Place
+from vllm_mmcache.components.features.message import SEAL_BYTES, SlotRef
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -26,7 +26,7 @@ class Unpinnable(Exception):
     """The arena can't be pinned for the device, in words."""
 
 
-class Copies:
+class DeviceCopies:
     """Copies of one rank. One thread, the model runner's.
 
     row: the rank's on the arena's board; the rank of the first one alone saves.
@@ -53,7 +53,7 @@ class Copies:
         """Whether the device goes on by itself, so that only its own events tell the time."""
         return self._stream is not None
 
-    def load(self, places: Sequence[Place]) -> list[torch.Tensor]:
+    def load(self, places: Sequence[SlotRef]) -> list[torch.Tensor]:
         """Features on the device, as the model's stream will find them.
 
         Shapes: (num_tokens, width) each, of its place's dtype.
@@ -80,7 +80,7 @@ class Copies:
         self.then(say)
         return found
 
-    def save(self, place: Place, features: torch.Tensor | None) -> None:
+    def save(self, place: SlotRef, features: torch.Tensor | None) -> None:
         """Put what the tower gave into the arena, behind what the model's stream does now; None says there is nothing.
 
         The first rank alone does: others come later, when what it saved is in use.
@@ -105,7 +105,7 @@ class Copies:
         features.record_stream(self._stream)
         self.then(lambda: self._seal(place, copied.synchronize))
 
-    def skip(self, places: Sequence[Place]) -> None:
+    def skip(self, places: Sequence[SlotRef]) -> None:
         """These are not wanted after all."""
         if places:
             last = places[-1].number
@@ -128,12 +128,12 @@ class Copies:
         if self._stream is not None:
             torch.cuda.cudart().cudaHostUnregister(self._address)
 
-    def _features(self, place: Place) -> torch.Tensor:
+    def _features(self, place: SlotRef) -> torch.Tensor:
         shape = place.shape
         flat = torch.frombuffer(self._arena.buffer(place.offset, shape.num_bytes), dtype=getattr(torch, shape.dtype))
         return flat.view(shape.num_tokens, shape.width)
 
-    def _seal(self, place: Place, copy: Callable[[], Any]) -> None:
+    def _seal(self, place: SlotRef, copy: Callable[[], Any]) -> None:
         try:
             copy()
             seal = self._arena.buffer(place.offset + place.shape.num_bytes, SEAL_BYTES)
@@ -145,7 +145,7 @@ class Copies:
         self._row[field] = number
 
     def _run(self) -> None:
-        background.step_back()
+        background.lower_priority()
         while (job := self._done.get()) is not None:
             try:
                 with torch.inference_mode():

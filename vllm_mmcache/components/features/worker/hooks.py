@@ -21,18 +21,18 @@ from vllm_mmcache.base import settings, status
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.base.errors import ArenaUnusable
 from vllm_mmcache.base.estimate import Estimate
-from vllm_mmcache.base.failsafe import guarded
+from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.status import State
 from vllm_mmcache.components.features.arena import Arena
-from vllm_mmcache.components.features.message import Message, Place
+from vllm_mmcache.components.features.message import Message, SlotRef
 from vllm_mmcache.components.features.vllm_facts import facts_of, place_of, why_not
-from vllm_mmcache.components.features.worker.device_copies import Copies, Unpinnable
+from vllm_mmcache.components.features.worker.device_copies import DeviceCopies, Unpinnable
 from vllm_mmcache.components.features.worker.tower import Tower, watched
-from vllm_mmcache.components.features.worker.vllm_probe import Kind, Unfit, probe, probe_videos, takes
+from vllm_mmcache.components.features.worker.vllm_probe import FeatureFormat, Unsupported, probe, probe_videos, takes
 from vllm_mmcache.components.features.worker.weights import Fingerprints
 from vllm_mmcache.components.lazy_processing.positions import guard_positions
 from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
-from vllm_mmcache.components.lazy_processing.vllm_pixels import Maker
+from vllm_mmcache.components.lazy_processing.vllm_pixels import PixelMaker
 from vllm_mmcache.components.lazy_processing.vllm_processor_facts import video_facts
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters
@@ -46,8 +46,8 @@ Outputs = dict[str, torch.Tensor]
 """vLLM's encoder cache: name -> features, on the device."""
 Seconds = Callable[[], float]
 
-_encoding: "Side | None" = None  # whose step this process is in
-_maker: Maker | None = None  # of pixels, for the model of this process
+_encoding: "RankFeatures | None" = None  # whose step this process is in
+_maker: PixelMaker | None = None  # of pixels, for the model of this process
 
 
 hook = Hooks(
@@ -58,10 +58,10 @@ hook = Hooks(
 )
 
 
-class Side:
+class RankFeatures:
     """One rank's part of the store; `row` is its own of the arena's board. One thread, the model runner's."""
 
-    def __init__(self, tower: Tower, copies: Copies, row: Any, is_alone: bool = True) -> None:
+    def __init__(self, tower: Tower, copies: DeviceCopies, row: Any, is_alone: bool = True) -> None:
         self.tower = tower
         self.copies = copies
         self.weights = Fingerprints(tower, self._say_fingerprint)
@@ -91,9 +91,9 @@ class Side:
         """
         global _encoding
         taken: set[str] = set()
-        kept: list[Place] = []
+        kept: list[SlotRef] = []
         # Where ranks wait for each other, one that went its own way would stop them all: there it raises.
-        with guarded("features") if self._is_alone else contextlib.nullcontext():
+        with failsafe("features") if self._is_alone else contextlib.nullcontext():
             kept, taken = self._begin(message, outputs)
         before = set(outputs)
         self._runs = []
@@ -103,9 +103,9 @@ class Side:
             yield taken
         finally:
             _encoding = None
-        with guarded("features") if self._is_alone else contextlib.nullcontext():
+        with failsafe("features") if self._is_alone else contextlib.nullcontext():
             self._fit(message, outputs)
-        with guarded("features"):
+        with failsafe("features"):
             if self._runs:
                 self._measure([len(features) for name, features in outputs.items() if name not in before])
             for place in kept:
@@ -120,7 +120,7 @@ class Side:
         self.weights.close()
         self.copies.close()
 
-    def _begin(self, message: Message | None, outputs: Outputs) -> tuple[list[Place], set[str]]:
+    def _begin(self, message: Message | None, outputs: Outputs) -> tuple[list[SlotRef], set[str]]:
         """What is to be saved afterwards, and the names of what was taken."""
         self.weights.look()
         if message is None:
@@ -143,13 +143,13 @@ class Side:
                 outputs[name] = features.new_zeros((num_rows, *features.shape[1:]))
                 self.is_spoiled = True
 
-    def _take(self, places: list[Place], outputs: Outputs) -> set[str]:
+    def _take(self, places: list[SlotRef], outputs: Outputs) -> set[str]:
         for place, features in zip(places, self.copies.load(places), strict=True):
             outputs[place.mm_hash] = features
         counters.TOWER_IMAGES_AVOIDED.add(len(places))
         return {place.mm_hash for place in places}
 
-    def _save(self, place: Place, features: torch.Tensor | None) -> None:
+    def _save(self, place: SlotRef, features: torch.Tensor | None) -> None:
         shape = place.shape
         if features is not None:
             counters.TOWER_TOKENS.add(len(features))
@@ -193,7 +193,7 @@ class Side:
 class Connector(ECConnector):  # type: ignore[misc]
     """The side as runner V2's encoder-cache connector, which vLLM asks around each step's encoding."""
 
-    def __init__(self, side: Side, outputs: Outputs) -> None:
+    def __init__(self, side: RankFeatures, outputs: Outputs) -> None:
         self._side = side
         self._outputs = outputs
 
@@ -215,7 +215,7 @@ class Connector(ECConnector):  # type: ignore[misc]
 )
 def encode_v1(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of GPUModelRunner._execute_mm_encoder, of runner V1: what was taken is left out of what it encodes."""
-    side: Side | None = getattr(instance, _SIDE, None)
+    side: RankFeatures | None = getattr(instance, _SIDE, None)
     if side is None:
         return wrapped(*args, **kwargs)
     scheduler_output = argument(wrapped, args, kwargs, "scheduler_output")
@@ -307,7 +307,7 @@ def expect_new_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     upstream="none",
     remove_when="weights are known without being read",
 )
-def pause_while_asleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def pause_on_sleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Worker.sleep: vLLM takes the weights' memory away, so nobody may be reading it."""
     side = _side_of(instance)
     if side is None:
@@ -327,7 +327,7 @@ def pause_while_asleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     upstream="none",
     remove_when="weights are known without being read",
 )
-def go_on_awake(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def resume_on_wake_up(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Worker.wake_up: weights are there again, perhaps others."""
     outcome = wrapped(*args, **kwargs)
     tags = argument(wrapped, args, kwargs, "tags")
@@ -360,11 +360,11 @@ def look_at(worker: Any) -> None:
     """Say why this worker can have no store, as far as it is known without a run of the tower."""
     try:
         _tower_of(worker)
-    except Unfit as reason:
+    except Unsupported as reason:
         _say_off(reason)
 
 
-def open_in(worker: Any, address: str) -> dict[str, Any]:
+def open_on_rank(worker: Any, address: str) -> dict[str, Any]:
     """Open this rank's side of the arena at `address`, when its model is loaded, or say why not.
 
     It runs the tower, whose ranks wait for each other: all of them are told to do this, or none
@@ -372,11 +372,11 @@ def open_in(worker: Any, address: str) -> dict[str, Any]:
     """
     try:
         return _open(worker, address)
-    except Unfit as reason:
+    except Unsupported as reason:
         _say_off(reason)
     except Exception as error:  # of an arena or a model that can't be used, which must not keep it from serving
         logger.exception("mmcache could not open the feature store")
-        _say_off(Unfit(f"the store could not be opened: {error}"))
+        _say_off(Unsupported(f"the store could not be opened: {error}"))
     return {}
 
 
@@ -388,22 +388,22 @@ def _open(worker: Any, address: str) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         kind = probe(vllm_config, model, tower, runner.device)
-    except Unfit:
+    except Unsupported:
         raise
     except Exception as error:  # a model's own code
         logger.debug("mmcache could not try the vision tower", exc_info=True)
-        raise Unfit(f"{type(model).__name__} could not be tried with two images: {error}") from error
+        raise Unsupported(f"{type(model).__name__} could not be tried with two images: {error}") from error
     if tower.hidden_weights() and not tower.loaded:
-        raise Unfit(f"load format {vllm_config.load_config.load_format} does not show the vision weights")
+        raise Unsupported(f"load format {vllm_config.load_config.load_format} does not show the vision weights")
     try:
         arena = Arena.open(address)
-        copies = Copies(arena, place.row, runner.device)
+        copies = DeviceCopies(arena, place.row, runner.device)
     except (ArenaUnusable, Unpinnable) as error:
-        raise Unfit(str(error)) from error
-    side = Side(tower, copies, arena.board[place.row : place.row + 1], is_alone=len(arena.board) == 1)
+        raise Unsupported(str(error)) from error
+    side = RankFeatures(tower, copies, arena.board[place.row : place.row + 1], is_alone=len(arena.board) == 1)
     side.know_weights()
     global _maker
-    _maker = Maker(vllm_config.model_config)
+    _maker = PixelMaker(vllm_config.model_config)
     guard_positions(model, vllm_config.model_config)
     setattr(runner, _SIDE, side)
     if hasattr(runner, "ec_connector"):  # V2
@@ -414,13 +414,15 @@ def _open(worker: Any, address: str) -> dict[str, Any]:
     return {"row": place.row, **facts, **_of_videos(vllm_config, model, tower, runner.device, kind)}
 
 
-def _of_videos(vllm_config: Any, model: Any, tower: Tower, device: torch.device, images: Kind) -> dict[str, str]:
+def _of_videos(
+    vllm_config: Any, model: Any, tower: Tower, device: torch.device, images: FeatureFormat
+) -> dict[str, str]:
     """What the engine must know to keep features of videos, too; empty texts where they are not kept."""
     try:
         if takes(vllm_config, "video"):
             sample = probe_videos(vllm_config, model, tower, device, images).sample
             return {"video": video_facts(vllm_config.model_config), "video_sample": sample}
-    except Unfit as reason:
+    except Unsupported as reason:
         logger.info("mmcache: no features of videos are kept: %s", reason)
     except Exception as error:  # a model's own code
         logger.debug("mmcache could not try the vision tower with videos", exc_info=True)
@@ -429,23 +431,25 @@ def _of_videos(vllm_config: Any, model: Any, tower: Tower, device: torch.device,
 
 
 def _tower_of(worker: Any) -> Tower:
-    """The tower of the worker's model. Raises: Unfit, saying why there can be no store for it."""
+    """The tower of the worker's model. Raises: Unsupported, saying why there can be no store for it."""
     if reason := why_not(worker.model_runner):
-        raise Unfit(reason)
+        raise Unsupported(reason)
     tower = watched(worker.model_runner.get_model())
     if tower is None:
-        raise Unfit(f"load format {worker.vllm_config.load_config.load_format} makes models in a way of its own")
+        raise Unsupported(f"load format {worker.vllm_config.load_config.load_format} makes models in a way of its own")
     return tower
 
 
-def _say_off(reason: Unfit) -> None:
+def _say_off(reason: Unsupported) -> None:
     logger.info("mmcache: no feature store: %s", reason)
     status.put("worker", "features", State("off", str(reason)))
 
 
-def _side_of(instance: Any) -> Side | None:
+def _side_of(instance: Any) -> RankFeatures | None:
     """Of a model runner, or of the worker that has it."""
-    found: Side | None = getattr(instance, _SIDE, None) or getattr(getattr(instance, "model_runner", None), _SIDE, None)
+    found: RankFeatures | None = getattr(instance, _SIDE, None) or getattr(
+        getattr(instance, "model_runner", None), _SIDE, None
+    )
     return found
 
 

@@ -24,12 +24,12 @@ MIXED = {torch.float32: 1e-3, torch.float64: 1e-3}
 MIXED_IN_LOW_PRECISION = 0.15
 
 
-class Unfit(Exception):
+class Unsupported(Exception):
     """Why this model's features can't be kept, in words."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class FeatureFormat:
     """What features of a modality look like; a package that looks otherwise is another model's."""
 
     width: int
@@ -38,11 +38,11 @@ class Kind:
     """Digest of the features of two, which all ranks that share a copy must have alike."""
 
 
-def probe(vllm_config: Any, model: Any, tower: Tower, device: torch.device, modality: str = "image") -> Kind:
+def probe(vllm_config: Any, model: Any, tower: Tower, device: torch.device, modality: str = "image") -> FeatureFormat:
     """Run the tower on one image (or video), on another, and on both.
 
     Shapes: what each gives must be (num_tokens, width) of the model's dtype.
-    Raises: Unfit, or whatever the model's own code raises.
+    Raises: Unsupported, or whatever the model's own code raises.
     """
     one, num_rows = _item(vllm_config, modality)
     other = _altered(one)
@@ -54,27 +54,29 @@ def probe(vllm_config: Any, model: Any, tower: Tower, device: torch.device, moda
         (first,), (second,) = (_run(model, modality, [item], device) for item in (one, other))
         together = _run(model, modality, [one, other], device)
     if entered:
-        raise Unfit(f"its vision tower runs {entered[0]} of the language model")
+        raise Unsupported(f"its vision tower runs {entered[0]} of the language model")
     if first.ndim != 2 or len(first) != num_rows:
-        raise Unfit(f"{modality}s of {num_rows} tokens have features {tuple(first.shape)}")
+        raise Unsupported(f"{modality}s of {num_rows} tokens have features {tuple(first.shape)}")
     far = float((first - second).abs().max())
     if not far > 0:
-        raise Unfit(f"two {modality}s have the same features")
+        raise Unsupported(f"two {modality}s have the same features")
     mixed = max(float((a - b).abs().max()) for a, b in zip((first, second), together, strict=True)) / far
     if mixed > MIXED.get(first.dtype, MIXED_IN_LOW_PRECISION):
-        raise Unfit(f"what it makes of one of the {modality}s of a batch depends on the others, by {mixed:.1%}")
+        raise Unsupported(f"what it makes of one of the {modality}s of a batch depends on the others, by {mixed:.1%}")
     if first.dtype != vllm_config.model_config.dtype:
-        raise Unfit(f"features are {first.dtype} in a model of {vllm_config.model_config.dtype}")
-    return Kind(first.shape[1], inputs_digest({"first": first, "second": second}))
+        raise Unsupported(f"features are {first.dtype} in a model of {vllm_config.model_config.dtype}")
+    return FeatureFormat(first.shape[1], inputs_digest({"first": first, "second": second}))
 
 
-def probe_videos(vllm_config: Any, model: Any, tower: Tower, device: torch.device, images: Kind) -> Kind:
-    """As `probe`, of videos. Raises: Unfit, or whatever the model's own code raises."""
+def probe_videos(
+    vllm_config: Any, model: Any, tower: Tower, device: torch.device, images: FeatureFormat
+) -> FeatureFormat:
+    """As `probe`, of videos. Raises: Unsupported, or whatever the model's own code raises."""
     if hasattr(model, "requires_sequential_video_encoding"):
-        raise Unfit("its tower takes no two videos at once")
+        raise Unsupported("its tower takes no two videos at once")
     videos = probe(vllm_config, model, tower, device, "video")
     if videos.width != images.width:
-        raise Unfit(f"a video's features have {videos.width} columns, an image's {images.width}")
+        raise Unsupported(f"a video's features have {videos.width} columns, an image's {images.width}")
     return videos
 
 
@@ -101,7 +103,7 @@ def _item(vllm_config: Any, modality: str) -> tuple[Any, int]:
     with set_default_torch_num_threads():  # as vLLM does it at start, where more threads can hang
         processor = MULTIMODAL_REGISTRY.create_processor(model_config)
         if not processor.info.allowed_mm_limits.get(modality):
-            raise Unfit(f"this deployment takes no {modality}s")
+            raise Unsupported(f"this deployment takes no {modality}s")
         inputs = processor.get_dummy_inputs(
             model_config.max_model_len, {modality: 1}, MultiModalDummyOptions({modality: small[modality]})
         )

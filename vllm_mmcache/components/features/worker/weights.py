@@ -145,7 +145,7 @@ class Fingerprints:
             logger.exception("mmcache could not say which vision weights there are")
 
     def _run(self) -> None:
-        background.step_back()
+        background.lower_priority()
         while True:
             with self._condition:
                 if not self._is_wanted():

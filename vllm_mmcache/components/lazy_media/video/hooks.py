@@ -18,7 +18,7 @@ from vllm_mmcache.base import status, tenant
 from vllm_mmcache.base.arguments import argument, named
 from vllm_mmcache.base.versions import installed, vllm_version
 from vllm_mmcache.components.lazy_media.hooks import RecordWrong, read_text
-from vllm_mmcache.components.lazy_media.media_info import Key, Record, admit, correct, find
+from vllm_mmcache.components.lazy_media.media_info import Key, MediaInfo, admit, correct, find
 from vllm_mmcache.components.lazy_media.video import DECODERS
 from vllm_mmcache.components.lazy_media.video.video_info import (
     VIDEOS,
@@ -29,8 +29,8 @@ from vllm_mmcache.components.lazy_media.video.video_info import (
     shape_of,
     unpacked,
 )
-from vllm_mmcache.components.lazy_media.video.vllm_video import Frames, RecordedFrames, RecordedVideo, mark_as_of_frames
-from vllm_mmcache.components.lazy_media.vllm_source import FRAMES, origin_of
+from vllm_mmcache.components.lazy_media.video.vllm_video import Frames, KnownFrames, KnownVideo, mark_as_of_frames
+from vllm_mmcache.components.lazy_media.vllm_source import FRAMES, source_of
 from vllm_mmcache.content import media_tenant, placeholders
 from vllm_mmcache.content.base64_image import content_id_of
 from vllm_mmcache.hooking.hook import Hooks
@@ -103,7 +103,7 @@ def keep_undecoded(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     vLLM's own takes frames and metadata of the pair `media`, which for ours would decode.
     """
     video = argument(wrapped, args, kwargs, "video")
-    return (video.frames, video.metadata) if isinstance(video, RecordedVideo) else wrapped(*args, **kwargs)
+    return (video.frames, video.metadata) if isinstance(video, KnownVideo) else wrapped(*args, **kwargs)
 
 
 @hook(
@@ -113,7 +113,7 @@ def keep_undecoded(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     why="it looks at each item to see whether it is None, for which an undecoded video would be decoded",
     upstream="none yet",
 )
-def look_at_none(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def check_without_decoding(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer._validate_mm_uuids(mm_data, mm_data_items, mm_uuid_items): it asks which items are None.
 
     To look at a video as vLLM's items show it would be to decode it; so it is given what they are made of.
@@ -144,11 +144,11 @@ def _open(instance: Any, content_id: bytes, content: Callable[[], bytes], load: 
             _charge(instance, record, is_text)
             counters.VIDEOS_AVOIDED.add()
             about, frames = metadata_of(record), partial(_decode_late, instance, load, key, record)
-        origin = origin_of(instance, content, is_text)
-        return RecordedVideo(RecordedFrames(frames, content, record, content_id, origin), about)
+        origin = source_of(instance, content, is_text)
+        return KnownVideo(KnownFrames(frames, content, record, content_id, origin), about)
 
 
-def _decode_late(instance: Any, load: Load, key: Key, record: Record) -> Frames:
+def _decode_late(instance: Any, load: Load, key: Key, record: MediaInfo) -> Frames:
     counters.VIDEOS_DECODED.add()
     counters.VIDEOS_DECODED_LATE.add()
     loader = _for_frames(instance)
@@ -182,7 +182,7 @@ def _made_by() -> str:
     return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
-def _charge(instance: Any, record: Record, is_text: bool) -> None:
+def _charge(instance: Any, record: MediaInfo, is_text: bool) -> None:
     budget = getattr(instance.image_io, "decoded_budget", None)  # vLLM 0.33: as in its load_bytes, and for images
     if budget is not None:
         num_frames, height, width = shape_of(record)[:3]

@@ -14,9 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from vllm_mmcache.base import settings
-from vllm_mmcache.base.lru import Bounded, Budget
+from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.components.lazy_media import media_info
-from vllm_mmcache.components.lazy_media.media_info import Key, Record
+from vllm_mmcache.components.lazy_media.media_info import Key, MediaInfo
 from vllm_mmcache.metrics import table_sizes
 
 MAX_VALUES = 1 << 36  # of all frames of a video that is kept, one for each pixel
@@ -36,7 +36,7 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metadata: Annotated[str, Meta(max_length=MAX_METADATA_BYTES)]
 
 
-def record_of(shape: tuple[int, ...], metadata: dict[str, Any]) -> Record | None:
+def record_of(shape: tuple[int, ...], metadata: dict[str, Any]) -> MediaInfo | None:
     """The record of a decoded video; None where its metadata is more than a record can say.
 
     shape: (frames, height, width, ...) of what was decoded, all of it uint8.
@@ -44,10 +44,10 @@ def record_of(shape: tuple[int, ...], metadata: dict[str, Any]) -> Record | None
     text = as_text(metadata)
     if text is None or len(text) > MAX_METADATA_BYTES or len(shape) < 3:
         return None
-    return Record((shape[2], shape[1]), "video", {"shape": shape, "metadata": text})
+    return MediaInfo((shape[2], shape[1]), "video", {"shape": shape, "metadata": text})
 
 
-def unpacked(packed: bytes) -> Record | None:
+def unpacked(packed: bytes) -> MediaInfo | None:
     """The record of a video that was `packed`; None for anything else, whoever has put it there."""
     record = media_info.unpacked(packed)
     if record is None or record.mode != "video" or record.io_config is None:
@@ -63,19 +63,19 @@ def unpacked(packed: bytes) -> Record | None:
     return record if fits else None
 
 
-def shape_of(record: Record) -> tuple[int, ...]:
+def shape_of(record: MediaInfo) -> tuple[int, ...]:
     """Shape of the decoded frames: (frames, height, width, ...), all of it uint8."""
     assert record.io_config is not None
     shape: tuple[int, ...] = record.io_config["shape"]
     return shape
 
 
-def num_bytes_of(record: Record) -> int:
+def num_bytes_of(record: MediaInfo) -> int:
     """Bytes of the decoded frames, one for each value."""
     return math.prod(shape_of(record))
 
 
-def metadata_of(record: Record) -> dict[str, Any]:
+def metadata_of(record: MediaInfo) -> dict[str, Any]:
     """What the decoder said of the video and of the frames that it took; a new one each time."""
     assert record.io_config is not None
     metadata: dict[str, Any] = json.loads(record.io_config["metadata"])
@@ -99,5 +99,5 @@ def _budget() -> Budget:
     return Budget(settings.current().media_records, settings.current().media_records_bytes)
 
 
-VIDEOS: Bounded[Key, Record] = Bounded(_budget, RECORD_COST_BYTES)
+VIDEOS: LruTable[Key, MediaInfo] = LruTable(_budget, RECORD_COST_BYTES)
 table_sizes.of_server("videos", VIDEOS.size)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A video with its record, as vLLM sees it: a MediaWithBytes that decodes when somebody asks for its frames.
 
-`RecordedVideo` is what the loader gives, frames and metadata; `RecordedFrames` is what vLLM's parser makes of it. All
+`KnownVideo` is what the loader gives, frames and metadata; `KnownFrames` is what vLLM's parser makes of it. All
 that vLLM does with either goes through `media`, which decodes, but for what is known without. API server, any thread.
 """
 
@@ -13,16 +13,16 @@ import numpy as np
 import numpy.typing as npt
 from vllm.multimodal.media import MediaWithBytes
 
-from vllm_mmcache.components.lazy_media.media_info import Record
+from vllm_mmcache.components.lazy_media.media_info import MediaInfo
 from vllm_mmcache.components.lazy_media.video.video_info import shape_of
-from vllm_mmcache.components.lazy_media.vllm_source import Origin
+from vllm_mmcache.components.lazy_media.vllm_source import MediaSource
 
 Frames = npt.NDArray[np.uint8]
 
 _FRAMES = "_mmcache_is_of_frames"
 
 
-class RecordedFrames(MediaWithBytes):  # type: ignore[misc]
+class KnownFrames(MediaWithBytes):  # type: ignore[misc]
     """The frames of a video, and its bytes; undecoded until `media` is asked for.
 
     frames are the frames, of the record's shape, or give them: then called at most once successfully, and what it
@@ -34,9 +34,9 @@ class RecordedFrames(MediaWithBytes):  # type: ignore[misc]
         self,
         frames: Frames | Callable[[], Frames],
         content: Callable[[], bytes],
-        record: Record,
+        record: MediaInfo,
         content_id: bytes,
-        origin: Origin | None,
+        origin: MediaSource | None,
     ) -> None:
         self.io_config = None
         self.record = record
@@ -73,10 +73,10 @@ class RecordedFrames(MediaWithBytes):  # type: ignore[misc]
         return MediaWithBytes, (self.media, self.original_bytes)
 
 
-class RecordedVideo(MediaWithBytes):  # type: ignore[misc]
+class KnownVideo(MediaWithBytes):  # type: ignore[misc]
     """The pair that vLLM's loader gives, frames and metadata, and the bytes."""
 
-    def __init__(self, frames: RecordedFrames, metadata: dict[str, Any]) -> None:
+    def __init__(self, frames: KnownFrames, metadata: dict[str, Any]) -> None:
         self.io_config = None
         self.frames = frames
         self.metadata = metadata
@@ -97,7 +97,7 @@ class RecordedVideo(MediaWithBytes):  # type: ignore[misc]
         return MediaWithBytes, (self.media, self.original_bytes)
 
 
-def ask_undecoded(ask: Callable[[Any], str], frames: RecordedFrames) -> str:
+def ask_undecoded(ask: Callable[[Any], str], frames: KnownFrames) -> str:
     """The mm_hash that vLLM gives a video, without its frames if they don't count: unless they are few and small.
 
     What comes out the same for black and for white frames was not made of frames.

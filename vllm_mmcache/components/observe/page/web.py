@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page /mmcache and its JSON: records, one record, totals, components. Plain Starlette routes over a store; no vLLM.
+"""The page /mmcache and its JSON: records, one record, totals, components. Plain Starlette routes; no vLLM.
 
 Runs in the API server, on its event loop. The page's own files hold nothing of anybody and are served to all; the JSON
 tells of everybody's requests and asks for the admin key, which the clients of the server don't have.

@@ -18,7 +18,7 @@ UNKNOWN: Layers = (0, 0, "unknown", "unknown", "unknown")
 
 
 @dataclass(slots=True)
-class Asked:
+class RequestSnapshot:
     """One request. turns, and the first two of spans, are in tokens from the prompt's start.
 
     Units: time_s in seconds since the epoch.
@@ -54,14 +54,14 @@ class Waiting:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._kept: dict[str, Asked] = {}
+        self._kept: dict[str, RequestSnapshot] = {}
 
     @cached_property
     def _token(self) -> str:
         """Of this process; made with its first request, since processes are forked before."""
         return secrets.token_hex(4)
 
-    def add(self, asked: Asked) -> str:
+    def add(self, asked: RequestSnapshot) -> str:
         """Keep a request; returns the id that its record will have."""
         record_id = f"{self._token}-{next(self._numbers)}"
         self._kept[record_id] = asked
@@ -74,7 +74,7 @@ class Waiting:
         asked = self._kept.get(record_id)
         return asked.salt if asked is not None else None
 
-    def take(self, record_id: str) -> Asked | None:
+    def take(self, record_id: str) -> RequestSnapshot | None:
         """The request of that id, once for each of its answers; None if it had to go, or was never there."""
         asked = self._kept.get(record_id)
         if asked is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_mmcache.components.observe.record import wire
-from vllm_mmcache.components.observe.record.history import Entry, Found, Match
+from vllm_mmcache.components.observe.record.history import Entry, HistoryMatch, Match
 from vllm_mmcache.components.observe.record.schema import Reason
 from vllm_mmcache.components.observe.record.wire import Cause
 
@@ -65,7 +65,7 @@ class Lookup:
     lost: Callable[[GroupHit], Lost] = lambda group: Lost(Reason.UNEXPLAINED)
 
 
-def explain(prompt: Prompt, found: Found, lookup: Lookup) -> list[Cause]:
+def explain(prompt: Prompt, found: HistoryMatch, lookup: Lookup) -> list[Cause]:
     """The causes in the prompt's order; together they cover all that the hit does not."""
     total, hit = len(prompt.tokens), lookup.hit_tokens
     if hit >= total:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from typing import Any
 
-from vllm_mmcache.components.observe.record.asked import Asked
+from vllm_mmcache.components.observe.record.asked import RequestSnapshot
 from vllm_mmcache.components.observe.record.digests import shown
 from vllm_mmcache.components.observe.record.schema import Group, Image, Kind, Miss, Nearest, Reason, Record, Segment
 from vllm_mmcache.components.observe.record.wire import Cause, Outcome
@@ -16,7 +16,7 @@ from vllm_mmcache.components.observe.record.wire import Cause, Outcome
 class Facts:
     """What both sides say of one request: `asked` the API server, `outcome` the engine."""
 
-    def __init__(self, asked: Asked, outcome: Outcome, answers: Container[tuple[str, int]]) -> None:
+    def __init__(self, asked: RequestSnapshot, outcome: Outcome, answers: Container[tuple[str, int]]) -> None:
         self.asked, self.outcome = asked, outcome
         self.causes = [self._judged(cause, answers) for cause in outcome.causes]
 
@@ -115,7 +115,7 @@ def _image(facts: Facts, index: int) -> Image:
     return Image(index=index, digest=name, width=width or None, height=height or None, **happened)
 
 
-def _kind(asked: Asked, turn: int, role: str | None) -> Kind:
+def _kind(asked: RequestSnapshot, turn: int, role: str | None) -> Kind:
     if not asked.turns:
         return "text"
     if role == "system" or turn < 0:

@@ -94,7 +94,7 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Found:
+class HistoryMatch:
     """What is known of a new request. num_known is in blocks, under its own salt and adapter."""
 
     num_known: int
@@ -132,7 +132,7 @@ class History:
         """The request that had the block of this key first."""
         return self._by_key.get(key)
 
-    def find(self, new: Entry, prompt: Sequence[int], keys: Sequence[bytes]) -> Found:
+    def find(self, new: Entry, prompt: Sequence[int], keys: Sequence[bytes]) -> HistoryMatch:
         """Look a new request up; `new` is not remembered by this.
 
         prompt and keys are those of its whole prompt: token ids, and a key for each full block.
@@ -154,7 +154,7 @@ class History:
                 nearest = match
         if nearest is not None and not nearest.common_tokens:
             nearest = None
-        return Found(known, nearest, self._elsewhere(new, prompt, nearest))
+        return HistoryMatch(known, nearest, self._elsewhere(new, prompt, nearest))
 
     def remember(self, new: Entry, prompt: Sequence[int], keys: Sequence[bytes], num_known: int) -> None:
         """Keep a request that was looked up, and the way that it took from what is known."""

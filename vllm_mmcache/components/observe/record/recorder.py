@@ -18,8 +18,8 @@ from pathlib import Path
 import xxhash
 
 from vllm_mmcache.base import settings
-from vllm_mmcache.base.failsafe import guarded
-from vllm_mmcache.base.lru import Bounded, Budget
+from vllm_mmcache.base.failsafe import failsafe
+from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.components.observe.record import wire
 from vllm_mmcache.components.observe.record.asked import Waiting
 from vllm_mmcache.components.observe.record.describe import Facts, describe
@@ -46,7 +46,7 @@ class Recorder:
         self.model = ""
         self.store = RecordStore(_budget, self._refresh)
         self.waiting = Waiting()
-        self._answers: Bounded[tuple[str, int], bool] = Bounded(lambda: Budget(65536, 16 << 20), _ANSWER_COST_BYTES)
+        self._answers: LruTable[tuple[str, int], bool] = LruTable(lambda: Budget(65536, 16 << 20), _ANSWER_COST_BYTES)
         table_sizes.of_server("observed", self.store.size)
         table_sizes.of_server("answers", self._answers.size)
         self._arrived: deque[tuple[Callable[[str], None], str]] = deque()
@@ -72,7 +72,7 @@ class Recorder:
         with self._reading:
             while self._arrived:
                 read, note = self._arrived.popleft()
-                with guarded("observe"):
+                with failsafe("observe"):
                     read(note)
 
     def flush(self) -> None:
@@ -143,7 +143,7 @@ class Recorder:
         self.read_notes()
         if self._follower is None:
             return
-        with guarded("observe"):
+        with failsafe("observe"):
             for record in self._follower.read_new():
                 if record.server == self.server:
                     continue

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of checkpoint that are never used are given up, and come back when they would have been used."""
 
-from vllm_mmcache.components.image_checkpoints.backoff import PATIENCE, PROBE_EVERY, Learner, Live
+from vllm_mmcache.components.image_checkpoints.backoff import PATIENCE, PROBE_EVERY, Backoff, TrackedCheckpoints
 from vllm_mmcache.components.image_checkpoints.positions import END, KINDS, START, Checkpoint
 
 
@@ -10,29 +10,29 @@ def key(number: int) -> bytes:
 
 
 def test_backs_off_and_probes_and_comes_back() -> None:
-    learner = Learner()
+    backoff = Backoff()
     for _ in range(PATIENCE):
-        assert learner.wanted() == KINDS
-        learner.wastes({END})
-    assert learner.wanted() == {START}
-    asked = [learner.ask() for _ in range(4 * PROBE_EVERY)]
+        assert backoff.wanted() == KINDS
+        backoff.wastes({END})
+    assert backoff.wanted() == {START}
+    asked = [backoff.ask() for _ in range(4 * PROBE_EVERY)]
     assert asked.count(KINDS) == 4
     assert asked.count(frozenset({START})) == 4 * (PROBE_EVERY - 1)
-    learner.pays({END})
-    assert learner.wanted() == KINDS
+    backoff.record_hit({END})
+    assert backoff.wanted() == KINDS
 
 
 def test_one_use_in_a_while_is_enough() -> None:
-    learner = Learner()
+    backoff = Backoff()
     for _ in range(10):
         for _ in range(PATIENCE - 1):
-            learner.wastes(KINDS)
-        learner.pays(KINDS)
-    assert learner.wanted() == KINDS
+            backoff.wastes(KINDS)
+        backoff.record_hit(KINDS)
+    assert backoff.wanted() == KINDS
 
 
 def test_evicted_unused_is_told_from_used() -> None:
-    live = Live(Learner())
+    live = TrackedCheckpoints(Backoff())
     cached = {key(i) for i in range(40)}
     for i in range(40):
         assert live.add(key(i), Checkpoint(64, frozenset({END})))
@@ -44,13 +44,13 @@ def test_evicted_unused_is_told_from_used() -> None:
     unused = sum(live.sweep(cached.__contains__) for _ in range(20))
     assert unused == 39
     assert len(live) == 0
-    assert END not in live.learner.wanted()
+    assert END not in live.backoff.wanted()
 
 
 def test_a_reset_of_the_cache_is_no_verdict() -> None:
-    live = Live(Learner())
+    live = TrackedCheckpoints(Backoff())
     for i in range(2 * PATIENCE):
         live.add(key(i), Checkpoint(64, KINDS))
     live.clear()
     assert live.sweep(lambda _: False) == 0
-    assert live.learner.wanted() == KINDS
+    assert live.backoff.wanted() == KINDS
