@@ -203,7 +203,9 @@ def environments(platform: str) -> dict[str, dict[str, str]]:
 def left_out(found: here.Found) -> dict[str, str]:
     """What no run of this command checks here, and why."""
     left = {
-        "lazy_media, image_extraction, identity, lazy_processing": "in the API server, without a CUDA part; `make test` has them",
+        "lazy_media, image_extraction, identity, lazy_processing": (
+            "in the API server, without a CUDA part; `make test` has them"
+        ),
         "more than one GPU": "every engine here has one",
     }
     if found.platform == "cpu":

@@ -7,7 +7,7 @@ from typing import Any
 import pybase64
 import pytest
 
-from tests.image_extraction.test_lift import text_of
+from tests.image_extraction.test_extract import text_of
 from vllm_mmcache.client.images import find_images
 from vllm_mmcache.content.content_name import PREFIX, is_claim, is_readable, name_of
 

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from tests.client.test_images import chat, encode, names, part
-from tests.image_extraction.test_lift import text_of
+from tests.image_extraction.test_extract import text_of
 from vllm_mmcache.client import AsyncOnceTransport, OnceTransport, Sent
 
 URL = "http://host/v1/chat/completions"

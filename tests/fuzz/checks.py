@@ -18,7 +18,7 @@ from vllm_mmcache.base.errors import StoreCorrupt
 from vllm_mmcache.client import images as client_images
 from vllm_mmcache.client.images import find_images
 from vllm_mmcache.components.features.package import Check, Shape, pack, unpack
-from vllm_mmcache.components.image_extraction import extract as lifting
+from vllm_mmcache.components.image_extraction import extract as extracting
 from vllm_mmcache.components.image_extraction import middleware
 from vllm_mmcache.components.image_extraction.extract import extract
 from vllm_mmcache.components.image_extraction.middleware import ExtractImagesMiddleware, Message
@@ -43,10 +43,10 @@ IMAGE_PLACES = {
 def short_texts() -> Iterator[None]:
     """Texts are lifted that are short, so that there are many, whatever is beside them."""
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(lifting, "MIN_TEXT_BYTES", MIN_TEXT_BYTES)
+        context.setattr(extracting, "MIN_TEXT_BYTES", MIN_TEXT_BYTES)
         context.setattr(middleware, "MIN_TEXT_BYTES", MIN_TEXT_BYTES)
         context.setattr(client_images, "_MIN_TEXT_BYTES", MIN_TEXT_BYTES)
-        context.setattr(lifting, "_MIN_SHARE", 0.01)
+        context.setattr(extracting, "_MIN_SHARE", 0.01)
         yield
 
 

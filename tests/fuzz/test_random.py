@@ -27,7 +27,7 @@ from tests.fuzz.checks import (
 from tests.sizes import scaled
 from vllm_mmcache.components.features import package
 from vllm_mmcache.components.features.package import Record
-from vllm_mmcache.components.image_extraction import extract as lifting
+from vllm_mmcache.components.image_extraction import extract as extracting
 from vllm_mmcache.components.image_extraction import request_shapes
 from vllm_mmcache.storage import frame as framing
 
@@ -143,13 +143,13 @@ def test_frames() -> None:
 
 
 FAULTS: dict[str, tuple[Any, str, Any, Callable[[Random], int]]] = {
-    "what is left may be no string": (lifting, "is_string", lambda text: True, a_body),
+    "what is left may be no string": (extracting, "is_string", lambda text: True, a_body),
     "a text part is an image": (
         request_shapes, "_parts",
         lambda content, lists: (text for part in lists.dicts(content) for text in part.values() if type(text) is str),
         a_body,
     ),
-    "base64 is not looked at": (lifting, "_unescaped", lambda text: text.replace(b"\\", b"") + b"AAAA", a_body),
+    "base64 is not looked at": (extracting, "_unescaped", lambda text: text.replace(b"\\", b"") + b"AAAA", a_body),
     "a checksum is not looked at": (package.Check, "end", lambda self: None, a_package),
     "a digest is not looked at": (framing, "_digest", lambda key, value: b"\0" * 32, a_frame),
 }  # fmt: skip

@@ -124,7 +124,7 @@ def test_the_checkout_is_a_plugin_and_nothing_is_installed(tmp_path: Path) -> No
 @pytest.mark.engine
 @pytest.mark.parametrize("config", [EngineConfig("qwen3-vl")], ids=["qwen3-vl"])
 def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hits on other KV, a component that is off, one that should be, one that is not used, and controls that see nothing."""
+    """Hits on other KV, a component that is off, one that should be, one that is not used, blind controls."""
     from mmcache_tools.prove_zoo import checks as zoo_checks
 
     from tests.features.towers import features_by_image

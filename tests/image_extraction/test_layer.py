@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.image_extraction.test_lift import chat, image, text_of, url_of
-from vllm_mmcache.components.image_extraction import extract as lifting
+from tests.image_extraction.test_extract import chat, image, text_of, url_of
+from vllm_mmcache.components.image_extraction import extract as extracting
 from vllm_mmcache.components.image_extraction import middleware
 from vllm_mmcache.components.image_extraction.middleware import ExtractImagesMiddleware, Message
 from vllm_mmcache.content import placeholders
@@ -222,9 +222,9 @@ def test_an_error_of_ours_passes_the_body_on(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr("vllm_mmcache.base.failsafe._logged", set())
     for module, name in (
         (middleware, "find_texts"),
-        (middleware, "lift"),
-        (lifting, "replace_spans"),
-        (lifting, "Base64Image"),
+        (middleware, "extract"),
+        (extracting, "replace_spans"),
+        (extracting, "Base64Image"),
     ):
         before = counters.BODIES_FAILED.value
         application = Application(201)

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from tests.image_extraction.test_lift import text_of
+from tests.image_extraction.test_extract import text_of
 from tests.lazy_media import files
 from vllm_mmcache.prove.pictures import ellipses
 

@@ -54,6 +54,7 @@ def test_as_json() -> None:
         status.settle({"api": {"identity": ON}, "engine 0": {"features": OFF}}, ("features",))
         assert status.as_json() == {
             "components": {"features": off},
+            "rooms": {"features": off},
             "places": {"api": {"identity": {"state": "on", "reason": ""}}, "engine 0": {"features": off}},
         }
     finally:

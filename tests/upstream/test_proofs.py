@@ -181,7 +181,7 @@ def test_a_bad_entry_is_ignored_and_others_are_used(change: Callable[[dict[str, 
 
 def test_an_unknown_component_is_ignored(state: Path) -> None:
     add()
-    changed(state, lambda whole: whole["proofs"][0].update(components=["features", "time\x1b[2J travel"]))
+    changed(state, lambda whole: whole["proofs"][0].update(rooms=["features", "time\x1b[2J travel"]))
     (proof,), (line,) = user_proofs.read()
     assert proof.components == ("features",)
     assert f"no component of mmcache {__version__}: 'time\\x1b[2J travel', which is ignored" in line

@@ -82,7 +82,7 @@ def minor_of(version: str) -> str:
 
 
 def why_unproven(component: str, engine: Engine) -> str:
-    """Why a component is off on this engine unless it is switched on; empty where it was tested, and for other groups."""
+    """Why a component is off on this engine unless it is switched on; empty where tested and for other groups."""
     if component not in ENGINE_COMPONENTS:
         return ""
     kind = engine if component in TOUCHES_TENSORS else replace(engine, platform=None)

@@ -107,11 +107,13 @@ class Proof:
 
     def as_json(self) -> dict[str, Any]:
         """What is kept of it in the file, where the components are `rooms`, as in files of earlier states."""
-        kept = asdict(self)
-        return kept | {"rooms": list(kept.pop("components")), "arguments": list(self.arguments)}
+        kept = asdict(self) | {"components": list(self.components), "arguments": list(self.arguments)}
+        return {_key_of(name): value for name, value in kept.items()}
 
 
-_KEYS = {"rooms" if field.name == "components" else field.name for field in fields(Proof)}  # of as_json
+def _key_of(name: str) -> str:
+    """The key of a Proof's field in the file."""
+    return "rooms" if name == "components" else name
 
 
 def torch_version() -> str:
@@ -300,7 +302,7 @@ def _content() -> bytes:
 def _proof(entry: Any, where: str) -> tuple[Proof | None, list[str]]:
     """The proof that an entry is, if it is one, and what is ignored of it."""
     bad = [f"{where} is ignored: it is not as `mmcache prove` writes it: {AGAIN}"]
-    if not isinstance(entry, dict) or set(entry) != _KEYS:
+    if not isinstance(entry, dict) or set(entry) != {_key_of(field.name) for field in fields(Proof)}:
         return None, bad
     kept, components, arguments = entry["place"], entry["rooms"], entry["arguments"]
     types = {field.name: int if field.type in (int, "int") else str for field in fields(ProofScope)}

@@ -59,7 +59,7 @@ class ZooHow(RunOptions):
 
 
 def plan(families: Sequence[str], runners: Sequence[str], compiled: bool, short: bool) -> list[Item]:
-    """The items in the order in which they run: stock first, which the others are compared with; all components last."""
+    """The items in the order in which they run: stock first, which the others are compared with; all last."""
     items = []
     for runner in runners:
         if short:

@@ -2,7 +2,7 @@
 """Lifts images out of one body: the body that the application gets, and what its short names stand for. Pure.
 
 The body is cut at every candidate and the rest is parsed, which takes no time without the images. A candidate is
-lifted if the parsed request has it in a place of an image and it is base64; every other one is put back as it was.
+taken out if the parsed request has it in a place of an image and it is base64; every other one is put back as it was.
 So what is left to the application is the same request, or, where anything is odd, the same bytes.
 
 The application parses the rest again, so all this must save more than it takes: images must be a good part of the body,
@@ -19,7 +19,7 @@ from vllm_mmcache.content import placeholders
 from vllm_mmcache.content.base64_image import Base64Image
 from vllm_mmcache.content.base64_scan import find_texts, is_string, replace_spans
 
-MIN_TEXT_BYTES = 8192  # json.loads takes 6 us for so much text, and lifting one takes as much
+MIN_TEXT_BYTES = 8192  # json.loads takes 6 us for so much text, and taking one out takes as much
 _MIN_SHARE = 0.25  # of the body that images have; json.loads would take longer for so much text than all this
 _FREE_ELEMENTS = 256  # of lists that are looked at; each takes up to half a microsecond, ...
 _BYTES_PER_ELEMENT = 1024  # ... and so many bytes of text less to parse save more

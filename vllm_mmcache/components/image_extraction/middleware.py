@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ASGI layer: receives the body, has its images lifted, and hands the application the short body.
+"""The ASGI layer: receives the body, has its images taken out, and hands the application the short body.
 
 API server process, event loop; bodies are worked on in a thread. The layer is the innermost one, so that a refused
 client costs nothing and all others see the body as it came. An error that came while the body was read may repeat or
@@ -29,14 +29,14 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class ExtractImagesMiddleware:
-    """Pure ASGI. may_lift is asked for each request that may hold images, by its scope and its path."""
+    """Pure ASGI. is_eligible is asked for each request that may hold images, by its scope and its path."""
 
     def __init__(self, app: App, is_eligible: Callable[[Scope, str], bool]) -> None:
         self.app = app
         self.is_eligible = is_eligible
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI call; what is no request with images to lift passes untouched.
+        """Serve one ASGI call; what is no request with images to take out passes untouched.
 
         The application is called a second time, with the body as it came, where its first answer is an error from
         before anything was fetched, opened or generated. Raises: what the application raises.
@@ -49,17 +49,17 @@ class ExtractImagesMiddleware:
             return await self.app(scope, _again(messages, receive), send)
         body = b"".join([message.get("body", b"") for message in messages])
         del messages
-        lifted = await _lift(body, walker)
-        if lifted is None:
+        extraction = await _extract(body, walker)
+        if extraction is None:
             return await self.app(scope, _again(_one(body), receive), send)
-        counters.BYTES_LIFTED.add(lifted.num_bytes)
-        counters.IMAGES_LIFTED.add(len(lifted.payloads))
+        counters.BYTES_LIFTED.add(extraction.num_bytes)
+        counters.IMAGES_LIFTED.add(len(extraction.payloads))
         before = dict(scope)
-        answer = _Answer(send, lifted.payloads)
+        answer = _Answer(send, extraction.payloads)
         token = _ANSWER.set(answer)
         try:
-            with placeholders.register(lifted.payloads):
-                await self.app(scope, _again(_one(lifted.body), receive), answer.send)
+            with placeholders.register(extraction.payloads):
+                await self.app(scope, _again(_one(extraction.body), receive), answer.send)
         finally:
             _ANSWER.reset(token)
         if answer.is_dropped:
@@ -140,7 +140,7 @@ def work_begun() -> None:
         answer.is_begun = True
 
 
-async def _lift(body: bytes, walker: Walker) -> Extraction | None:
+async def _extract(body: bytes, walker: Walker) -> Extraction | None:
     with counters.BODY_SECONDS.seconds():
         try:
             found = any(find_texts(body, MIN_TEXT_BYTES))

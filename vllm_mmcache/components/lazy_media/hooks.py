@@ -91,8 +91,8 @@ def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if not _is_served(instance):
         return wrapped(*args, **kwargs)
     text = argument(wrapped, args, kwargs, "data")
-    lifted = placeholders.resolve(text)
-    payload = lifted or read_text(text, media_tenant.key_of(instance))
+    extracted = placeholders.resolve(text)
+    payload = extracted or read_text(text, media_tenant.key_of(instance))
     if payload is None:
         return wrapped(*args, **kwargs)
     stock = _stock_load_bytes(instance)
@@ -102,7 +102,7 @@ def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         with counters.MEDIA_SECONDS.seconds():
             opened = _open(stock, payload.decode, instance, payload.content_id)
     if isinstance(opened, KnownImage):
-        opened.is_extracted = lifted is not None
+        opened.is_extracted = extracted is not None
     return opened
 
 
