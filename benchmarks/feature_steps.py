@@ -27,9 +27,9 @@ from benchmarks.results import Result, run_worker
 from benchmarks.servers import stored
 from tests.engine_configuration import CONFIGURATIONS
 from vllm_mmcache.base import background, settings
-from vllm_mmcache.components.features.engine.hooks import Connector
+from vllm_mmcache.components.features.engine.vllm_connector import Connector
 from vllm_mmcache.components.features.package import Shape
-from vllm_mmcache.components.features.worker import hooks
+from vllm_mmcache.components.features.worker.rank import RankFeatures
 from vllm_mmcache.prove.conversations import filler, picture, user
 
 A_CORE_TO_SPARE = {"OMP_NUM_THREADS": "1"}  # for the engine to decode on one of two, as a GPU leaves cores
@@ -72,7 +72,7 @@ class Stopwatch:
         self._now, self._depth, self._took_images = 0.0, 0, False
         for name in ("on_request_added", "ensure_cache_available", "update_state_after_alloc", "build_connector_meta"):
             setattr(Connector, name, self._timed(getattr(Connector, name)))
-        encoding, schedule = hooks.RankFeatures.encoding.__wrapped__, rig.scheduler.schedule  # type: ignore[attr-defined]
+        encoding, schedule = RankFeatures.encoding.__wrapped__, rig.scheduler.schedule  # type: ignore[attr-defined]
 
         def timed_encoding(side: Any, message: Any, outputs: Any) -> Iterator[set[str]]:
             self._took_images |= message is not None
@@ -85,7 +85,7 @@ class Stopwatch:
             self._now, self._took_images = 0.0, False
             return schedule(*args, **kwargs)
 
-        hooks.RankFeatures.encoding = contextlib.contextmanager(timed_encoding)  # type: ignore[method-assign, arg-type]
+        RankFeatures.encoding = contextlib.contextmanager(timed_encoding)  # type: ignore[method-assign, arg-type]
         rig.scheduler.schedule = next_step
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,7 +53,7 @@ def test_alike(model: Path, stock: list[Answer], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("found", ["before the tower runs", pytest.param("after", marks=larger)])
 def test_a_component_is_off_in_one_rank(model: Path, stock: list[Answer], tmp_path: Path, found: str) -> None:
-    path = plant(tmp_path / "site", "vllm_mmcache.components.features.worker.hooks", "VllmWorker-1", UNFIT[found])
+    path = plant(tmp_path / "site", "vllm_mmcache.components.features.worker.opening", "VllmWorker-1", UNFIT[found])
     with deployed(model, tmp_path / "log", *TWO_RANKS, paths=[path]) as server:
         reason = "it is unlike the others, says a test (worker 1)"
         assert server.components()["features"] == ("off", reason)

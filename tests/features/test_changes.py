@@ -18,9 +18,9 @@ from mmcache_tools.zoo import build_cached
 from tests.features.conftest import Put
 from tests.features.test_tower_runs import reload_weights
 from tests.features.towers import Runs, ask_about, ask_named, features_by_image, forget_outputs, side
-from vllm_mmcache.components.features.engine import hooks as engine_hooks
+from vllm_mmcache.components.features.engine import vllm_connector
 from vllm_mmcache.components.features.worker import hooks as worker_hooks
-from vllm_mmcache.components.features.worker.hooks import RankFeatures
+from vllm_mmcache.components.features.worker.rank import RankFeatures
 from vllm_mmcache.content.digests import inputs_digest
 from vllm_mmcache.prove.answers import Inexact
 
@@ -32,17 +32,17 @@ QWEN = [pytest.param(EngineConfig("qwen3-vl"), id="qwen3-vl")]
 @pytest.fixture
 def in_between(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
     """Has something done once, after the engine has said what lies in the arena and before a rank looks there."""
-    build = engine_hooks.Connector.build_connector_meta
+    build = vllm_connector.Connector.build_connector_meta
 
     def do(change: Callable[[], None]) -> None:
         def built(connector: Any, scheduler_output: Any) -> Any:
             message = build(connector, scheduler_output)
             if message is not None:
-                monkeypatch.setattr(engine_hooks.Connector, "build_connector_meta", build)
+                monkeypatch.setattr(vllm_connector.Connector, "build_connector_meta", build)
                 change()
             return message
 
-        monkeypatch.setattr(engine_hooks.Connector, "build_connector_meta", built)
+        monkeypatch.setattr(vllm_connector.Connector, "build_connector_meta", built)
 
     return do
 
@@ -195,7 +195,7 @@ def test_who_looks_at_pixels(
 
     put(identity=is_on)
     rig, runs = pool.get(config), Runs()
-    monkeypatch.setattr(engine_hooks, "inputs_digest", seen)
+    monkeypatch.setattr(vllm_connector, "inputs_digest", seen)
     answers = []
     for number, expected in ((664, 1), (664, 0), (665, 1)):
         answers.append(ask_named(rig, number, "a"))

@@ -82,7 +82,7 @@ def test_a_rank_whose_tower_gives_other_features(
     ranks: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No copy would be right for both, so there is none. The control is the test above."""
-    path = plant(tmp_path / "site", "vllm_mmcache.components.features.worker.hooks", "VllmWorker-1", UNLIKE)
+    path = plant(tmp_path / "site", "vllm_mmcache.components.features.worker.opening", "VllmWorker-1", UNLIKE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")]))
     rig = ranks.get(two_ranks("weights"))
     assert rig.features is None

@@ -15,7 +15,7 @@ from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES
 from vllm_mmcache.components.features.message import Message
 from vllm_mmcache.components.features.worker.device_copies import DeviceCopies
-from vllm_mmcache.components.features.worker.hooks import Outputs, RankFeatures
+from vllm_mmcache.components.features.worker.rank import Outputs, RankFeatures
 from vllm_mmcache.components.features.worker.tower import Tower
 
 

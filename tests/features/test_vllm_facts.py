@@ -11,7 +11,7 @@ from tests.features.conftest import Put
 from vllm_mmcache.base import status
 from vllm_mmcache.components import features
 from vllm_mmcache.components.features.vllm_facts import why_not
-from vllm_mmcache.components.features.worker import hooks
+from vllm_mmcache.components.features.worker import opening
 from vllm_mmcache.components.features.worker.vllm_probe import Unsupported
 from vllm_mmcache.lifecycle import config_rules
 
@@ -87,9 +87,9 @@ def test_a_store_that_can_t_be_opened_is_off(error: Exception, said: str, monkey
     def fail(worker: Any, address: str) -> None:
         raise error
 
-    monkeypatch.setattr(hooks, "_open", fail)
+    monkeypatch.setattr(opening, "_open", fail)
     status.begin("worker")
     status.put("worker", "features", status.ON)
-    assert hooks.open_on_rank(SimpleNamespace(model_runner=SimpleNamespace()), "an address") == {}
+    assert opening.open_on_rank(SimpleNamespace(model_runner=SimpleNamespace()), "an address") == {}
     assert status.of("worker")["features"] == status.State("off", said)
     assert not status.is_on("features")

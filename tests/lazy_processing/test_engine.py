@@ -15,7 +15,7 @@ from mmcache_tools.zoo import FAMILIES
 from tests.features.films import Part, chat, file_of, frames_of, takes_videos
 from tests.lazy_media.video.test_engine import Decoded
 from tests.lazy_processing.asking import Asking, Work, finish_reasons, forget_processed
-from vllm_mmcache.components.features.engine.hooks import Connector
+from vllm_mmcache.components.features.engine.vllm_connector import Connector
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
 from vllm_mmcache.components.lazy_media.video.video_info import VIDEOS
 from vllm_mmcache.components.lazy_processing.vllm_pixels import PixelMaker

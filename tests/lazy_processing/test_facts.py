@@ -21,8 +21,8 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm_mmcache.base import status
 from vllm_mmcache.base.versions import installed
 from vllm_mmcache.components.features.vllm_facts import facts_of
-from vllm_mmcache.components.lazy_processing import hooks, vllm_processor_facts
-from vllm_mmcache.components.lazy_processing.hooks import item_facts
+from vllm_mmcache.components.lazy_processing import prepare, vllm_processor_facts
+from vllm_mmcache.components.lazy_processing.prepare import item_facts
 from vllm_mmcache.content.digests import inputs_digest
 
 MAX_PIXELS = 64 * 64
@@ -145,7 +145,7 @@ def identity_off(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
 
 CHANGES: dict[str, tuple[Change, set[str], bool]] = {
     # what changes -> (how, the fields of an item record's key that do, whether features have another key, too)
-    "the format": (lambda made, patch: patch.setattr(hooks, "FORMAT", 99), {"format"}, False),
+    "the format": (lambda made, patch: patch.setattr(prepare, "FORMAT", 99), {"format"}, False),
     "identity": (identity_off, {"identity"}, False),
     "tokenizer.json": (add_token, {"files", "tokenizer"}, False),
     "tokenizer_config.json": (

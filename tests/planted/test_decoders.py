@@ -31,8 +31,8 @@ from vllm_mmcache.components.lazy_media.hooks import KnownImage
 from vllm_mmcache.components.lazy_media.media_info import RECORDS, Key, MediaInfo, _name, find
 from vllm_mmcache.components.lazy_media.video import video_info as videos
 from vllm_mmcache.components.lazy_media.video.video_info import VIDEOS
-from vllm_mmcache.components.lazy_processing import hooks
-from vllm_mmcache.components.lazy_processing.hooks import ItemPreparer, ItemRequest
+from vllm_mmcache.components.lazy_processing import prepare
+from vllm_mmcache.components.lazy_processing.prepare import ItemPreparer, ItemRequest
 from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
 from vllm_mmcache.components.lazy_processing.vllm_processor import inputs_of, process
 from vllm_mmcache.storage import records
@@ -176,7 +176,7 @@ def items(tmp_path_factory: pytest.TempPathFactory) -> Items:
 def test_items(
     place: str, items: Items, marker: Marker, store: records.Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hooks, "may_defer", lambda: True)
+    monkeypatch.setattr(prepare, "may_defer", lambda: True)
     assert_hit(place, items.key("good"), items.good, lambda: items.read("good"))
     deferred, updates = items.read("good")
     assert is_deferred(deferred)

@@ -136,12 +136,12 @@ def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> PlainStates:
             status.put("worker", component, State("off", reason))  # the same reason everywhere, with the ranks it is of
     features: Mapping[str, Any] = {}
     if status.is_on("features"):
-        from vllm_mmcache.components.features.worker import hooks
+        from vllm_mmcache.components.features.worker import opening
 
         if arena:
-            features = hooks.open_on_rank(worker, arena)
+            features = opening.open_on_rank(worker, arena)
         else:
-            hooks.look_at(worker)
+            opening.look_at(worker)
     return {**as_plain_data(status.of("worker")), "features": features}
 
 

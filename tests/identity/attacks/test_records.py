@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from vllm_mmcache.components.observe.hooks_engine import RequestState, _nearest
+from vllm_mmcache.components.observe.observer import RequestState, _nearest
 from vllm_mmcache.components.observe.record import wire
 from vllm_mmcache.components.observe.record.asked import UNKNOWN, RequestSnapshot
 from vllm_mmcache.components.observe.record.causes import Lookup, Prompt, explain
