@@ -81,6 +81,17 @@ def test_every_page_and_every_package_is_in_the_index() -> None:
     assert folders == set(re.findall(r"`([a-z_0-9]+)/", (REPO / "tests" / "README.md").read_text()))
 
 
+def test_every_decision_is_in_the_list() -> None:
+    """docs/decisions/README.md has each page once, and each page says what was rejected and what would change it."""
+    decisions = REPO / "docs" / "decisions"
+    pages = sorted(page.name for page in decisions.glob("*.md") if page.name != "README.md")
+    listed = re.findall(r"^- \[[^]]+\]\(([\w-]+\.md)\): ", (decisions / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == pages
+    for page in pages:
+        headings = re.findall(r"^## (.+)$", (decisions / page).read_text(), re.MULTILINE)
+        assert {"What was decided", "Why", "What was rejected", "What would change it"} <= set(headings), page
+
+
 def test_the_readme_has_the_two_commands_and_pages_name_targets_that_exist() -> None:
     text = (REPO / "README.md").read_text()
     assert "make demo" in text
