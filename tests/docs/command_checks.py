@@ -9,6 +9,7 @@ import fnmatch
 import functools
 import importlib.util
 import io
+import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -248,9 +249,12 @@ def make_problems(words: Words) -> Iterator[str]:
     for variable, value in (word.split("=", 1) for word in words[1:] if ASSIGNMENT.match(word)):
         if not re.search(rf"\$[({{]{variable}[)}}]|\$\(or \$\({variable}\)", MAKEFILE):
             yield f"make {variable}=: the Makefile does not use it"
+        given = commands(f"program {value}")[0].words[1:]
         for name in named if variable == "ARGS" else ():
             for found in re.findall(r"-m ([\w.]+)", recipe(name)):
-                yield from option_problems(found, commands(value)[0].words if value.strip() else ())
+                yield from option_problems(found, given)
+            for verb in re.findall(r"/mmcache (\w+) \$\(ARGS\)", recipe(name)):
+                yield from mmcache_problems(["mmcache", verb, *given])
 
 
 def recipe(target: str) -> str:
@@ -334,13 +338,13 @@ def pip_problems(words: Words) -> Iterator[str]:
     """Distributions of ours that are named are there, and so are their extras; so is a folder that is installed."""
     for word in words[1:]:
         requirement = re.fullmatch(r"([\w./-]+)(?:\[([\w,. -]*)\])?\s*(?:[@=<>!~].*)?", word)
-        if requirement is None or word.startswith("-"):
+        if requirement is None or word.startswith("-") or word.endswith((".whl", ".gz")):
             continue
         name = FOLDERS_OF.get(requirement[1].rstrip("/"), requirement[1])
         if name not in DISTRIBUTIONS:
             if "mmcache" in name.replace("_", "-"):
                 yield f"pip: {name} is no distribution of this repository"
-            elif name.startswith("./"):
+            elif name.startswith("./") and not (REPO / name).exists():
                 yield f"pip: {name}: no such folder to install"
             continue
         for extra in filter(None, re.split(r"[, ]+", requirement[2] or "")):
@@ -354,6 +358,10 @@ def uv_problems(words: Words) -> Iterator[str]:
 
 
 # Routes
+
+SERVER_VARIABLE = re.compile(r"^\$\{?\w*(?:URL|SERVER|BASE)\w*\}?(?=/)")
+OTHER_PORTS = {"3000", "9090", "9093"}
+"""Grafana's, Prometheus's and that of its alerts."""
 
 
 @functools.cache
@@ -380,11 +388,17 @@ def is_served(path: str) -> bool:
 def is_of_the_server(url: str) -> bool:
     """Whether a URL is one of the example's server: it names a port, or no domain."""
     authority = urlsplit(url if "://" in url else f"http://{url}").netloc
-    return ":" in authority or "." not in authority
+    return authority.rpartition(":")[2] not in OTHER_PORTS and (":" in authority or "." not in authority)
 
 
 def url_problems(words: Words) -> Iterator[str]:
-    for word in words[1:]:
+    for at, given in enumerate(words[1:], 1):
+        if words[at - 1] in ("-d", "--data", "--data-raw", "--json") and given.startswith("{"):
+            try:
+                json.loads(given)
+            except ValueError as error:
+                yield f"{words[0]} {words[at - 1]}: {error}"
+        word = SERVER_VARIABLE.sub("http://localhost:8000", given)
         if re.match(r"https?://|(?:localhost|127\.0\.0\.1|[\w.-]+:\d+)(?:/|$)", word) and is_of_the_server(word):
             path = urlsplit(PLACEHOLDER.sub("x", word) if "://" in word else f"http://{word}").path
             if not is_served(path or "/mmcache"):

@@ -44,7 +44,10 @@ METRICS = "\n".join(
 )
 PRIVATE = re.compile(r"/mmcache/(records|totals|rooms)")
 FILE = re.compile(r"^(?!\w+:)[\w./~-]+\.(png|jpe?g|webp|gif|bmp|mp4)$")
-ADDRESS = re.compile(r"https?://(?:localhost|127\.0\.0\.1|[\w.{}-]+:(?:\d+|\{\w+\}))(?::\d+)?(?=[/\"'\s]|$)")
+ADDRESS = re.compile(
+    r"https?://(?:(?:localhost|127\.0\.0\.1)(?::\d+)?|[\w.{}-]+:(?:\d+|\{\w+\})|[\w.{}-]+(?=/(?:v1|mmcache|metrics)\b))"
+    r"(?=[/\"'\s]|$)"
+)
 
 
 def chat(asked: dict[str, Any]) -> dict[str, Any]:
@@ -226,6 +229,8 @@ def run(source: str, namespace: dict[str, Any], url: str, folder: Path) -> str:
             patch.setenv(name, value)
         for name in ("MMCACHE_ADMIN_KEY", "VLLM_API_KEY"):
             patch.setenv(name, "a-key-of-this-example")
+        for name in re.findall(r"\benviron\[[\"'](\w+)[\"']\]", source):
+            patch.setenv(name, os.environ.get(name, "set-by-the-user"))
         patch.setattr("sys.argv", ["example.py"])
         namespace["__name__"] = "__main__"
         try:
