@@ -78,6 +78,7 @@ DATA = (
     "/records/none",
     "/totals",
     "/components",
+    "/rooms",
 )
 WRONG = (
     None, "", "Bearer", "Bearer wrong", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer  {KEY}", f"bearer\t{KEY}",

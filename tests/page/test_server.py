@@ -123,6 +123,11 @@ def test_what_is_in_force_is_said_everywhere_alike(server: Server, page: "Page")
         assert re.search(
             rf'mmcache:component_info{{[^}}]*component="{component}"[^}}]*state="{said["state"]}"', metrics
         ), component
+        older = rf'mmcache:room_info{{[^}}]*room="{component}"[^}}]*state="{said["state"]}"'
+        assert re.search(older, metrics), component
+    older_page = httpx.get(f"{server.url}/mmcache/rooms", headers=OPERATOR, timeout=60).json()
+    assert older_page == told
+    assert older_page["rooms"] == older_page["components"]
     totals = httpx.get(f"{server.url}/mmcache/totals", headers=OPERATOR, timeout=60).json()
     assert {name: totals[name] for name in told} == told
     log = server.log_path.read_text(errors="replace")

@@ -42,7 +42,7 @@ def prove(state: Path, *arguments: str, **more: str) -> tuple[int, list[dict[str
         "prove",
         "--short",
         "--json",
-        "--components",
+        "--rooms",  # the older name of --components, which means the same
         "features",
         *arguments,
     ]
