@@ -166,6 +166,7 @@ def test_the_store_never_fills_its_volume() -> None:
     assert in_memory * 4 < num_bytes(CONTAINER["resources"]["limits"]["memory"])
 
 
+@pytest.mark.process
 def test_vllm_takes_the_arguments() -> None:
     from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
