@@ -85,7 +85,7 @@ settings-page: $(STAMP)  ## write docs/settings.md from the settings model
 families-page: $(STAMP)  ## write docs/families.md by a walk through vLLM's registry (half a minute)
 	@$(BIN)/python scripts/families_page.py
 
-bench: $(STAMP)  ## all benchmarks in a short form: table, plot, JSON in .artifacts/bench (under 15 minutes)
+bench: $(STAMP)  ## most benchmarks in a short form: table, plot, JSON in .artifacts/bench (about 20 minutes)
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
 
 soak: $(STAMP)  ## larger random tests on all families, 5 minutes of load, memory over 2,000 images, a million fuzzed inputs and planted entries (over an hour)

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "results"
 SIDES = ("stock", "mmcache")
+NUM_NAMED = 5  # of changed files, in a message
 
 Name = TypeVar("Name", bound=Hashable)
 Action = Callable[[], object]
@@ -88,13 +89,42 @@ def processor() -> str:
 
 
 def commit(checkout: Path | None = None) -> str:
-    """A checkout's commit, with + where the tree is dirty; BENCH_COMMIT where the files are no checkout.
+    """A checkout's commit, with + where its tracked files differ from it; that of this project if none is given.
 
-    `checkout` is that of the working directory if it is not given.
+    Committed results may differ. BENCH_COMMIT, where it is set, is the commit: it is for files without a repository.
+    Empty where no commit is known.
     """
-    git = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
-    done = subprocess.run(git, capture_output=True, text=True, check=False, cwd=checkout)
-    return os.environ.get("BENCH_COMMIT") or done.stdout.strip()
+    if named := os.environ.get("BENCH_COMMIT"):
+        return named
+    named = (_git(checkout, "describe", "--always", "--exclude=*") or "").strip()
+    return named + ("+" if named and changed_files(checkout, untracked=False) != [] else "")
+
+
+def changed_files(checkout: Path | None = None, untracked: bool = True) -> list[str] | None:
+    """The files of a checkout, other than committed results, that differ from its commit; None where git can't say."""
+    untracked_files = f"--untracked-files={'all' if untracked else 'no'}"
+    said = _git(checkout, "status", "--porcelain", untracked_files, "--", ".", ":(exclude)benchmarks/results")
+    return None if said is None else [line[3:] for line in said.splitlines()]  # a name follows two letters and a space
+
+
+def why_not_to_commit(checkout: Path | None = None) -> str:
+    """Why what is measured in a checkout must not be committed, in words; empty where nothing is against it."""
+    if changed := changed_files(checkout):
+        more = f" and {len(changed) - NUM_NAMED} more" if len(changed) > NUM_NAMED else ""
+        return f"files differ from the commit: {', '.join(changed[:NUM_NAMED])}{more}"
+    named = commit(checkout)
+    if not named:
+        return f"git knows no commit of {checkout or ROOT}"
+    return f"the files are those of a changed tree: {named}" if named.endswith("+") else ""
+
+
+def _git(checkout: Path | None, *arguments: str) -> str | None:
+    """What git prints about a checkout; None where it fails, or where there is no git."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=checkout or ROOT, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return done.stdout
 
 
 def run_worker(call: str, side: str, environ: Mapping[str, str] | None = None, **arguments: Any) -> Any:

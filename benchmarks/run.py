@@ -4,8 +4,11 @@
 python -m benchmarks.run NAME [--short] [--save] [--output DIRECTORY] [its options]
 python -m benchmarks.run --list
 
---save writes the committed result, benchmarks/results/NAME.json; `make bench-table` shows it. Exit code 1 where the
-benchmark found what must not be.
+--save writes the result that is to be committed, benchmarks/results/NAME.json; `make bench-table` shows it. Such a
+result names the commit that it can be repeated from: where files other than results differ from the commit, or where
+there is none, nothing is measured. --output writes it anywhere else, whatever the state of the files.
+
+Exit code 1 where the benchmark found what must not be, 2 where it was not run.
 """
 
 import argparse
@@ -51,7 +54,7 @@ def options_of(name: str, arguments: list[str]) -> tuple[Namespace, list[Path]]:
         shown = f"default {value}" + (f", short {benchmark.short[option]}" if option in benchmark.short else "")
         parser.add_argument(f"--{option.replace('_', '-')}", help=shown, **more)
     parser.add_argument("--short", action="store_true", help="shows that it works, and little more")
-    parser.add_argument("--save", action="store_true", help="write the committed result")
+    parser.add_argument("--save", action="store_true", help="write the result to be committed; needs a clean tree")
     parser.add_argument("--output", type=Path, metavar="DIRECTORY", help="write the result into this directory")
     given = vars(parser.parse_args(arguments))
     output, is_saved, is_short = given.pop("output"), given.pop("save"), given.pop("short")
@@ -71,6 +74,9 @@ def main() -> None:
     parser.add_argument("name", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
     name = parser.parse_args(sys.argv[1:2]).name
     options, paths = options_of(name, sys.argv[2:])
+    is_to_commit = any(path.parent.resolve() == results.FOLDER for path in paths)
+    if is_to_commit and (reason := results.why_not_to_commit()):
+        parser.exit(2, f"error: {reason}.\nCommit first, or use --output DIRECTORY instead of --save.\n")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is ended ends its servers
     result = measure_of(name)(options)
     for path in paths:

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from PIL import Image
@@ -20,6 +21,7 @@ from PIL.PngImagePlugin import PngInfo
 from benchmarks.results import FOLDER, ROOT, committed
 from benchmarks.rows import ROWS, Loaded, Point
 
+WIDTH = 120  # of a line of Markdown
 BEGIN, END = "<!-- made by python -m benchmarks.summary -->\n", "<!-- end -->\n"
 LINKS = "[All rows, and how to repeat and read them](benchmarks/README.md); [as a plot](docs/benchmarks.png).\n"
 PLOT, IN_README = ROOT / "docs" / "benchmarks.png", ROOT / "docs" / "readme.png"
@@ -45,18 +47,33 @@ def table(results: Mapping[str, Loaded], in_readme: bool = False) -> str:
         return ""
     machines = machines_of({row.benchmark: results[row.benchmark] for row in wanted})
     note = f"Measured on {machines}. Tiny random models: ratios and exactness matter, not milliseconds."
-    return "\n".join(["| what | stock | mmcache | command |", "|---|---|---|---|", *lines, "", note, ""])
+    return "\n".join(["| what | stock | mmcache | command |", "|---|---|---|---|", *lines, "", fill(note, WIDTH), ""])
 
 
 def machines_of(results: Mapping[str, Loaded]) -> str:
     """The machines of results, each once: cores, the processors that had so many, and vLLM's version."""
     seen: dict[tuple[str, str], set[str]] = {}
     for found in results.values():
-        name, _, cores = found["machine"].rpartition(", ")  # as results.py writes it
-        seen.setdefault((cores, found["vllm"]), set()).add(re.sub(r"\((R|TM)\)|\s+(CPU|Processor)\b", "", name))
+        name, cores = machine_of(found)
+        seen.setdefault((cores, found["vllm"]), set()).add(name)
     return "; ".join(
         f"{cores} of {' or '.join(sorted(names))}, vLLM {version}" for (cores, version), names in sorted(seen.items())
     )
+
+
+def machine_of(found: Loaded) -> tuple[str, str]:
+    """The processor of a result without its trade marks, and its cores."""
+    name, _, cores = found["machine"].rpartition(", ")  # as results.py writes it
+    return re.sub(r"\((R|TM)\)|\s+(CPU|Processor)\b", "", name), cores
+
+
+def by_machine(results: Mapping[str, Loaded]) -> str:
+    """A list in Markdown of machines, each with the benchmarks that were measured on it."""
+    named: dict[str, list[str]] = {}
+    for name, found in results.items():
+        named.setdefault(" with ".join(machine_of(found)), []).append(f"`{name}`")
+    items = (f"- {machine}: {', '.join(names)}." for machine, names in sorted(named.items()))
+    return "\n".join(fill(item, WIDTH, subsequent_indent="  ") for item in items) + "\n"
 
 
 def between_marks(text: str, begin: str, content: str) -> str:
@@ -72,7 +89,7 @@ def pages() -> dict[Path, str]:
     """What stands between the marks of each page, from the committed results."""
     results = all_committed()
     readme = table(results, in_readme=True) + LINKS
-    return {ROOT / "README.md": readme, ROOT / "benchmarks" / "README.md": table(results)}
+    return {ROOT / "README.md": readme, ROOT / "benchmarks" / "README.md": table(results) + "\n" + by_machine(results)}
 
 
 def points_of(results: Mapping[str, Loaded]) -> list[Point]:

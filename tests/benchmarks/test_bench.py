@@ -180,6 +180,9 @@ def test_each_machine_is_named_once() -> None:
     found = {str(number): {"machine": machine, "vllm": "0.32.0"} for number, machine in enumerate(machines)}
     said = "2 cores of AMD EPYC or Intel Xeon, vLLM 0.32.0; 8 cores of AMD EPYC, vLLM 0.32.0"
     assert summary.machines_of(found) == said
+    assert summary.by_machine(found) == (
+        "- AMD EPYC with 2 cores: `0`, `2`.\n- AMD EPYC with 8 cores: `3`.\n- Intel Xeon with 2 cores: `1`.\n"
+    )
 
 
 def test_another_number_is_another_plot() -> None:
