@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ from benchmarks.rows import ROWS, Loaded, Point
 
 BEGIN, END = "<!-- made by python -m benchmarks.summary -->\n", "<!-- end -->\n"
 LINKS = "[All rows, and how to repeat and read them](benchmarks/README.md); [as a plot](docs/benchmarks.png).\n"
+NOTE = (
+    "The models are tiny, with random weights. Counts (tokens reused, runs of the vision tower, pictures decoded) carry "
+    "over to a GPU. Times and their ratios were measured on a CPU and do not."
+)
 PLOT, IN_README = ROOT / "docs" / "benchmarks.png", ROOT / "docs" / "readme.png"
 KEY = "Points"  # of the text in the file that says what is shown
 LEAST = 0.01  # the left edge: what is below, down to nothing at all, is shown there
@@ -44,7 +49,7 @@ def table(results: Mapping[str, Loaded], in_readme: bool = False) -> str:
     if not lines:
         return ""
     machines = machines_of({row.benchmark: results[row.benchmark] for row in wanted})
-    note = f"Measured on {machines}. Tiny random models: ratios and exactness matter, not milliseconds."
+    note = textwrap.fill(f"Measured on {machines}. {NOTE}", 120, break_long_words=False, break_on_hyphens=False)
     return "\n".join(["| what | stock | mmcache | command |", "|---|---|---|---|", *lines, "", note, ""])
 
 
