@@ -24,8 +24,8 @@ from benchmarks.rows import ROWS, Loaded, Point
 BEGIN, END = "<!-- made by python -m benchmarks.summary -->\n", "<!-- end -->\n"
 LINKS = "[All rows, and how to repeat and read them](benchmarks/README.md); [as a plot](docs/benchmarks.png).\n"
 NOTE = (
-    "The models are tiny, with random weights. Counts (tokens reused, runs of the vision tower, pictures decoded) carry "
-    "over to a GPU. Times and their ratios were measured on a CPU and do not."
+    "The models are tiny, with random weights. Counts (tokens reused, runs of the vision tower, pictures decoded) "
+    "carry over to a GPU. Times and their ratios were measured on a CPU and do not."
 )
 PLOT, IN_README = ROOT / "docs" / "benchmarks.png", ROOT / "docs" / "readme.png"
 KEY = "Points"  # of the text in the file that says what is shown
