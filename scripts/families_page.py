@@ -26,8 +26,8 @@ HEAD = """# Model families
 <!-- written by scripts/families_page.py, which walks through vLLM's registry; don't edit -->
 
 Which models the plugin was tested with, and whether its feature store works with yours. The feature store keeps what
-the vision tower makes of an image ([how](features.md)). Of the {num} architectures of vLLM {version}, {covered} are
-covered by the feature store, {left_out} are left out, and {others} take no images.
+the vision tower makes of an image ([how](features.md)). Of the {num} architectures of vLLM {version}, the store covers
+{covered}, leaves out {left_out}, and has nothing to do with {others} that take no images.
 
 How to find your model: the architecture is the name under `architectures` in its `config.json`. `mmcache doctor MODEL`
 says what will be on for it, and a server's log says what is.
@@ -37,14 +37,15 @@ says what will be on for it, and a server's log says what is.
   tower runs parts of the language model, nothing is stored, and the log says so.
 - **Tested** means run on real engines: each cached answer was compared with that of a cold run and with Transformers
   ([how](exactness.md)).
-- The other components do not depend on the class, so they are on for every architecture that takes images. There is
-  one exception: in some models the tokens of an image attend both ways, which means that they see each other in both
-  directions. On a CPU, [some of these models](image_attention.md) are served, and all others are refused at start,
-  PaliGemma among them.
+- The other components do not depend on the class: whether they are on depends on [the
+  engine](limits.md#where-a-component-is-on). There is one exception. In some models the tokens of an image attend both
+  ways, which means that they see each other in both directions. On a CPU, [some of these models](image_attention.md)
+  are served, and all others are refused at start, PaliGemma among them.
 
 """
-LEFT_OUT = """The feature store is off for these. Where vLLM could not import a class when this page was made, nothing is
-known of it: with the missing package it may be covered, or take no images."""
+LEFT_OUT = """\
+The feature store is off for these. Where vLLM could not import a class when this page was made, nothing is known of it:
+with the missing package it may be covered, or take no images."""
 OTHERS = "Every other architecture of the registry."
 
 
