@@ -24,6 +24,10 @@ from benchmarks.rows import ROWS, Loaded, Point
 WIDTH = 120  # of a line of Markdown
 BEGIN, END = "<!-- made by python -m benchmarks.summary -->\n", "<!-- end -->\n"
 LINKS = "[All rows, and how to repeat and read them](benchmarks/README.md); [as a plot](docs/benchmarks.png).\n"
+NOTE = (
+    "The models are tiny, with random weights. Counts (tokens reused, runs of the vision tower, pictures decoded) "
+    "carry over to a GPU. Times and their ratios were measured on a CPU and do not."
+)
 PLOT, IN_README = ROOT / "docs" / "benchmarks.png", ROOT / "docs" / "readme.png"
 KEY = "Points"  # of the text in the file that says what is shown
 LEAST = 0.01  # the left edge: what is below, down to nothing at all, is shown there
@@ -46,7 +50,7 @@ def table(results: Mapping[str, Loaded], in_readme: bool = False) -> str:
     if not lines:
         return ""
     machines = machines_of({row.benchmark: results[row.benchmark] for row in wanted})
-    note = f"Measured on {machines}. Tiny random models: ratios and exactness matter, not milliseconds."
+    note = fill(f"Measured on {machines}. {NOTE}", WIDTH, break_long_words=False, break_on_hyphens=False)
     return "\n".join(["| what | stock | mmcache | command |", "|---|---|---|---|", *lines, "", fill(note, WIDTH), ""])
 
 

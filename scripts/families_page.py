@@ -25,17 +25,27 @@ HEAD = """# Model families
 
 <!-- written by scripts/families_page.py, which walks through vLLM's registry; don't edit -->
 
-Whether the feature store works with your model. Of the {num} architectures of vLLM {version}, {covered} are covered,
-{left_out} with images are left out, and {others} take no images.
+Which models the plugin was tested with, and whether its feature store works with yours. The feature store keeps what
+the vision tower makes of an image ([how](features.md)). Of the {num} architectures of vLLM {version}, the store covers
+{covered}, leaves out {left_out}, and has nothing to do with {others} that take no images.
 
-- **Covered**: the class takes images one by one and tells its vision tower from its language model. Two small images
-  are tried when the model is loaded: if their features depend on each other, or the tower runs parts of the language
-  model, the log says so and nothing is stored.
-- **Tested**: on real engines, cold against warm and against Transformers ([exactness](exactness.md)).
-- The other components don't depend on the class. On the CPU, of models whose images attend both ways, those of
-  [this table](image_attention.md) are served and the others refused, PaliGemma among them.
+How to find your model: the architecture is the name under `architectures` in its `config.json`. `mmcache doctor MODEL`
+says what will be on for it, and a server's log says what is.
+
+- **Covered** means that the class takes images one by one and tells its vision tower from its language model. When a
+  model is loaded, the plugin tries the tower with two small images. If their features depend on each other, or the
+  tower runs parts of the language model, nothing is stored, and the log says so.
+- **Tested** means run on real engines: each cached answer was compared with that of a cold run and with Transformers
+  ([how](exactness.md)).
+- The other components do not depend on the class: whether they are on depends on [the
+  engine](limits.md#where-a-component-is-on). There is one exception. In some models the tokens of an image attend both
+  ways, which means that they see each other in both directions. On a CPU, [some of these models](image_attention.md)
+  are served, and all others are refused at start, PaliGemma among them.
 
 """
+LEFT_OUT = """\
+The feature store is off for these. Where vLLM could not import a class when this page was made, nothing is known of it:
+with the missing package it may be covered, or take no images."""
 OTHERS = "Every other architecture of the registry."
 
 
@@ -77,8 +87,8 @@ def finding(registered: Any) -> str:
     try:
         model_class = registered.load_model_cls()
     except Exception as error:
-        first = str(error).splitlines()[0]
-        return f"not looked at: vLLM can't import it on this machine ({type(error).__name__}: {first[:60]})"
+        first = textwrap.shorten(str(error).splitlines()[0], 60, placeholder=" ...")
+        return f"not looked at: vLLM could not import it ({type(error).__name__}: {first})"
     if not interfaces.supports_multimodal(model_class) or not hasattr(model_class, "_processor_factory"):
         return "no images"
     modalities = modalities_of(model_class)
@@ -114,8 +124,11 @@ def modalities_of(model_class: Any) -> set[str]:
 
 
 def tested() -> dict[str, str]:
-    """Architecture -> the zoo's family of it."""
-    return {architecture_of(name): name for name in FAMILIES}
+    """Architecture -> the zoo's families of it, with commas between."""
+    families: dict[str, list[str]] = {}
+    for name in FAMILIES:
+        families.setdefault(architecture_of(name), []).append(f"`{name}`")
+    return {architecture: ", ".join(names) for architecture, names in families.items()}
 
 
 def reason(row: Row) -> str:
@@ -142,10 +155,11 @@ def page() -> str:
     text = HEAD.format(
         num=len(rows), version=vllm_version(), covered=len(covered), left_out=len(left_out), others=len(others)
     )
-    text += "## Covered\n\n| tested | family |\n|---|---|\n"
+    text += "## Covered\n\nTested, each as a tiny model of the [zoo](zoo.md) with the name in the second column:\n\n"
+    text += "| architecture | model of the zoo |\n|---|---|\n"
     text += "".join(f"| `{name}` | {families[name]} |\n" for name in covered if name in families)
-    text += "\nNot tested:\n" + listed(name for name in covered if name not in families)
-    text += "\n## Left out\n\n"
+    text += "\nCovered, and not tested:\n\n" + listed(name for name in covered if name not in families)
+    text += f"\n## Left out\n\n{LEFT_OUT}\n\n"
     for why in dict.fromkeys(reason(row) for row in left_out):
         text += f"- {why}:\n" + listed((row.architecture for row in left_out if reason(row) == why), "  ")
     text += f"\n## No images\n\n{OTHERS}\n"

@@ -56,6 +56,7 @@ def _instead(start: Callable[..., Any], what: str) -> Callable[..., Any]:
 @functools.cache
 def _prepare() -> None:
     """Once in a process, where the guard is first put up: an audit hook can't be taken away."""
+    import cpuinfo  # noqa: F401 -- vLLM imports it, and its import asks the program `file` about the interpreter
     import torch.distributed
 
     platform.processor()  # Python asks a program for it, once in a process, whoever comes first
