@@ -13,7 +13,7 @@ logger = logging.getLogger("vllm.mmcache")
 
 
 class Breaker:
-    """Has a tier rest for `first_s` seconds after a failure, and doubles that after each further one up to `longest_s`."""
+    """A failing tier rests for `first_s` seconds, and twice as long after each further failure, up to `longest_s`."""
 
     def __init__(self, name: str, first_s: float, longest_s: float) -> None:
         self.name = name
