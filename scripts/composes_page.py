@@ -104,7 +104,7 @@ on stock vLLM with ExampleConnector, and after 0.23 s with ExampleConnector and 
 ### Limits
 
 - The files of ExampleConnector have no `cache_salt` in their names, so **the KV of one tenant's text is loaded for
-  another tenant**. Use it where there is one tenant. It finds only whole prompts that were computed in one step.
+  another tenant**. Use this connector for one tenant. It finds only whole prompts that were computed in one step.
 - `image_checkpoints` is on beside a connector only for models with sliding windows, on model runner V1 with synchronous
   scheduling. On hybrid models (Qwen3.5), what a connector loads in a step comes after vLLM has copied the Mamba state.
   Their answers are wrong, also without checkpoints.
