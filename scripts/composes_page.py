@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs vLLM's features with the components and writes docs/composes.md from what came of it.
+"""Runs features of vLLM with the plugin's components, and writes docs/composes.md from the results.
 
     python -m scripts.composes_page [--run FEATURE ... | --run] [--engine v1]
 
-`--run` runs those features (without names all) and records them in docs/composes.json; without it the page alone is
-written. The features are those of tests/composes/features.py.
+`--run` runs the named features, or all of them if it names none, and records the results in docs/composes.json. Without
+`--run`, nothing is run and the page is written from the committed results. tests/composes/features.py lists the
+features.
 """
 
 from __future__ import annotations
@@ -32,54 +33,85 @@ RESULTS = REPO / "docs" / "composes.json"
 PAGE = REPO / "docs" / "composes.md"
 ENGINES = {"v1": "model runner V1", "v2": "model runner V2", "v2-async": "model runner V2, async scheduling"}
 
-COLUMNS = {"v1": "V1", "v2": "V2", "v2-async": "V2 async"}
+COLUMNS = {
+    "v1": "model runner V1, synchronous",
+    "v2": "model runner V2, synchronous",
+    "v2-async": "model runner V2, async scheduling",
+}
 
-HEAD = """# What it composes with
+HEAD = """# Which features of vLLM the plugin works beside
 
 <!-- written by scripts/composes_page.py from composes.json; don't edit -->
 
-Beside which features of vLLM 0.32 the plugin stays exact, and what holds for [KV connectors](#kv-connectors). Tried on
-the CPU with tiny models: Gemma 3 where no other is named. Numbers, dates and commits: `composes.json`.
+For operators who use other features of vLLM and want to know whether answers stay exact with the plugin. The first part
+is a table of features of vLLM 0.32. The second part is about [KV connectors](#kv-connectors), which move KV blocks out
+of the engine, and has a configuration whose KV outlives a restart.
 
-- **exact**: every component with work on that model was on and reused what it could; answers had the tokens and
-  log-probabilities (1e-3 in float32) of that engine's cold run, and another picture changed them.
-- **component off**: exact without that component; the server says why at start.
-- **fails**: vLLM itself ends so on the CPU. **-**: not run.
+## Features of vLLM
 
-The last {deployed} rows are servers of Qwen3-VL, asked over HTTP; other questions go past `lazy_media`, `pixels` and
-`identity`.
+Each feature was tried on the CPU with a tiny model, which is Gemma 3 where a row names no other. `docs/composes.json`
+has the numbers, dates and commits of these runs. A cell has one of these results:
+
+- **exact**: every component that has work to do on that model was on, and reused what it could. The answers had the
+  tokens and the log-probabilities of the same engine's answers when nothing was cached. Log-probabilities may differ by
+  1e-3 in float32, and by 0.5 where the model or its KV cache has a smaller type. Another picture changed the answer.
+- **exact, with a component off**: the same without that component. The server says at start why it is off.
+- **vLLM fails**: vLLM ends with this error on the CPU, also without the plugin.
+- **not run**: nobody has tried it.
+
+The last {deployed} rows are servers of Qwen3-VL that were asked over HTTP. In the other rows an engine was asked
+directly, so `lazy_media`, `lazy_processing` and `identity`, which work in the API server, had no part in them.
 
 """
 NAMES = {"gemma3": "", "qwen3-vl": " (Qwen3-VL)", "qwen3.5": " (Qwen3.5)"}
 KV_CONNECTORS = """## KV connectors
 
-With `identity` on, a connector knows an image by its content within its tenant; on stock by its uuid, so another
-picture under that gets a wrong answer. [Block keys](block_keys.md) under `sha256`, vLLM's default, outlive the process;
-`xxhash` needs `PYTHONHASHSEED`.
+A KV connector is vLLM's way to load KV blocks from outside the engine and to save them there.
 
-Run on V1 with Qwen3-VL and Gemma 3, over restarts and with loads that fail: all answers were those of Transformers.
+### What the plugin changes
 
-- ExampleConnector's files know no `cache_salt`: **a tenant's text is loaded for another**. It finds only whole prompts,
-  computed in one step.
-- Checkpoints are on for sliding windows on V1 with synchronous scheduling alone. On hybrids (Qwen3.5) loads within a
-  step come after vLLM has copied the Mamba state: wrong answers, also without checkpoints.
-- A failed load fails the request unless `kv_load_failure_policy` is `recompute`. Failed loads beside steps can hang the
-  engine where blocks are few.
-- Not LMCache in vLLM 0.32 (read, not run): `LMCacheMPConnector`, or `LMCacheConnectorV1` with `use_native`, can load
-  another picture's KV.
+With `identity` on, a connector knows an image by its content within its tenant. On stock vLLM it knows an image by the
+client's uuid, so a request that sends another picture under the same uuid gets a wrong answer.
 
-KV that outlives a restart, on a GPU alone (read, not run):
+A connector that finds KV by [block keys](block_keys.md) needs keys that outlive the process. Under `sha256`, vLLM's
+default, they do. Under `xxhash` they do only where `PYTHONHASHSEED` is set.
 
-    mmcache serve MODEL --prefix-caching-hash-algo sha256 --kv-transfer-config '{
-      "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-      "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10737418240,
-        "secondary_tiers": [{"type": "fs", "root_dir": "/var/cache/vllm-kv"}]}}'
+### Keep KV across restarts, on a GPU
 
-Servers on one directory need the same model, dtype, block size, key layout, and `identity`. Who writes there chooses
-what the model reads. `mmcache doctor` checks connector, keys and identity.
+This configuration keeps KV in a directory. It was checked by reading vLLM's code and has not been run. vLLM runs
+`OffloadingConnector` on GPUs alone.
 
-On the CPU (`make bench-kv-restart`: 20 screenshots, 14,249 tokens) the first token after a restart took 6.5 s on stock,
-0.69 s with ExampleConnector, 0.23 s with mmcache, too.
+```bash
+mmcache serve MODEL --prefix-caching-hash-algo sha256 --kv-transfer-config '{
+  "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+  "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10737418240,
+    "secondary_tiers": [{"type": "fs", "root_dir": "/var/cache/vllm-kv"}]}}'
+```
+
+Servers that share one directory need the same model, dtype, block size, layout of block keys, and setting of
+`identity`. Whoever can write to the directory decides what the model reads. `mmcache doctor` checks the connector, the
+keys and `identity` of a configuration.
+
+### What was run
+
+vLLM's ExampleConnector and a connector of the project's tests were run on model runner V1 with Qwen3-VL and Gemma 3,
+over restarts and with loads that fail. All answers were those of Transformers.
+
+A conversation about 20 screenshots, with a prompt of 14,249 tokens, was continued after a restart
+on the CPU (`make bench-kv-restart`). The first token came after 6.5 s on stock vLLM without a connector, after 0.69 s
+on stock vLLM with ExampleConnector, and after 0.23 s with ExampleConnector and the plugin.
+
+### Limits
+
+- The files of ExampleConnector have no `cache_salt` in their names, so **the KV of one tenant's text is loaded for
+  another tenant**. Use this connector for one tenant. It finds only whole prompts that were computed in one step.
+- `image_checkpoints` is on beside a connector only for models with sliding windows, on model runner V1 with synchronous
+  scheduling. On hybrid models (Qwen3.5), what a connector loads in a step comes after vLLM has copied the Mamba state.
+  Their answers are wrong, also without checkpoints.
+- A load that fails makes its request fail, unless `kv_load_failure_policy` is `recompute`. If loads fail while steps
+  run and few KV blocks are free, the engine can hang.
+- Don't use LMCache with images in vLLM 0.32: `LMCacheMPConnector`, and `LMCacheConnectorV1` with `use_native`, can load
+  the KV of another picture. This was found by reading their code, and was not run.
 """
 
 
@@ -160,30 +192,31 @@ def record(feature: Feature, engine: str, scratch: Path) -> Row:
 def mark(feature: Feature, row: Row | None) -> str:
     """What came of a run."""
     if row is None:
-        return "-"
+        return "not run"
     if row.failed:
         return one_line(f"**failed**: {row.failed}")
     if row.error:
         fails = feature.fails.get(row.engine)
-        return f"fails: `{fails.words if fails and fails.words in row.error else short(row.error)}`"
+        return f"vLLM fails: `{fails.words if fails and fails.words in row.error else short(row.error)}`"
     states = {component: state.partition(":")[0] for component, state in row.components.items()}
     off = [f"`{component}` {state}" for component, state in states.items() if state not in ("on", "unneeded")]
-    return ", ".join(off) or "exact"
+    return f"exact, with {', '.join(off)}" if off else "exact"
 
 
 def about(feature: Feature, rows: Sequence[Row]) -> str:
-    """The feature, its model where that is another than the head says, its note, and what alone was looked at."""
+    """The feature, its model where that is another than the head says, what alone was looked at, and its note."""
     model = "" if feature.uses == COMPONENT_NAMES else NAMES.get(feature.family, f" ({feature.family})")
     looked_at = [f"`{component}`" for component in COMPONENT_NAMES if any(component in row.components for row in rows)]
-    only = f"only {', '.join(looked_at)}; " if 0 < len(looked_at) < len(COMPONENT_NAMES) else ""
-    said = (only + feature.note).rstrip(".; ")
-    return one_line(feature.title + model + (f"; {said}" if said else ""))
+    some = 0 < len(looked_at) < len(COMPONENT_NAMES)
+    only = f"The tests look at {', '.join(looked_at[:-1])} and {looked_at[-1]} alone." if some else ""
+    said = " ".join(filter(None, (only, feature.note)))
+    return one_line(feature.title + model + (f". {said}" if said else ""))
 
 
 def page(rows: list[Row]) -> str:
     """The whole page: a row for each feature with a mark for each engine, then what is known of KV connectors."""
     engines = [engine for engine in ENGINES if any(row.engine == engine for row in rows)]
-    lines = ["feature | " + " | ".join(COLUMNS[engine] for engine in engines), "---" + "|---" * len(engines)]
+    lines = ["feature of vLLM | " + " | ".join(COLUMNS[engine] for engine in engines), "---" + "|---" * len(engines)]
     for feature in FEATURES:
         mine = {row.engine: row for row in reversed(rows) if row.feature == feature.name}
         marks = [mark(feature, mine.get(engine)) for engine in engines]

@@ -34,15 +34,39 @@ OVERLAY = "0.33.0's Python over 0.32.0's CPU kernels"
 # Tests that can't hold where the Python code and the kernels are of two versions, with the reason.
 NOT_ON_THE_OVERLAY: dict[str, str] = {}
 
-INTRODUCTION = """# The matrix
+INTRODUCTION = """# The test matrix
 
-How many tests pass on each vLLM, model runner and scheduling, on the CPU. Dates, commits and minutes are in
-`matrix.json`. `make matrix` runs them all, a part with `ARGS="--vllm 0.33 --engine v2-async --tests tests/exactness"`.
+<!-- written by scripts/matrix.py from matrix.json; don't edit -->
 
-- There is no CPU build of vLLM 0.33 yet: `scripts/make_venv_033.py` puts its Python code over 0.32.0's CPU kernels.
-  0.33's own kernels and torch 2.14 are not run.
-- On V2 Triton's interpreter runs the kernels, and only tests that start an engine are run.
-- `all`: every scenario on every family; elsewhere what CI runs. `-`: not run.
+For those who want to know what the plugin was tested with, and for contributors who change a component. The table below
+says how many of the project's tests passed on each version of vLLM, model runner and way of scheduling, on the CPU. A
+component that works in the engine is on by default only where the tests about it have passed
+([how that is decided](limits.md#where-a-component-is-on)).
+
+## Run it
+
+`make matrix` runs all tests, which takes hours. `ARGS` chooses a part, which replaces only its own rows of the results:
+
+```bash
+make matrix ARGS="--vllm 0.33 --engine v2-async --tests tests/exactness"
+make matrix ARGS="--page-only"    # run nothing, and write this page from the committed results
+```
+
+The results are in `docs/matrix.json`, where each run has its date, its commit and the seconds that it took.
+
+## What passed
+
+Each row is a folder or a file of tests. Most runs have the scenarios that continuous integration runs on that engine.
+A row that says "every scenario" has every scenario on every model family.
+
+"""
+LIMITS = """
+## Limits
+
+- There is no CPU build of vLLM 0.33 yet. `scripts/make_venv_033.py` puts the Python code of vLLM 0.33 over the CPU
+  kernels of vLLM 0.32.0. The kernels of 0.33 itself and torch 2.14 have not been run.
+- On model runner V2, Triton's interpreter runs the kernels on the CPU, and only tests that start an engine are run.
+- "Not run" means that no result is recorded for these tests on that engine.
 """
 # The folders whose tests must have passed on an engine before a component is on by default there.
 EVIDENCE: dict[str, tuple[str, ...]] = {
@@ -164,28 +188,28 @@ def proves(components: Sequence[str], vllm: str, engine: str, rows: Sequence[Row
 def page(rows: list[Row]) -> str:
     """The page: a row for each folder of tests, a column for each vLLM and engine, then what failed or was left out."""
     columns = list(dict.fromkeys((row.vllm, row.versions, row.engine) for row in rows))
-    about = dict.fromkeys(f"vLLM {vllm}: {versions}." for vllm, versions, _ in columns)
-    heads = [" ".join([vllm, *ENGINES[engine]]) for vllm, _, engine in columns]
-    parts = [INTRODUCTION, *about, "", " | ".join(["passed", *heads]), "---" + "|---" * len(heads)]
+    about = dict.fromkeys(f"The runs on vLLM {vllm} had {versions}." for vllm, versions, _ in columns)
+    heads = [f"vLLM {vllm}, runner {' '.join(ENGINES[engine])}" for vllm, _, engine in columns]
+    parts = [INTRODUCTION + "\n".join(about), "", " | ".join(["tests", *heads]), "---" + "|---" * len(heads)]
     for tests, scenarios in sorted(dict.fromkeys((row.tests, row.scenarios) for row in rows)):
         of_tests = {
             (row.vllm, row.versions, row.engine): row
             for row in rows
             if (row.tests, row.scenarios) == (tests, scenarios)
         }
-        name = f"`{tests}`" + (", `all`" if scenarios == "all" else "")
+        name = f"`{tests}`" + (", every scenario" if scenarios == "all" else "")
         parts.append(" | ".join([name, *(cell(of_tests.get(column)) for column in columns)]))
-    failed = [f"- {row.vllm}, {row.engine}: `{name}`" for row in rows for name in row.failed]
+    failed = [f"- {row.vllm}, {row.engine}: `{name}` failed." for row in rows for name in row.failed]
     left_out = [f"- Left out on {OVERLAY}: `{name}`: {why}" for name, why in NOT_ON_THE_OVERLAY.items()]
-    return "\n".join([*parts, "", *(failed or ["Nothing failed."]), *left_out]) + "\n"
+    return "\n".join([*parts, "", *(failed or ["No test failed."]), *left_out]) + "\n" + LIMITS
 
 
 def cell(row: Row | None) -> str:
-    """What passed; with what did not, where there is any."""
+    """How many passed, and how many failed or were skipped, where there are any."""
     if row is None:
-        return "-"
-    others = {"failed": len(row.failed), "skipped": row.skipped}
-    return ", ".join([str(row.passed), *(f"{num} {what}" for what, num in others.items() if num)])
+        return "not run"
+    counts = {"passed": row.passed, "failed": len(row.failed), "skipped": row.skipped}
+    return ", ".join(f"{num} {what}" for what, num in counts.items() if num or what == "passed")
 
 
 def folders() -> list[str]:

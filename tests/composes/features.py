@@ -89,34 +89,34 @@ NOT_INTERPRETED = dict.fromkeys(("v2", "v2-async"), Fails("answers", "mask has u
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 FEATURES = (
-    Feature("none", "nothing, for comparison"),
+    Feature("none", "no other feature, for comparison"),
     Feature(
-        "ngram", "speculative decoding: ngram", engine={"speculative_config": NGRAM}, way="letters",
+        "ngram", "speculative decoding with ngram", engine={"speculative_config": NGRAM}, way="letters",
         fails=NOT_INTERPRETED,
     ),
     Feature(
-        "eagle", "speculative decoding: EAGLE", engine={"speculative_config": {"drafter": "eagle"}}, way="letters",
+        "eagle", "speculative decoding with EAGLE", engine={"speculative_config": {"drafter": "eagle"}}, way="letters",
     ),
     Feature(
-        "mtp", "speculative decoding: MTP", family="qwen3.5", engine={"speculative_config": {"drafter": "mtp"}},
+        "mtp", "speculative decoding with MTP", family="qwen3.5", engine={"speculative_config": {"drafter": "mtp"}},
         way="letters", fails={"v1": Fails("answers", "'function' object is not subscriptable")},
         says={"image_checkpoints": NO_STATES},
         tokens_behind=500,  # a hybrid's hits end at a prompt's last block, and with a draft head vLLM drops that
     ),
     Feature(
-        "draft_model", "speculative decoding: draft model", family="qwen3-vl",
-        note="on Gemma 3 stock vLLM is wrong, also about text.",
+        "draft_model", "speculative decoding with a draft model", family="qwen3-vl",
+        note="On Gemma 3, stock vLLM answers wrongly with a draft model, also about text.",
         engine={"speculative_config": {"drafter": "draft_model"}}, way="letters",
         says={"image_checkpoints": NO_DRAFT_MODEL},
         says_on_v2={"image_checkpoints": f"{NO_DRAFT_MODEL} on model runner V2"},
     ),
     Feature(
-        "kv_connector", "KV connector: ExampleConnector", family="qwen3-vl",
+        "kv_connector", "the KV connector ExampleConnector", family="qwen3-vl",
         engine={"kv_transfer_config": prefixed("kv", connector("ExampleConnector"))},
         says_on_v2={"image_checkpoints": NO_CONNECTOR_ON_V2},
     ),
     Feature(
-        "ec_connector", "encoder connector: ECExampleConnector",
+        "ec_connector", "the encoder-cache connector ECExampleConnector",
         engine={"ec_transfer_config": prefixed("ec", connector("ECExampleConnector"))},
         says={"features": "off: ec_transfer_config is set, and wins"},
     ),
@@ -128,33 +128,33 @@ FEATURES = (
         engine={"enable_lora": True, "max_lora_rank": 8, "enable_tower_connector_lora": True},
         says={"features": "off: LoRA adapters can change the vision tower"},
     ),
-    Feature("structured", "structured output: xgrammar", way="structured", fails=NOT_INTERPRETED),
+    Feature("structured", "structured output with xgrammar", way="structured", fails=NOT_INTERPRETED),
     Feature(
-        "n", "n > 1, drawn with a seed", way="several",
-        note="on CUDA's V1 seeds draw otherwise after prompts of several steps (read, not run).",
+        "n", "several answers to a request (n > 1), drawn with a seed", way="several",
+        note="On CUDA with V1, by reading, a seed draws other tokens where a prompt is computed in several steps.",
     ),
     Feature("beam", "beam search", way="beam"),
     Feature(
         "prompt_embeds", "prompt embeddings", engine={"enable_prompt_embeds": True}, way="embeddings",
-        note="whole prompts; in chat messages V1 lets them attend as images do (read, not run).",
+        note="Whole prompts were run. In chat messages, by reading, V1 lets embeddings attend both ways as images do.",
     ),
     Feature(
         "pooling", "pooling models", family="qwen3-vl", engine={"runner": "pooling", "convert": "embed"}, way="pooled",
-        note="V2 schedules them synchronously, where no component is proven.",
+        note="V2 schedules these models synchronously, and no component is proven there.",
     ),
     Feature("priority", "priority scheduling", engine={"scheduling_policy": "priority"}, way="with_priority"),
     Feature(
         "sleep", "sleep mode", engine={"enable_sleep_mode": True}, fails=always("start", "Sleep mode is not supported")
     ),
     Feature(
-        "reload", "weights loaded again", way="reloaded",
-        note="then call `reset_encoder_cache`, else vLLM ends: `Encoder cache miss`.",
+        "reload", "loading weights again", way="reloaded",
+        note="Call `reset_encoder_cache` afterwards, or vLLM ends with `Encoder cache miss`.",
     ),
     Feature(
-        "transfer", "weight transfer in place", engine={"weight_transfer_config": {"backend": "factors"}},
-        way="transferred", note="with a backend of the tests.",
+        "transfer", "transferring weights in place", engine={"weight_transfer_config": {"backend": "factors"}},
+        way="transferred", note="The transfer is by a backend that the tests bring.",
     ),
-    Feature("fp8_kv", "KV cache in fp8", family="qwen3-vl", engine={"kv_cache_dtype": "fp8"}),
+    Feature("fp8_kv", "a KV cache in fp8", family="qwen3-vl", engine={"kv_cache_dtype": "fp8"}),
     Feature(
         "async", "`--async-scheduling`", family="gemma3, qwen3-vl, qwen3.5", shown_by="tests/image_spans/test_async.py",
         uses=("block_keys", "image_checkpoints", "image_spans"), tested_on="v2-async",
@@ -166,7 +166,7 @@ FEATURES = (
     deployment("api2", "two API servers"),
     deployment("pp2", "pipeline parallel 2", "v2-async"),
     deployment("dp2-api2", "data parallel 2, two API servers"),
-    deployment("all", "all flags of these five together"),
+    deployment("all", "two ranks, `--mm-encoder-tp-mode data`, `shm`, data parallel 2 and two API servers together"),
 )  # fmt: skip
 
 BY_NAME = {feature.name: feature for feature in FEATURES}

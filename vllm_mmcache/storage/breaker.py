@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves a failing tier alone for a while, so that serving goes on at the speed of having none.
+"""Circuit breakers: a tier that fails is left alone for a while, so that it does not slow down each request.
 
-One line when a tier stops working and one when it works again, not one per request. Any thread of one process.
+The log has one line when a tier stops working and one when it works again, not one per request. Any thread of one
+process.
 """
 
 import logging
@@ -12,7 +13,7 @@ logger = logging.getLogger("vllm.mmcache")
 
 
 class Breaker:
-    """After a failure: `first_s` seconds of rest, doubling with each further failure up to `longest_s`."""
+    """A failing tier rests for `first_s` seconds, and twice as long after each further failure, up to `longest_s`."""
 
     def __init__(self, name: str, first_s: float, longest_s: float) -> None:
         self.name = name
@@ -46,7 +47,7 @@ class Breaker:
             )
 
     def worked(self) -> None:
-        """The tier is well again; a success during a rest began before the failure, and says nothing."""
+        """The tier works again. A success that comes while it rests began before the failure, and is not counted."""
         if not self._failing or self.resting():
             return
         with self._lock:

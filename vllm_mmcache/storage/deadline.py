@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a load raises whose time is over. Any process."""
+"""The error of a load that took too long. Any process."""
 
 
 class DeadlineExceeded(Exception):
-    """The time of a load was over before its bytes were there."""
+    """A load was not complete when its time was over."""

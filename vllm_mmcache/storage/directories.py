@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories of a store: whether one may be trusted. Any process, any thread."""
+"""Whether a directory of a store can be trusted. Any process, any thread."""
 
 import logging
 import os
@@ -14,12 +14,13 @@ _said: set[Path] = set()  # the directories of which a warning was logged
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether there is such a directory that may be trusted.
+    """Whether this directory exists and can be trusted.
 
-    One that this user owns and that is open to others is closed to them again (mode 0700): Kubernetes opens each
-    directory of a volume with `fsGroup`.
+    If this user owns it and it is open to others, it is closed to them again (mode 0700). Kubernetes opens each
+    directory of a volume that has an `fsGroup`.
 
-    Raises: StoreUnusable for a symbolic link, what is no directory, one of another user, and one that stays open.
+    Raises: StoreUnusable for a symbolic link, for anything else that is no directory, for a directory of another user,
+    and for one that can't be closed to others.
     """
     try:
         seen = folder.lstat()
@@ -41,10 +42,10 @@ def _is_own_directory(seen: os.stat_result) -> bool:
 
 
 def _close_to_others(folder: Path, seen: os.stat_result) -> tuple[os.stat_result, str]:
-    """What the directory is after its mode was set, and what the system said where it refused.
+    """Set the mode of the directory. Returns its state afterwards, and the system's reason where it refused.
 
-    What others put in the place of the directory meanwhile, such as a link, is not touched: the mode is set on what
-    was opened and is ours.
+    If others have put something else in the place of the directory meanwhile, such as a link, it is not touched: the
+    mode is set on the opened directory, after a look at its owner.
     """
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

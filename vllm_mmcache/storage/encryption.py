@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encryption at rest: what goes to a directory, Redis or Valkey, under a key from a file, and what comes back.
+"""Encryption at rest: encrypts what goes to a directory, Redis or Valkey, and decrypts what comes back.
 
     head    MAGIC, 8 bytes that tell keys apart
     chunk   12 bytes of nonce, ciphertext of up to CHUNK_BYTES, 16 bytes of tag     (one or more)
 
-AES-256-GCM, each chunk with a random nonce. It is bound to the name that all of it lies under, to its place and to the
-length of the whole, so what was changed, cut, moved, put together or sealed with another key is known for that. Names
-are keyed, too: without the key nobody can tell whose they are. PLAIN does nothing of this. Any process, any thread;
-imports `cryptography` (the extra `encryption`) only where there is a key.
+The cipher is AES-256-GCM, with a random nonce for each chunk. A chunk is bound to the name of the entry, to its place
+in the entry and to the entry's length. So an entry that was changed, cut, moved, put together from others or encrypted
+("sealed") with another key is recognised. Names are keyed, too: without the key nobody can tell what a name stands for.
+PLAIN leaves everything as it is. Any process, any thread; imports `cryptography` (the extra `encryption`) only where
+there is a key.
 """
 
 import os
@@ -22,7 +23,7 @@ from vllm_mmcache.base.key_file import read_key
 
 MAGIC = b"mmcseal1"
 CHUNK_BYTES = 1024**2
-"""So much is opened at a time, and held in memory beside what it is for."""
+"""Bytes that are decrypted at a time, and held in memory meanwhile."""
 NONCE_BYTES, TAG_BYTES = 12, 16
 HEAD_BYTES = len(MAGIC) + 8
 
@@ -33,58 +34,59 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Source(Protocol):
-    """Bytes where they lie."""
+    """An entry of a tier, whose bytes can be read."""
 
     num_bytes: int
 
     def read_into(self, offset: int, buffer: memoryview, until: float) -> None:
-        """Fill `buffer` with the bytes from `offset`. Raises: StoreCorrupt where there are fewer; others.
+        """Fill `buffer` with the bytes from `offset` on.
 
-        until: the time by time.monotonic() when one that waits gives up.
+        until: the time, by time.monotonic(), at which a read that waits gives up. Raises: StoreCorrupt where there are
+        fewer bytes; what the tier raises.
         """
 
     def is_current(self) -> bool:
-        """Whether what was read is still what lies there."""
+        """Whether the entry is still the one that was read."""
 
 
 class PlainCodec:
-    """No key: everything stays as it is."""
+    """Without a key: content and names stay as they are."""
 
     def name(self, key: bytes) -> bytes:
-        """The name under which something lies, by its key."""
+        """The name of the entry with this key."""
         return key
 
     def num_bytes(self, content_bytes: int) -> int:
-        """How many bytes `parts` has for so many."""
+        """How many bytes an entry has whose content has `content_bytes`."""
         return content_bytes
 
     def parts(self, name: bytes, content: Iterable[Buffer], content_bytes: int) -> Iterator[Buffer]:
-        """`content`, in parts that follow each other, as it lies under `name`; one holds until the next one comes."""
+        """The entry `name` with this content, in parts; each is valid until the next one comes."""
         yield from content
 
     def opened(self, source: Source, name: bytes) -> Source:
-        """The content of what lies under `name`.
+        """The content of the entry `name`.
 
-        Reading it raises StoreKeyMismatch for what was encrypted with another key, StoreCorrupt for what is damaged.
+        Reading it raises StoreKeyMismatch if it was encrypted with another key, and StoreCorrupt if it is damaged.
         """
         return _Unsealed(source)
 
     def encrypt(self, name: bytes, content: bytes) -> bytes:
-        """`content` as it lies under `name`."""
+        """The entry `name` with this content, as bytes."""
         sealed = bytearray()
         for part in self.parts(name, [content], len(content)):
             sealed += part
         return bytes(sealed)
 
     def decrypt(self, name: bytes, sealed: bytes) -> bytes:
-        """What `encrypt` was given. Raises: as `opened`."""
+        """The content of the entry `name` with these bytes. Raises: as reading what `opened` returns."""
         source = self.opened(_Bytes(sealed), name)
         content = bytearray(source.num_bytes)
         source.read_into(0, memoryview(content), 0.0)
         return bytes(content)
 
     def has_other_key(self, first: bytes) -> bool:
-        """Whether something that begins so was sealed, and not with this key."""
+        """Whether an entry with these first bytes was encrypted with another key."""
         return first.startswith(MAGIC)
 
 
@@ -118,7 +120,7 @@ class AesGcmCodec(PlainCodec):
     def parts(self, name: bytes, content: Iterable[Buffer], content_bytes: int) -> Iterator[Buffer]:
         """The head, then each chunk: nonce, AES-256-GCM text and tag, bound to `name`, its number and `content_bytes`.
 
-        All chunks are the same memory, used again.
+        Each chunk is written over the memory of the one before it.
         """
         yield self._head
         # Used again and again: memory that is new takes longer to get than to encrypt.
@@ -131,17 +133,17 @@ class AesGcmCodec(PlainCodec):
             yield sealed
 
     def opened(self, source: Source, name: bytes) -> Source:
-        """The content of a sealed source, decrypted as it is read; nothing is read before. Raises: as Clear's."""
+        """The content of an encrypted source. It is decrypted as it is read, which raises as in PlainCodec."""
         return _Opened(source, name, self)
 
     def has_other_key(self, first: bytes) -> bool:
-        """Whether it begins with MAGIC, and not with this key's head; what is not sealed is not foreign."""
+        """Whether it begins with MAGIC but not with this key's head. What is not encrypted has no other key."""
         return first.startswith(MAGIC) and first[:HEAD_BYTES] != self._head
 
     def check_head(self, first: bytes) -> None:
-        """Look at the first HEAD_BYTES.
+        """Check the first HEAD_BYTES of an entry.
 
-        Raises: StoreKeyMismatch for another key's, StoreCorrupt for what is no head.
+        Raises: StoreKeyMismatch for the head of another key, StoreCorrupt for anything else that is not this key's.
         """
         if self.has_other_key(first):
             raise StoreKeyMismatch("sealed with another key")
@@ -149,9 +151,9 @@ class AesGcmCodec(PlainCodec):
             raise StoreCorrupt("not sealed")
 
     def open_chunk(self, name: bytes, index: int, content_bytes: int, sealed: memoryview, into: memoryview) -> None:
-        """Fill `into` with what is in a chunk. Raises: StoreCorrupt.
+        """Decrypt a chunk into `into`. Raises: StoreCorrupt.
 
-        sealed: nonce, text and tag. into: NONCE_BYTES + TAG_BYTES less. content_bytes: of the whole, all chunks.
+        sealed: nonce, text and tag. into: as long, less NONCE_BYTES + TAG_BYTES. content_bytes: of all chunks together.
         """
         from cryptography.exceptions import InvalidTag
 
@@ -163,7 +165,7 @@ class AesGcmCodec(PlainCodec):
 
 
 class _Unsealed:
-    """A source as it is, unless it is sealed."""
+    """A source that is read as it is; reading its beginning raises if it is encrypted."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -179,7 +181,7 @@ class _Unsealed:
 
 
 class _Opened:
-    """The content of a sealed source, from any offset; keeps the chunk that was read last."""
+    """The content of an encrypted source, from any offset; keeps the chunk that was read last."""
 
     def __init__(self, source: Source, name: bytes, key: AesGcmCodec) -> None:
         self._source, self._name, self._key = source, name, key
@@ -241,7 +243,7 @@ class _Bytes:
 
 
 def of(key_file: str | None) -> PlainCodec:
-    """How what is kept is sealed, by the setting store_key_file. Raises: SettingsError as `read_key`."""
+    """The codec that the setting store_key_file asks for. Raises: SettingsError as `read_key`."""
     return PLAIN if key_file is None else AesGcmCodec(read_key(key_file))
 
 
@@ -250,7 +252,10 @@ def _num_chunks(content_bytes: int) -> int:
 
 
 def _chunks(content: Iterable[Buffer], chunk_bytes: int) -> Iterator[memoryview]:
-    """The same bytes in parts of so many, the last one shorter; one, if there are none. All are the same memory."""
+    """The same bytes in parts of `chunk_bytes`, of which the last may be shorter; one empty part for no bytes.
+
+    Each part is written over the memory of the one before it.
+    """
     room = memoryview(bytearray(chunk_bytes))
     held = num_chunks = 0
     for part in content:

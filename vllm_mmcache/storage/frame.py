@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of records, and records as bytes that say themselves whether they are whole. Any process, any thread.
+"""The keys of records, and the frames in which their values are stored. Any process, any thread.
 
-A frame is `mmcr`, one byte of format, a BLAKE3 over key and value, and the value. So what was cut, changed, moved to
-another key or written in another format is known for that. It is no secret: whoever may write where records are kept
-can write a valid one, and must be as trusted as the servers are.
+A frame is `mmcr`, one byte of format, a BLAKE3 digest over key and value, and the value. It shows whether the value was
+cut, changed, moved to another key or written in another format. The digest depends on no secret: whoever can write to
+the place where records are stored can write a valid frame, and must be as trusted as the servers are.
 """
 
 from blake3 import blake3
@@ -12,8 +12,8 @@ MAX_VALUE_BYTES = 64 * 1024
 """A larger value is not kept."""
 
 FORMAT = 1
-"""Of frames: raise it when their bytes change. It is in every key, so that no version meets another one's frames; what
-a value means has a number of its own for each kind of record, among the fields of the key."""
+"""The frames' format: raise it when their bytes change. It is in every key, so no version finds frames of another
+format. The meaning of a value has a number of its own for each kind of record, among the fields of the key."""
 
 _MAGIC = b"mmcr%c" % FORMAT
 _DIGEST_BYTES = 32
@@ -36,12 +36,12 @@ def key(kind: str, *fields: str | bytes) -> bytes:
 
 
 def frame(key: bytes, value: bytes) -> bytes:
-    """`value` as it is kept under `key`, HEAD_BYTES longer."""
+    """The frame of `value` for `key`, which is HEAD_BYTES longer."""
     return b"".join((_MAGIC, _digest(key, value), value))
 
 
 def unframe(key: bytes, framed: bytes) -> bytes | None:
-    """The value; None for anything but a whole frame of `key`."""
+    """The value in a frame; None for anything that is no whole frame for `key`."""
     value = framed[HEAD_BYTES:]
     return value if framed[:HEAD_BYTES] == _MAGIC + _digest(key, value) else None
 

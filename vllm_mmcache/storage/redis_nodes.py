@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The nodes behind a URL of Redis or Valkey: one server, the primaries of a cluster, or the primary of Sentinel.
 
-A server that answers MOVED is one of a cluster. Then the node that has an entry is asked, each node rests by itself
-after a failure, so that the others serve, and a thread of its own reads anew who has which slots: after a failure, and
-after MOVED. Nobody waits for that thread. redis-py's client for clusters does the same in the thread that wanted an
-entry, where it asks one node after another, sleeps and tries again; it also needs the right to COMMAND.
+A server that answers MOVED belongs to a cluster. From then on, the node that has an entry is asked for it. A node that
+fails rests by itself, and the other nodes serve. After a failure and after MOVED, a thread of its own reads anew which
+node has which slots, and nobody waits for it. redis-py's client for clusters does this in the thread that wants an
+entry, where it asks one node after another, sleeps and tries again. It also needs the right to COMMAND.
 
-Entries come in pieces from the socket straight into the memory where they are wanted: redis-py's own reading copies
-them several times, and can't be stopped while bytes trickle in. Any process, any thread.
+An entry is read in pieces, from the socket straight into the memory where it is wanted. redis-py's own reading copies
+it several times, and can't be stopped while bytes trickle in. Any process, any thread.
 """
 
 import logging
@@ -48,7 +48,7 @@ _MAX_LINE_BYTES = 1024
 
 
 class NodeAway(Exception):
-    """The node that has an entry does not serve, or its slot is on its way to another; others do."""
+    """The node that has an entry does not serve, or the entry's slot is moving to another node. Other nodes serve."""
 
     def __init__(self, message: str, *, is_new: bool) -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ class Value:
     def read_into(self, offset: int, buffer: memoryview, until: float) -> None:
         """As Source says.
 
-        Raises: Late after `until`, TimeoutError where bytes only trickle in, others as redis-py does.
+        Raises: DeadlineExceeded after `until`; TimeoutError where bytes only trickle in; what redis-py raises.
         """
         num_bytes = self._get(offset, buffer, until)
         if num_bytes < len(buffer):
@@ -78,7 +78,7 @@ class Value:
             self._first = bytes(buffer)
 
     def is_current(self) -> bool:
-        """Whether the value begins as it did, with the checksum of what was read."""
+        """Whether the value has the same length and the same beginning, which holds a checksum, as when it was read."""
         if not self._first or self._number() != self.num_bytes:
             return False
         again = memoryview(bytearray(len(self._first)))
@@ -140,10 +140,10 @@ class Value:
 
 
 class Nodes:
-    """The nodes at `url`. Units: each waits `timeout_s` for a connection, and for each time that nothing comes.
+    """The nodes at `url`.
 
-    said: how log lines call it. Raises: SettingsError for a URL that can't be meant. Makes no connection until it is
-    used.
+    timeout_s: the longest wait, in seconds, for a connection and for the next bytes. said: the name of these nodes in
+    log lines. Raises: SettingsError for a URL that can't be used. Makes no connection until it is used.
     """
 
     def __init__(self, url: str, timeout_s: float, said: str) -> None:
@@ -162,22 +162,22 @@ class Nodes:
         self._seeds = self._url.hosts if self._url.kind == "cluster" else (first_host(self._url),)
 
     def run(self, name: str, ask: Callable[["redis.Redis"], T], *, again: bool = True) -> T:
-        """What `ask` makes of the client of the node that has `name`.
+        """Call `ask` with the client of the node that has the entry `name`, and return what it returns.
 
-        again: whether `ask` may be called a second time, where the slot has moved to another node. Raises: NodeAway;
-        others as redis-py does.
+        again: whether `ask` may be called a second time, if the slot has moved to another node. Raises: NodeAway; what
+        redis-py raises.
         """
         return self._run(name, ask, again)[1]
 
     @contextmanager
     def open(self, name: str, slow_s: float) -> Iterator[Value | None]:
-        """What lies under `name`, over a connection of its own; None where there is nothing. Raises: as `run`."""
+        """The value of the entry `name`, over a connection of its own; None if there is none. Raises: as `run`."""
         host, (held, value) = self._run(name, lambda client: _take(client, name, slow_s), True)
         with held, self._minded(host):
             yield value if value.num_bytes else None
 
     def by_node(self, names: list[str]) -> list[list[str]]:
-        """These names, those of one node together."""
+        """These names, grouped by the node that has them."""
         groups: dict[Host, list[str]] = {}
         for name in names:
             groups.setdefault(self._host_of(name), []).append(name)
@@ -224,7 +224,7 @@ class Nodes:
 
     @contextmanager
     def _minded(self, host: Host) -> Iterator[None]:
-        """What fails within is the fault of this node alone, where there are others."""
+        """A failure within this block is counted for this node alone, where there are others."""
         try:
             yield
         except MovedError:
@@ -244,7 +244,7 @@ class Nodes:
                 self._breaker(host).worked()
 
     def _text_of(self, error: Exception) -> str:
-        """What an error says, as it may be shown."""
+        """The text of an error, without secrets."""
         return error_without_secrets(error, self._whole_url)
 
     def _host_of(self, name: str) -> Host:
@@ -276,7 +276,7 @@ class Nodes:
         return host
 
     def _read_slots_soon(self) -> None:
-        """Have it read who has which slots, by a thread that nobody waits for; once in SLOTS_EVERY_S."""
+        """Start a thread that reads which node has which slots, at most once in SLOTS_EVERY_S; nobody waits for it."""
         with self._lock:
             if self._is_reading_slots or time.monotonic() < self._next_slots_s:
                 return
@@ -313,7 +313,7 @@ class Nodes:
                 self._next_slots_s = time.monotonic() + SLOTS_EVERY_S
 
     def _take_slots(self, asked: Host, client: "redis.Redis") -> None:
-        """Ask a node who has which slots. Raises: as redis-py does."""
+        """Ask a node which node has which slots. Raises: what redis-py raises."""
         owners: list[Host | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         members: dict[Host, None] = {}
         for first, last, *nodes in client.execute_command("CLUSTER SLOTS"):  # type: ignore[no-untyped-call]
@@ -333,14 +333,17 @@ class Nodes:
 
 @contextmanager
 def open_value(client: "redis.Redis", name: str, slow_s: float) -> Iterator[Value | None]:
-    """What this node has under `name`, over a connection of its own; None for nothing. Raises: as redis-py does."""
+    """This node's value of the entry `name`, over a connection of its own; None if it has none.
+
+    Raises: what redis-py raises.
+    """
     held, value = _take(client, name, slow_s)
     with held:
         yield value if value.num_bytes else None
 
 
 def _take(client: "redis.Redis", name: str, slow_s: float) -> tuple["ExitStack[bool | None]", Value]:
-    """What lies under `name`, and the block in which its connection is held."""
+    """The value of the entry `name`, and the block within which its connection is held."""
     connection = client.connection_pool.get_connection()
     with ExitStack() as stack:
         stack.enter_context(_held(client, connection))
@@ -351,7 +354,7 @@ def _take(client: "redis.Redis", name: str, slow_s: float) -> tuple["ExitStack[b
 
 @contextmanager
 def _held(client: "redis.Redis", connection: Any) -> Iterator[None]:
-    """The connection goes back to those of the client; closed where something is raised within."""
+    """The connection goes back to the client's pool at the end, closed if something was raised within."""
     try:
         yield
     except BaseException:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An image's identity is its content, within its tenant; the uuid of a client is an alias, recorded and never trusted.
+"""The identity of an image is its content within its tenant. A client's uuid is another name for it, an alias.
 
-`identifiers` makes them, `aliases` is what a tenant's uuids stand for, `audit` counts what should not happen, and
-`hooks` puts all of it between vLLM's request and its processor. API server process; docs/identity.md.
+`identifiers` computes ids, `aliases` holds what a tenant's uuids stand for, and `audit` counts what clients should not
+do. `middleware` and `vllm_endpoints` find a request's tenant, and `hooks` uses all of it between vLLM's request and its
+processor. API server process; docs/identity.md.
 """
 
 from vllm_mmcache.hooking.component import Component

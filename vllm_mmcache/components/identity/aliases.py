@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the uuids of clients stand for: tenant, modality and uuid -> content id. API server process, any thread.
 
-An alias is bound by a request that carries the item, and used by later ones of the same tenant that carry the uuid
-alone. It only leads to a content id; what is kept under that is another matter. Neither uuids nor salts are kept. What
-is done and counted for a uuid depends on its own tenant's aliases alone: whether another tenant has it must not show.
+A request that has both an item (an image or a video) and a uuid binds the uuid as an alias of the item. Later requests
+of the same tenant can send the uuid alone. An alias leads to a content id only: what is stored under that id is found
+elsewhere. Uuids and salts themselves are not stored. What is done and counted for a uuid depends only on the aliases of
+its own tenant, so nobody can see whether another tenant has it.
 """
 
 from vllm_mmcache.base import settings
@@ -20,13 +21,13 @@ def _budget() -> Budget:
 
 
 class Aliases:
-    """A bounded table; the alias used longest ago goes first, whosever it is."""
+    """A bounded table of all tenants' aliases; the one that was used longest ago is removed first."""
 
     def __init__(self) -> None:
         self._content_ids: LruTable[bytes, str] = LruTable(_budget, ALIAS_COST_BYTES)
 
     def bind(self, modality: str, name: str, salt: str | None, content_id: str) -> None:
-        """From now on `name` stands for this content to this tenant; another one before is counted."""
+        """Have `name` stand for this content to this tenant. It is counted if it stood for another content before."""
         key = identifiers.alias_key(modality, name, salt)
         former = self._content_ids.replace(key, content_id)
         if former is not None and former != content_id:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what a client should not do; says it in at most one line per kind and minute, without the client's text."""
+"""Counts what clients should not do, and logs at most one line per kind and minute, without a client's text."""
 
 import logging
 import threading
@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 
 def note(counter: Counter, what: str) -> None:
-    """Count one, and warn if that was not done within the last minute. Any thread."""
+    """Count one, and log a warning if there was none of this kind within the last minute. Any thread."""
     counter.add()
     now = time.monotonic()
     with _lock:

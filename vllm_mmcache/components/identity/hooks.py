@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts identifiers in the place of vLLM's mm_hashes, and the tenant where images are opened and processed.
 
-API server process: the event loop, vLLM's media threads, and its one thread for processing. Fixed at start: switching
-it midway would mix two key spaces. A uuid must never become a key by itself.
+API server process: the event loop, vLLM's media threads, and its one thread for processing. Whether it is on is fixed
+at start, since switching it later would mix two kinds of keys. A uuid must never become a key by itself.
 """
 
 import contextvars
@@ -44,7 +44,7 @@ hook = Hooks(
     why="what is known about image bytes is known to their tenant alone",
 )
 def remember_tenant(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of ImageMediaIO.__init__: made in the request's task, used in a media thread that knows no request."""
+    """Wrapper of ImageMediaIO.__init__: remembers the tenant for media threads, which know no request."""
     outcome = wrapped(*args, **kwargs)
     media_tenant.remember(instance)
     return outcome
@@ -81,10 +81,10 @@ async def serve_batch_line(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     remove_when="vLLM takes the salt of KV blocks from a header or the API key",
 )
 def salt_blocks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of OutputProcessor.add_request(request): the last that sees each request before its engine does.
+    """Wrapper of OutputProcessor.add_request(request), which sees each request last before its engine does.
 
-    From here the tenant's salt is that of the request's KV blocks, whatever the endpoint could carry; and the request
-    says whether a client has named its images.
+    It gives the tenant's salt to the request's KV blocks, also where the endpoint has no field for a salt, and marks
+    the request if a client has named its images.
     """
     request = argument(wrapped, args, kwargs, "request")
     if status.is_on("identity"):
@@ -157,7 +157,7 @@ def _check_names(messages: Sequence[Any]) -> None:
     args=("prompt",),
 )
 def process_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of BaseRenderer._process_tokens(prompt): tenant and names of its items are in force within.
+    """Wrapper of BaseRenderer._process_tokens(prompt): sets and checks the tenant and the names of its items.
 
     Raises: VLLMValidationError (HTTP 400) for a wrong uuid or salt, and for no salt where one is required.
     """
@@ -225,8 +225,9 @@ def trust_no_exif(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of ProcessorInputs.get_mm_hashes(model_id, hash_algorithm): modality -> identifiers.
 
-    Twice vLLM's own: first for the content ids, without names and arguments; then, with identifiers in the place of
-    names, for what it does with arguments. Runs in the one thread that processes, so nothing is evicted in between.
+    It calls vLLM's function twice: first without names and arguments, for the content ids; then with identifiers in the
+    place of names, for what vLLM does with arguments. Runs in the one thread that processes, so nothing is evicted
+    between the two.
     """
     salt = tenant.SALT.get()
     names: Mapping[str, Any] = instance.mm_uuid_items or {}
@@ -276,7 +277,10 @@ def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def _request(renderer: Any, prompt: Mapping[str, Any]) -> Iterator[None]:
-    """What identifies the items of `prompt` is in force within the block. Raises: VLLMValidationError (HTTP 400)."""
+    """Within the block, the tenant of `prompt` is set.
+
+    Raises: VLLMValidationError (HTTP 400) for a wrong uuid or salt, and for no salt where one is required.
+    """
     if not status.is_on("identity"):
         yield
         return
@@ -339,7 +343,7 @@ def _check_salt(salt: object) -> None:
 
 
 def check_text(parameter: str, text: str) -> None:
-    """Raises: VLLMValidationError (HTTP 400) for half of a surrogate pair, which JSON can say and nothing can keep."""
+    """Raises: VLLMValidationError (HTTP 400) for half of a surrogate pair, which JSON allows and UTF-8 does not."""
     try:
         text.encode()
     except UnicodeEncodeError:

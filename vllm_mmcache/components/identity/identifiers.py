@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of an identifier, which becomes vLLM's mm_hash: pure functions, no vLLM.
+"""Computes identifiers, which become vLLM's mm_hash: pure functions, no vLLM.
 
     identifier = content id                                                 without salt and arguments
     identifier = hex BLAKE3("vllm-mmcache identity 1" 00 || fields)          otherwise
@@ -28,9 +28,9 @@ _U32 = Struct("<I")
 
 
 def identifier(modality: str, content_id: str, arguments: str = "", salt: str | None = None) -> str:
-    """The mm_hash of an item; the content id itself where nothing else counts, so that it equals stock's.
+    """The mm_hash of an item: without salt and arguments the content id, which is stock's mm_hash; else 64 hex digits.
 
-    Else 64 hex digits. Raises: UnicodeEncodeError for half of a surrogate pair in what counts.
+    Raises: UnicodeEncodeError for half of a surrogate pair in an argument.
     """
     if not arguments and not salt:
         return content_id
@@ -43,7 +43,7 @@ def name_identifier(modality: str, name: str, arguments: str = "", salt: str | N
 
 
 def unknown_identifier(modality: str, name: str, salt: str | None = None) -> str:
-    """What a name that nobody bound stands for: looked up like any other, and never found."""
+    """The identifier for a name that its tenant has not bound: it is looked up like any other, and never found."""
     return _digest(UNKNOWN, modality, name, "", salt or "").hex()
 
 
@@ -53,9 +53,9 @@ def alias_key(modality: str, name: str, salt: str | None = None) -> bytes:
 
 
 def canonical(value: object) -> str:
-    """Text that tells values apart that are equal as bytes: 1, 1.0, true and a string of the same bytes.
+    """Text that differs for values whose bytes can be equal: 1, 1.0, true and a string of the same bytes.
 
-    Of what JSON can't say, only the type is in it: vLLM's own hash covers the rest.
+    For a value that JSON can't express, it is the type alone: vLLM's own hash covers the rest.
     """
     if isinstance(value, Mapping):
         return "{" + ",".join(sorted(f"{canonical(key)}:{canonical(one)}" for key, one in value.items())) + "}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ASGI layer that finds a request's tenant before anything else of the application sees the request.
 
-API server process, event loop. Of requests that a client pipelines on one connection, a later one is begun by the end
-of the one before it, and inherits its context, so every request begins as the common tenant's. Pure ASGI, imports no
-vLLM; vLLM's check of API keys lies around it.
+API server process, event loop. If a client pipelines requests on one connection, each one starts at the end of the one
+before it and inherits its context, so every request is first set to the common tenant. Pure ASGI, imports no vLLM;
+vLLM's check of API keys runs before it.
 """
 
 import json
@@ -17,7 +17,7 @@ Call = Callable[..., Awaitable[None]]
 
 
 class FindTenant:
-    """Sets the salt of each request by its headers; see tenant.Source. Refuses what can't name a tenant with a 400."""
+    """Sets the salt of each request by its headers (tenant.Source). Headers that can't name a tenant get a 400."""
 
     def __init__(self, app: Call, source: tenant.Source) -> None:
         self.app = app
@@ -36,9 +36,9 @@ class FindTenant:
 
 
 def refusal(path: str, error: TenantError) -> dict[str, Any]:
-    """The body of a 400, in the shape of the protocol that is spoken at `path`: as vLLM's own errors there.
+    """The body of a 400, in the same form as vLLM's own errors at `path`.
 
-    Cohere's shape is made of OpenAI's by a layer of vLLM around ours.
+    A layer of vLLM around this one turns OpenAI's form into Cohere's.
     """
     message = str(error)
     if path.startswith("/v1/messages"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has every request of vLLM's HTTP application know its tenant before it is worked on. API server process, event loop.
+"""Finds the tenant of every request to vLLM's HTTP application before it is processed. API server process, event loop.
 
-The layer finds the tenants that headers and API keys name (middleware.py), this module those that bodies name. Imported
-where an application is built, since it brings FastAPI.
+middleware.py finds tenants that headers and API keys name. This module installs it, and finds tenants that bodies name.
+It is imported only where an application is built, since it imports FastAPI.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from vllm_mmcache.content.tenant_source import source
 
 
 def use_on(app: Any) -> None:
-    """Find the tenants of all requests of vLLM's FastAPI application. Once, while the application is built."""
+    """Install both ways on vLLM's FastAPI application. Called once, while the application is built."""
     app.user_middleware.append(Middleware(FindTenant, source=source()))  # the first is the outermost
     app.dependency_overrides[validate_json_request] = find_tenant_in_body
     app.add_exception_handler(TenantError, _refuse)
@@ -31,9 +31,9 @@ def use_on(app: Any) -> None:
 async def find_tenant_in_body(raw_request: Request) -> None:
     """Override of the dependency validate_json_request(raw_request), which each endpoint with a JSON body has.
 
-    By then FastAPI has parsed the body, and nobody has looked into it: from here on the tenant that its cache_salt
-    names is known, also for requests whose model has no such field. Raises: VLLMValidationError (HTTP 400) for a
-    cache_salt that is none; TenantError for one that contradicts the request's header or key; what vLLM's own raises.
+    FastAPI has parsed the body then, and nothing has read it. The tenant that its cache_salt names is set, also for
+    requests whose model has no such field. Raises: VLLMValidationError (HTTP 400) for an invalid cache_salt;
+    TenantError for one that contradicts the request's header or key; what vLLM's own function raises.
     """
     await validate_json_request(raw_request)
     # Both are at hand; FastAPI answers for a body that is empty, and has not parsed it.

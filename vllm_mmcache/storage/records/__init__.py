@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was learned of images and videos, kept under a key of everything that it depends on. API server process.
+"""What was learned of images and videos, stored under a key of everything that it depends on. API server process.
 
-A record is a few hundred bytes that save a decode, or a run of vLLM's processor. It is kept in RAM, in the store's
-directory and in Redis or Valkey, so that a restart and other servers know it, too. Whatever goes wrong is a miss:
-asking never raises, and whoever asks can always do the work again.
+A record is a few hundred bytes that save decoding an image, or a run of vLLM's processor. It is kept in RAM, in the
+store's directory and in Redis or Valkey, so that it is found after a restart and by other servers. Whatever goes wrong
+is a miss: asking never raises, and whoever asks can always do the work again.
 """
 
 import atexit

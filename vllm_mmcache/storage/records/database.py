@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SQLite file of the disk place: one connection to it, which moves on when the file does.
+"""The SQLite file that holds records in the store's directory, and a connection that follows when it is replaced.
 
     <store>/records/                           mode 0700, ours alone
         records-v2-00000000-1b2c3d4e.sqlite    one table: key, frame, when it was written
         ...-journal                            SQLite's own
 
-The file in use is that of this FORMAT with the greatest name. A file that is no database any more is left lying, and
-one with the next number is begun; the older ones go. No name is ever used twice, so that a connection to a file that is
-gone, of this or another process, can't touch the files of the next one. Whoever uses a connection looks for the
-greatest name first, so a file that was removed (`mmcache store clear`) or replaced is let go of at once. Files of other
+The file in use is the one of this FORMAT with the greatest name. If it is damaged and no database, a file with the
+next number is begun, and all files but the last one before it are removed. No name is used twice, so a connection to a
+removed file, of this or another process, can't touch the files of the next one. Each use of a connection first looks
+for the greatest name, so a file that was removed (`mmcache store clear`) or replaced is closed at once. Files of other
 formats belong to other versions of mmcache, which may be using them.
 
-Several processes use a file at once, with a rollback journal: a write-ahead log has an index in mapped memory, and who
-cuts that file off ends every process that has it mapped. Readers wait while a transaction is written, which takes no
-longer than copying it to the system: nothing waits for the disk. So a crash of the system may cost the file.
+Several processes use a file at once, with a rollback journal. A write-ahead log would have its index in mapped memory,
+and whoever shortens such a file ends every process that has it mapped. Readers wait while a transaction is written,
+which takes as long as copying it to the system: nothing waits for the disk. So a crash of the system may cost the file.
 """
 
 import logging
@@ -56,9 +56,9 @@ class Busy(Exception):
 
 
 class Database:
-    """One connection, for one thread at a time; the others wait `wait_s` at most, as they do for other processes.
+    """One connection, for one thread at a time. Waiting for it, or for other processes, takes `wait_s` at most.
 
-    makes: whether it begins a file where there is none; one that does not finds nothing there.
+    makes: whether to begin a file where there is none. If not, nothing is found there.
     """
 
     def __init__(self, folder: Path, wait_s: float, *, makes: bool) -> None:
@@ -155,7 +155,7 @@ def current(folder: Path) -> str | None:
 def names(folder: Path) -> list[str]:
     """The names of all files that are or were in use. Raises: OSError, StoreUnusable.
 
-    Links and other users' files are from a time when others could write into the folder, and are none of them.
+    Links and files of other users are left out: they come from a time when others could write into the folder.
     """
     if not is_ours(folder):
         return []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records in the store's directory, which several processes use and a restart keeps. See database.py for the file.
 
-The budget is that of the pages in use. What was written longest ago goes first, and what is used is written again
-from time to time (RENEW_S), so that reading alone writes nothing.
+The budget counts the pages in use. The record that was written longest ago is removed first. A record that is used is
+written again from time to time (RENEW_S), so most reads write nothing.
 """
 
 import sqlite3

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the places of records beyond RAM have in common: whole frames or misses, counts, and rest after a failure.
+"""The base class of the places beyond RAM where records are stored: it checks frames, counts, and rests after failures.
 
-`get` runs in the threads that ask, `save` in the thread that writes. Neither ever raises: what a place can't do is
-counted, and it is left alone for a while.
+`get` runs in the threads that ask, `save` in the thread that writes. Neither ever raises: a failure is counted, and the
+place is left alone for a while.
 """
 
 import logging
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Counts:
-    """What happened in one place: here, and on /metrics."""
+    """Counts of one place, which are also added to those on /metrics."""
 
     def __init__(self, place: str) -> None:
         self._place = place
@@ -62,12 +62,15 @@ class Place(ABC):
         self._writing = Breaker(f"records in {where} (writing)", rest_s, longest_rest_s)
 
     def get(self, key: bytes) -> Entry | None:
-        """What was kept under `key`, whole; None for a miss, whatever the reason is. Never raises."""
+        """The record under `key`; None for a miss, whatever the reason is. Never raises."""
         hit = self.read(key, bytes)
         return None if hit is None else hit[0]
 
     def read(self, key: bytes, read: Callable[[bytes], T | None]) -> tuple[Entry, T] | None:
-        """The same, and what `read` makes of the value: None, which is a miss, for one that is no such record."""
+        """The record under `key`, and what `read` returns for its value; None for a miss.
+
+        read: returns None for a value that is no such record, which is a miss, too. Never raises.
+        """
         entry, found = None, None
         if not self._reading.resting():
             try:
@@ -99,7 +102,7 @@ class Place(ABC):
         self.counts.add(saved=num_kept, dropped=len(values) - num_kept)
 
     def tidy(self) -> None:
-        """Remove what is over, where that does not happen by itself. Never raises."""
+        """Remove records that are past their time or over the budget, if the place needs that. Never raises."""
         if self._writing.resting():
             return
         try:
@@ -112,11 +115,11 @@ class Place(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything, where that is ours to do. Never raises."""
+        """Remove all records, unless the place is shared with others. Never raises."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of files and connections. Never raises."""
+        """Close files and connections. Never raises."""
 
     def _fail(self, breaker: Breaker, error: object) -> None:
         self.counts.add(errors=1)
@@ -147,11 +150,11 @@ class Place(ABC):
 
     @abstractmethod
     def _save(self, frames: Mapping[bytes, bytes]) -> int:
-        """Keep these frames, in the place of older ones; how many are kept. Raises: one of `failures`."""
+        """Store these frames, instead of older ones. Returns how many were stored. Raises: one of `failures`."""
 
 
 def unsealed(name: bytes, sealed: bytes, key: PlainCodec) -> bytes | None:
-    """The value of a record that lies under `name`; None for anything else."""
+    """The value of the record in the entry `name`; None if it holds no whole record."""
     try:
         return unframe(name, key.decrypt(name, sealed))
     except StoreCorrupt:

@@ -27,7 +27,7 @@ class Ram:
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> Entry | None:
-        """The entry, now used last; None where it is not known."""
+        """The entry under `key`, which counts as a use of it; None if there is none."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
@@ -35,7 +35,7 @@ class Ram:
             return entry
 
     def put(self, key: bytes, entry: Entry) -> bool:
-        """Keep the entry in the place of what was there; whether there was component. May evict others."""
+        """Keep the entry, instead of an older one under this key. Returns whether it fits; may evict others."""
         with self._lock:
             self._remove(key)
             if _cost(entry) > self._budget_bytes:
@@ -66,7 +66,7 @@ class Ram:
         return self._held_bytes
 
     def size(self) -> Size:
-        """What there is, and what there may be."""
+        """Entries and bytes, and the budget."""
         return Size(len(self), self._held_bytes, self._budget_bytes)
 
     def _remove(self, key: bytes) -> None:

@@ -26,7 +26,7 @@ it does not go as one of the oldest."""
 
 
 class Records:
-    """Small values by key. What was put is found until it has to make room, later and by other processes, too."""
+    """Small values by key, in all places. A value is found until it is evicted, also by later and other processes."""
 
     def __init__(self, ram_bytes: int, below: Sequence[Place] = ()) -> None:
         self._ram = Ram(ram_bytes)

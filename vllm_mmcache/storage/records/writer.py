@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one thread that writes records to the places beyond RAM, many at a time, so that no request waits for them.
 
-It also has them remove what is over, when they are opened and from time to time. What comes while it is far behind is
-dropped, and counted. API server process.
+It also has the places remove records that are past their time or over the budget, when they are opened and from time
+to time. Records that come while it is far behind are dropped and counted. API server process.
 """
 
 import math
