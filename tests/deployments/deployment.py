@@ -77,14 +77,10 @@ class Deployment(Server):
 
     def components(self) -> dict[str, Component]:
         """What mmcache:component_info shows; each component has one state."""
-        shown = [
-            labels for (name, labels), value in self.metrics().items() if name == "mmcache:component_info" and value
-        ]
-        found = {labels[-1 if len(labels) < 3 else 1]: labels for labels in shown}
+        shown = [labels for (name, labels), value in self.metrics().items() if name == "mmcache:component_info" and value]
+        found = {component: (state, reason) for component, reason, state in shown}  # Prometheus sorts labels by name
         assert len(found) == len(shown), shown
-        return {
-            component: (labels[2], labels[0]) for component, labels in found.items()
-        }  # Prometheus sorts labels by name
+        return found
 
     def total(self, name: str) -> float:
         """The sum of a counter over all its labels."""
