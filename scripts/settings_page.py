@@ -36,8 +36,9 @@ The server does not start if a value is not allowed, if two settings contradict 
 A variable `{PREFIX}*` that is no setting does not stop the start. It has no effect. The log then has a line with the
 name that may have been meant, and `mmcache doctor` has a finding. A misspelt name of a setting that protects tenants or
 secrets, such as `{PREFIX}REQUIRE_SALTS=1`, therefore protects nothing, and its line in the log is an error. Run
-`mmcache doctor` after each change of variables. The page about [upgrades](upgrade.md#older-names) has the older names of
-settings.
+`mmcache doctor` after each change of variables.
+
+Settings that have been renamed are under [older names](upgrade.md#older-names).
 
 ## All settings
 
