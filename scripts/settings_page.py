@@ -17,16 +17,30 @@ HEAD = f"""# Settings
 
 <!-- written by scripts/settings_page.py from vllm_mmcache/base/settings.py; change it there -->
 
-Every setting, its default, and what it does. Set the variable `{PREFIX}<NAME>`, or
-`--additional-config '{{"{CONFIG_KEY}": {{"name": value}}}}'`, which wins; engines and workers get it, also on other
-machines. `mmcache doctor --settings` shows all.
+For whoever configures a server with the plugin: every setting, its default, and what it does.
 
-A wrong value, two settings that contradict each other, and an unknown name in `--additional-config` stop the start.
-A variable `{PREFIX}*` that is no setting does not stop it: it has no effect, is one line in the log with the name
-that may have been meant, and a finding of `mmcache doctor`. So a misspelt name of a setting that protects, such as
-`{PREFIX}REQUIRE_SALTS=1`, protects nothing; that line is an error. Run `mmcache doctor` after each change of variables.
+Set the variable `{PREFIX}<NAME>`, with the name of the setting in capitals, or pass
+`--additional-config '{{"{CONFIG_KEY}": {{"name": value}}}}'` to vLLM. If both are given, `--additional-config` wins.
+The settings of the API server travel to its engines and workers, also to those on other machines. `mmcache doctor
+--settings` prints every setting with the value that it has here.
 
-A component that is unset is on where it is [proven](limits.md#where-a-component-is-on). Write sizes as `512MiB`.
+A size is a number of bytes, or a number with a unit, such as `512MiB`. A *component* is a part of the plugin that has a
+switch of its own among these settings. A component whose switch is unset is on where it is
+[proven](limits.md#where-a-component-is-on). Other terms are in the [glossary](architecture.md).
+
+## When a setting is wrong
+
+The server does not start if a value is not allowed, if two settings contradict each other, or if
+`--additional-config` has a name that is no setting.
+
+A variable `{PREFIX}*` that is no setting does not stop the start. It has no effect. The log then has a line with the
+name that may have been meant, and `mmcache doctor` has a finding. A misspelt name of a setting that protects tenants or
+secrets, such as `{PREFIX}REQUIRE_SALTS=1`, therefore protects nothing, and its line in the log is an error. Run
+`mmcache doctor` after each change of variables.
+
+Settings that have been renamed are under [older names](upgrade.md#older-names).
+
+## All settings
 
 setting | default | what it does
 ---|---|---

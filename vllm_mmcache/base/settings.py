@@ -41,199 +41,281 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
 
-    disable: bool = Field(default=False, description="Leave vLLM as it is: nothing is replaced. Variable only.")
+    disable: bool = Field(
+        default=False,
+        description=(
+            "Leaves vLLM as it is: no function of vLLM is replaced, and no component is on. It can only be set as a "
+            "variable."
+        ),
+    )
     block_keys: bool | None = Field(
-        default=None, description="KV block keys with the cumulative image state. False: vLLM's own."
+        default=None,
+        description="Puts the state of all images so far into the keys of KV blocks. If false, keys are vLLM's own.",
     )
     image_spans: bool | None = Field(
         default=None,
-        description="Gemma 3, Gemma 4: images attend both ways on the CPU, and the scheduler never splits one.",
+        description=(
+            "Lets the tokens of an image attend to each other in both directions on the CPU, for Gemma 3 and Gemma 4, "
+            "and keeps the scheduler from splitting an image between two steps."
+        ),
     )
     resumed_images: bool | None = Field(
         default=None,
-        description="Send a preempted request's image inputs again: a shorter prefix hit does not kill the engine.",
+        description=(
+            "Sends the image inputs of a preempted request again when it resumes. Without this, a prefix hit that is "
+            "shorter than before ends the engine."
+        ),
     )
     image_checkpoints: bool | None = Field(
         default=None,
         description=(
-            "Sliding windows, Mamba, GDN: keep states at image boundaries, so the second question about an image hits."
+            "Keeps the states of sliding-window, Mamba and GDN layers at image boundaries, so that a second question "
+            "about an image is a prefix hit."
         ),
     )
-    checkpoints_per_request: int = Field(default=4, ge=0, le=64, description="Most image boundaries kept per request.")
+    checkpoints_per_request: int = Field(
+        default=4, ge=0, le=64, description="The largest number of image boundaries that are kept per request."
+    )
     checkpoint_min_tokens: int = Field(
-        default=64, ge=1, description="Least tokens between a checkpoint and the prompt's start, or another."
+        default=64,
+        ge=1,
+        description=(
+            "The smallest distance in tokens between two checkpoints, and between a checkpoint and the start of the "
+            "prompt."
+        ),
     )
     lazy_media: bool | None = Field(
         default=None,
-        description="Decode known images and videos only when pixels are needed. Unset: on, unless vLLM does so.",
+        description=(
+            "Decodes known images and videos only when their pixels are needed. If unset, it is on, except where vLLM "
+            "itself does this."
+        ),
     )
     lazy_processing: bool | None = Field(
         default=None,
         description=(
-            "Process images side by side. Known images travel without pixels where features are kept and identity is "
-            "on. Unset: as lazy_media, which it needs."
+            "Runs vLLM's image processor on several images at the same time, and sends known images to the engine "
+            "without pixels where features are kept and `identity` is on. If unset, it follows `lazy_media`. It is "
+            "off where `lazy_media` is off."
         ),
     )
     image_extraction: bool | None = Field(
         default=None,
-        description="Take base64 images out of request bodies before parsing. Unset: as lazy_media, which it needs.",
+        description=(
+            "Takes base64 images out of request bodies before their JSON is parsed. If unset, it follows "
+            "`lazy_media`. It needs `lazy_media` to be on."
+        ),
     )
     media_records: int = Field(
         default=65536,
         ge=1,
         description=(
-            "Most images, videos and base64 texts, each, that a process knows; 64MiB hold 10,922 images, 2,978 videos."
+            "The largest number of images, of videos and of base64 texts that a process knows, each counted on its "
+            "own. The budget `media_records_bytes` may be reached earlier: 64MiB hold 10,922 images or 2,978 videos."
         ),
     )
     media_records_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),
         ge=1 << 16,
-        description="Budget of what is known about images; the same for videos and base64 texts.",
+        description=(
+            "The memory budget for what is known about images. There is the same budget again for videos, and again "
+            "for base64 texts."
+        ),
     )
     records_ram_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),
         ge=0,
-        description="Budget of an API server's records in RAM; they save decoding and processing.",
+        description=(
+            "The memory budget of an API server for its records, which save decoding and processing known images again."
+        ),
     )
     records_disk_bytes: ByteSize = Field(
         default=ByteSize(1 << 30),
         ge=0,
-        description="Budget of records in the store's directory (SQLite: local disk), LRU. 0: none.",
+        description=(
+            "The budget for records in the directory of the store. They are kept in an SQLite file, which needs a "
+            "local disk. The records that were used longest ago are removed first. With 0, none are kept there."
+        ),
     )
     identity: bool = Field(
         default=True,
         description=(
-            "An image is its content within its tenant (see tenant_from); uuids are other names for it. False: uuids "
-            "are trusted, only KV is apart by cache_salt."
+            "Identifies an image by its content within its tenant (see `tenant_from`), and treats the uuids of "
+            "clients as other names for it. If false, uuids are trusted, and only KV blocks are kept apart by "
+            "`cache_salt`."
         ),
     )
     tenant_from: str = Field(
         default="cache_salt",
         description=(
-            "Where a request's tenant is found: `cache_salt`, the body's field; `header:NAME`, a header that the "
-            "gateway sets; or `api_key`, the API key that was used. A header or key becomes a digest that takes the "
-            "place of cache_salt, also for KV blocks; a start without identity is refused then."
+            "Says where the tenant of a request is found: `cache_salt` for that field of the request's body, "
+            "`header:NAME` for a header that the gateway sets, or `api_key` for the API key that the client used. A "
+            "digest of the header or the key takes the place of `cache_salt`, for KV blocks, too. With a header or "
+            "the API key, a server does not start without `identity`."
         ),
     )
     tenant_key_file: str | None = Field(
         default=None,
         description=(
-            "File with a 32-byte key (raw, 64 hex digits, base64) for the digests of tenants' names; the same on all "
-            "servers that share a store. Unset: who sees a digest can try names."
+            "A file with a 32-byte key (raw, as 64 hexadecimal digits, or in base64) for the digests of tenants' "
+            "names. All servers that share a store need the same key. If unset, anybody who sees a digest can find "
+            "the tenant's name by trying names."
         ),
     )
     require_tenant: bool = Field(
         default=False,
-        description="Refuse images, videos and audio without a tenant (400), and a start without identity.",
+        description=(
+            "Refuses images, videos and audio in requests without a tenant, with status 400, and refuses to start "
+            "where `identity` is off."
+        ),
     )
-    require_salt: bool = Field(default=False, description="The older name of require_tenant.")
+    require_salt: bool = Field(default=False, description="The older name of `require_tenant`.")
     image_aliases: int = Field(
-        default=65536, ge=1, description="Most uuids that an API server knows, all tenants together."
+        default=65536,
+        ge=1,
+        description="The largest number of uuids that an API server knows, for all tenants together.",
     )
-    metrics: bool | None = Field(default=None, description="Show the engine's counters on /metrics, as mmcache:*.")
-    observe: bool = Field(default=False, description="Record what each request reused, and why not the rest.")
+    metrics: bool | None = Field(
+        default=None,
+        description="Shows the counters of the engine on `/metrics`, under names that begin with `mmcache:`.",
+    )
+    observe: bool = Field(
+        default=False, description="Records what each request reused, and why it did not reuse the rest."
+    )
     admin_key: SecretStr | None = Field(
         default=None,
         description=(
-            "Key of /mmcache (not the API key): at least 16 printable ASCII characters, no spaces. Without one nothing "
-            "is told; `mmcache serve --observe` makes one. Variable only, in no log."
+            "The key that opens `/mmcache`, which is not the API key. It has at least 16 printable ASCII characters "
+            "and no spaces. Without an admin key, `/mmcache` tells nothing. `mmcache serve --observe` makes one. It "
+            "can only be set as a variable, and no log shows it."
         ),
     )
     admin_key_file: str | None = Field(
         default=None,
-        description="File whose first line is the admin key; the variable wins. Readable by its owner or group alone.",
+        description=(
+            "A file whose first line is the admin key. Only its owner and its group may be able to read it. If "
+            "`MMCACHE_ADMIN_KEY` is set, too, that variable is used."
+        ),
     )
     observe_listen: str | None = Field(
-        default=None, description="HOST:PORT that serves /mmcache, without TLS, instead of vLLM's port."
+        default=None,
+        description="An address HOST:PORT at which `/mmcache` is served, without TLS, instead of at vLLM's port.",
     )
     observe_across_salts: bool = Field(
         default=False,
         description=(
-            "Compare requests across cache_salts (`other_salt`): readers of records can learn what other tenants sent."
+            "Compares requests with different values of `cache_salt`, which gives the reason `other_salt`. Readers of "
+            "the records can then learn what other tenants have sent."
         ),
     )
-    observe_records: int = Field(default=2000, ge=1, description="Most records that an API server keeps.")
+    observe_records: int = Field(
+        default=2000, ge=1, description="The largest number of records of requests that an API server keeps."
+    )
     observe_bytes: ByteSize = Field(
         default=ByteSize(64 << 20),
         ge=1 << 16,
-        description="Budget of an API server's records, and of an engine's memory of earlier requests.",
+        description=(
+            "The memory budget of an API server for records of requests. An engine has the same budget for its memory "
+            "of earlier requests."
+        ),
     )
-    observe_file: str | None = Field(default=None, description="File for records, one JSON a line.")
+    observe_file: str | None = Field(
+        default=None, description="A file to which records of requests are written, one JSON object per line."
+    )
     observe_file_bytes: ByteSize = Field(
-        default=ByteSize(64 << 20), ge=1 << 16, description="Budget of the record file and the one before it together."
+        default=ByteSize(64 << 20),
+        ge=1 << 16,
+        description="The budget for the file of `observe_file` and the previous such file, together.",
     )
     allow_causal_images: bool = Field(
-        default=False, description="Run images that attend both ways on backends that can't: wrong answers."
+        default=False,
+        description=(
+            "Runs models whose images attend in both directions on attention backends that can't do this. Their "
+            "answers are wrong."
+        ),
     )
-    features: bool | None = Field(default=None, description="Keep the vision tower's outputs: it runs once per image.")
+    features: bool | None = Field(
+        default=None,
+        description="Keeps the outputs of the vision tower (the features), so that the tower runs once per image.",
+    )
     feature_ram_bytes: ByteSize = Field(
         default=ByteSize(2 * 1024**3),
         ge=0,
         description=(
-            "Budget of features in RAM, per engine, for all its workers on this host. 0: none kept, 256 MiB in transit."
+            "The memory budget for features in RAM, for each engine with all its workers on this host. With 0, no "
+            "features are kept in RAM, and 256 MiB are used for features in transit."
         ),
     )
     store: str | None = Field(
         default=None,
         repr=False,  # a URL in it may hold a password
         description=(
-            "Where features go beyond RAM: a directory (absolute or ~), a URL (redis://, rediss://, valkey://, "
-            "valkeys://, unix://; redis+cluster://, redis+sentinel://), or both, with space or comma between. With a "
-            "password in the URL: variable only."
+            "Where features and records are kept beyond RAM: a directory (an absolute path, or one that begins with "
+            "~), a URL of Redis or Valkey (`redis://`, `rediss://`, `valkey://`, `valkeys://` or `unix://`, and forms "
+            "such as `redis+cluster://` and `redis+sentinel://`), or both, with a space or a comma between them. A "
+            "URL with a password can only be set as a variable."
         ),
     )
     store_disk_bytes: ByteSize = Field(
         default=ByteSize(10 * 1024**3),
         ge=0,
-        description="Budget of the store's directory, LRU. One package: at most a quarter.",
+        description=(
+            "The budget for features in the directory of the store. The packages that were used longest ago are "
+            "removed first. A package holds the features of one image, and may take a quarter of the budget at most."
+        ),
     )
     store_ttl: Duration = Field(
         default=Duration(7 * 86400),
         description=(
-            "Features and records unused for so long are removed: seconds, or a number with s, m, h, d, w. 0: only for "
-            "lack of room."
+            "Features and records that have not been used for this long are removed. It is a number of seconds, or a "
+            "number with s, m, h, d or w after it. With 0, they are only removed when their space is needed."
         ),
     )
     store_key_file: str | None = Field(
         default=None,
         description=(
-            "File with a 32-byte key (raw, 64 hex digits, base64) that encrypts features and records. Needs the extra "
-            "`encryption`; older entries are not used."
+            "A file with a 32-byte key (raw, as 64 hexadecimal digits, or in base64) with which features and records "
+            "are encrypted. It needs the extra `encryption`. Entries that were stored before, without this key, are "
+            "not used."
         ),
     )
     store_password_file: str | None = Field(
         default=None,
         description=(
-            "File whose first line is the password of Redis or Valkey, for a `store` that holds none. Readable by its "
-            "owner or group alone, as all files of keys."
+            "A file whose first line is the password of Redis or Valkey, for a `store` whose URL holds none. As with "
+            "every file that holds a key, only its owner and its group may be able to read it."
         ),
     )
     store_remote_max_bytes: ByteSize = Field(
         default=ByteSize(512 * 1024**2),
         ge=0,
-        description="Largest package for Redis or Valkey, sent in 4 MiB pieces. Their own default limit: 512 MiB.",
+        description=(
+            "The largest package that is sent to Redis or Valkey. It is sent in pieces of 4 MiB. The default limit of "
+            "Redis and Valkey themselves is 512 MiB."
+        ),
     )
     store_remote_timeout_s: float = Field(
         default=0.02,
         gt=0,
         le=10,
         description=(
-            "Seconds to wait for Redis or Valkey to connect, and for the next bytes. After a failure: left alone for 5 "
-            "s, doubling up to 60 s."
+            "How many seconds to wait until Redis or Valkey accepts a connection, and for each next piece of data. "
+            "After a failure, the server is not asked for 5 s. This time doubles with each further failure, up to 60 "
+            "s."
         ),
     )
     store_trusted_network: bool = Field(
         default=False,
         description=(
-            "Nobody else can reach Redis or Valkey, nor the network to it: no warning where TLS, password and "
-            "encryption are missing."
+            "Declares that nobody else can reach Redis or Valkey, or the network that leads to it. There is then no "
+            "warning where TLS, a password and encryption are missing."
         ),
     )
     tower_one_by_one: bool = Field(
         default=False,
         description=(
-            "Run the vision tower image by image: features independent of the batch to the last bit, peak memory of "
-            "one image."
+            "Runs the vision tower on one image at a time. Features then do not depend on the batch, down to the last "
+            "bit, and the peak memory is that of one image."
         ),
     )
     store_wait_s: float | None = Field(
@@ -241,24 +323,30 @@ class Settings(BaseSettings):
         ge=0,
         le=60,
         description=(
-            "Longest wait in seconds of a request for stored features, while others go on. Unset: the tower's time; "
-            "slower tiers are not asked."
+            "The longest time in seconds that a request waits for stored features while other requests go on. If "
+            "unset, it waits as long as the vision tower would take, and a tier that is slower than the tower is not "
+            "asked."
         ),
     )
     store_step_wait_s: float = Field(
         default=0.002,
         ge=0,
         le=1,
-        description="Longest wait in seconds for features in a step where no other request runs.",
+        description="The longest time in seconds that a step waits for features when no other request is running.",
     )
     unproven: bool = Field(
         default=False,
         description=(
-            "Switch on what fits, unproven too (see `mmcache prove`). A component's own setting still switches it off."
+            "Switches on every component that fits this vLLM, also where it is not proven (see `mmcache prove`). A "
+            "component's own setting can still switch it off."
         ),
     )
     allow_untested_vllm: bool = Field(
-        default=False, description="Try a vLLM outside the tested range; what does not fit is left out. Variable only."
+        default=False,
+        description=(
+            "Tries a vLLM outside the tested range. What does not fit this vLLM is left out. It can only be set as a "
+            "variable."
+        ),
     )
 
     @field_validator("store")

@@ -15,18 +15,28 @@ from vllm_mmcache.cli import doctor, explain, preflight, prove, serve, store, to
 
 app = typer.Typer(
     name="mmcache",
-    help="Exact, image-aware caching for vLLM. Exit status: 0 ok, 1 a finding, 2 a mistake in what was asked.",
+    help=(
+        "Exact, image-aware caching for vLLM.\n\n"
+        "Every command ends with exit status 0 if all is well, with 1 if it has found something wrong, and with 2 if "
+        "it could not do what was asked."
+    ),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(context_settings=serve.PASS_ON)(serve.serve)
-app.command(context_settings=serve.PASS_ON)(doctor.doctor)
-app.command()(explain.explain)
-app.command()(prove.prove)
-app.command()(uninstall.uninstall)
-app.add_typer(store.store_app, name="store")
+# The list of commands shows short_help whole; it cuts what it takes from a docstring.
+app.command(context_settings=serve.PASS_ON, short_help="Serve a model with vLLM and this plugin.")(serve.serve)
+app.command(
+    context_settings=serve.PASS_ON,
+    short_help="Show which components will be on for a model on this machine, and what is wrong.",
+)(doctor.doctor)
+app.command(short_help="Show for each request what was reused, and why the rest was not.")(explain.explain)
+app.command(short_help="Check on this machine which components are exact, and switch those on.")(prove.prove)
+app.command(short_help="Remove what mmcache keeps on this machine.")(uninstall.uninstall)
+app.add_typer(
+    store.store_app, name="store", short_help="List, check, shrink, empty or fill the store of features and records."
+)
 tool_commands.add_to(app)
 
 

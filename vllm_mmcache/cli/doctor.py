@@ -39,17 +39,22 @@ Findings = list[dict[str, str]]
 
 
 def doctor(
-    model: Annotated[str | None, typer.Argument(help="what is to be served, as with `mmcache serve`")] = None,
+    model: Annotated[str | None, typer.Argument(help="The model that is to be served, as for `mmcache serve`.")] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[VLLM ARGUMENTS]...", help="as with `mmcache serve`")
+        list[str] | None,
+        typer.Argument(metavar="[VLLM ARGUMENTS]...", help="The server's arguments, as for `mmcache serve`."),
     ] = None,
-    symbols: Annotated[bool, typer.Option("--symbols", help="show the vLLM symbols that are replaced, too")] = False,
-    settings: Annotated[bool, typer.Option("--settings", help="show settings and block key layouts, too")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print all of it as one JSON object")] = False,
+    symbols: Annotated[
+        bool, typer.Option("--symbols", help="Also show the functions of vLLM that are replaced.")
+    ] = False,
+    settings: Annotated[
+        bool, typer.Option("--settings", help="Also show all settings, and the layouts of block keys.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
-    """Say which components will be on for MODEL on this machine, why others not, and what is broken.
+    """Show which components will be on for MODEL on this machine, why the others will not, and what is wrong.
 
-    Starts no engine.
+    This starts no engine. The exit status is 0 without findings, 1 with findings, and 2 if the arguments are wrong.
     """
     if model is not None and model.startswith("-"):
         raise EnvironmentProblem(f"the model comes first, seen {model!r}: mmcache doctor MODEL [vLLM arguments]")

@@ -22,19 +22,32 @@ URL = "http://127.0.0.1:8000"
 def explain(
     record_id: Annotated[
         str | None,
-        typer.Argument(metavar="[ID]", help="of a record, or of requests (chatcmpl-...) [default: list the last ones]"),
+        typer.Argument(
+            metavar="[ID]",
+            help="The id of a record, or of a request (chatcmpl-...). Without it, the last requests are listed.",
+        ),
     ] = None,
-    url: Annotated[str | None, typer.Option(help=f"the server [default: {URL}]")] = None,
+    url: Annotated[str | None, typer.Option(help=f"The address of the server. [default: {URL}]")] = None,
     admin_key_file: Annotated[
         str | None,
-        typer.Option(help="a file with its admin key [default: MMCACHE_ADMIN_KEY, or MMCACHE_ADMIN_KEY_FILE's]"),
+        typer.Option(
+            help=(
+                "A file with the server's admin key. Without it, the key is that of MMCACHE_ADMIN_KEY, or of the file "
+                "that MMCACHE_ADMIN_KEY_FILE names."
+            )
+        ),
     ] = None,
-    file: Annotated[Path | None, typer.Option(help="a record file instead of a server")] = None,
-    last: Annotated[int, typer.Option(min=1, max=1000, help="how many requests to list")] = 20,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on with new requests until Ctrl-C")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print records as JSON, one a line")] = False,
+    file: Annotated[
+        Path | None, typer.Option(help="Read a file of recorded requests instead of asking a server.")
+    ] = None,
+    last: Annotated[int, typer.Option(min=1, max=1000, help="How many requests to list.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new requests until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON, one on each line.")] = False,
 ) -> None:
-    """Say of each request what was reused, and why the rest was not."""
+    """Show for each request what was reused, and why the rest was not.
+
+    The server has to record requests (`mmcache serve MODEL --observe`).
+    """
     from vllm_mmcache.base.settings import load_settings
     from vllm_mmcache.components.observe.page import admin
     from vllm_mmcache.components.observe.record import reader as readers

@@ -30,26 +30,44 @@ ON_THE_ZOO = "a check on the zoo's models"
 
 def prove(
     model: Annotated[
-        str | None, typer.Argument(help="check the zoo's model of its family [default: the first five families]")
+        str | None,
+        typer.Argument(
+            help=(
+                "Check the zoo's tiny model of the same family as MODEL. Without MODEL, the first five families of the "
+                "zoo are checked."
+            )
+        ),
     ] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- VLLM ARGUMENTS]...", help="the server's own, after --")
+        list[str] | None,
+        typer.Argument(metavar="[-- VLLM ARGUMENTS]...", help="The server's arguments for vLLM, after --."),
     ] = None,
-    own: Annotated[bool, typer.Option("--own", help="check MODEL itself, cold against warm and against stock")] = False,
+    own: Annotated[
+        bool,
+        typer.Option(
+            "--own", help="Check MODEL itself, and compare its answers with cold ones and with those of stock vLLM."
+        ),
+    ] = False,
     components: Annotated[
         list[str] | None,
-        typer.Option("--components", "--rooms", help="these components alone, with commas between"),
+        typer.Option("--components", "--rooms", help="Check only these components, with commas between them."),
     ] = None,
-    families: Annotated[list[str] | None, typer.Option(help="these families of the zoo, with commas")] = None,
-    short: Annotated[bool, typer.Option("--short", help="few scenarios in each item")] = False,
-    log: Annotated[Path | None, typer.Option(help="a file for all that the engines' processes say")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object; progress goes to stderr")] = False,
-    show: Annotated[bool, typer.Option("--show", help="list what is proven, and what is ignored")] = False,
-    forget: Annotated[str | None, typer.Option(metavar="all|NUMBER", help="remove what is proven")] = None,
+    families: Annotated[
+        list[str] | None, typer.Option(help="Check only these families of the zoo, with commas between them.")
+    ] = None,
+    short: Annotated[bool, typer.Option("--short", help="Run only a few scenarios in each check.")] = False,
+    log: Annotated[
+        Path | None, typer.Option(help="Write everything that the processes of the engines print to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and show the progress on stderr.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="List what is proven, and which proofs are ignored.")] = False,
+    forget: Annotated[
+        str | None, typer.Option(metavar="all|NUMBER", help="Remove the proof with this number, or all proofs.")
+    ] = None,
 ) -> None:
-    """Prove on this machine which components are exact; those are on from the next start.
+    """Check on this machine which components are exact. Those that pass are on from the next start.
 
-    Exit status: 0 all that could be checked passed, 1 something failed, 2 nothing could be checked.
+    The exit status is 0 if all that could be checked passed, 1 if something failed, and 2 if nothing could be checked.
     """
     if show or forget is not None:
         if show and forget is not None:

@@ -37,15 +37,25 @@ DEFAULTS = ("enable-prefix-caching", "enable-prompt-tokens-details")
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="a model directory, or a model name that vLLM can resolve")],
+    model: Annotated[str, typer.Argument(help="A model directory, or a model name that vLLM can resolve.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[VLLM ARGUMENTS]...", help="passed on to vLLM as they are")
+        list[str] | None, typer.Argument(metavar="[VLLM ARGUMENTS]...", help="These are passed on to vLLM as they are.")
     ] = None,
     observe: Annotated[
-        bool, typer.Option("--observe", help="record why requests missed, and show it at /mmcache; also after MODEL")
+        bool,
+        typer.Option(
+            "--observe",
+            help=(
+                "Record what each request reused and why it missed the rest, and show it at /mmcache. The option may "
+                "also follow MODEL."
+            ),
+        ),
     ] = False,
 ) -> None:
-    """Serve MODEL with vLLM and this plugin; what follows MODEL goes to vLLM (for its options: MODEL --help)."""
+    """Serve MODEL with vLLM and this plugin.
+
+    Everything that follows MODEL goes to vLLM. `mmcache serve MODEL --help` shows vLLM's options.
+    """
     rest = [argument for argument in arguments or [] if argument != OBSERVE]
     observe = observe or OBSERVE in (arguments or [])
     if model.startswith("-"):

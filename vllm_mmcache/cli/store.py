@@ -29,19 +29,28 @@ if TYPE_CHECKING:
     from vllm_mmcache.components.features.directory import Directory, Entry
     from vllm_mmcache.storage.records.disk import DiskPlace
 
-store_app = typer.Typer(help="The feature store: list, check, shrink, empty, fill it.", no_args_is_help=True)
-store_app.command()(warm)
+store_app = typer.Typer(
+    help="List, check, shrink, empty or fill the store of features and records.", no_args_is_help=True
+)
+store_app.command(short_help="Fill the store with the features of pictures.")(warm)
 
 Place = Annotated[
     Path | None,
-    typer.Option("--dir", metavar="PATH", help=f"a store's directory [default: {STORE}, else as `mmcache serve`]"),
+    typer.Option(
+        "--dir",
+        metavar="PATH",
+        help=f"The store's directory. Without it, {STORE} names the store, else it is that of `mmcache serve`.",
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
-@store_app.command("ls")
+@store_app.command("ls", short_help="List what is in the store.")
 def ls(place: Place = None, as_json: AsJson = False) -> None:
-    """List the packages, those used last first."""
+    """List the packages in the directory, the ones used last first.
+
+    A package holds the features of one image. Records, and what is in Redis or Valkey, are counted.
+    """
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {"packages": rows}
     with opened(place) as kept:
@@ -73,9 +82,12 @@ def ls(place: Place = None, as_json: AsJson = False) -> None:
         print(f"{kept.remote.shown}: {'; '.join(sizes)}")
 
 
-@store_app.command("check")
+@store_app.command("check", short_help="Verify every package and record, and take out the bad ones.")
 def check(place: Place = None, as_json: AsJson = False) -> None:
-    """Verify every package and record, and set aside or remove what is none. Exit status 1 if there was any."""
+    """Verify every package and record. Bad files are set aside, and bad entries are removed.
+
+    The exit status is 1 if there was a bad one.
+    """
     found: dict[str, Any] = {"good": 0, "set_aside": []}
     num_bad = 0
     with opened(place) as kept:
@@ -101,11 +113,12 @@ def check(place: Place = None, as_json: AsJson = False) -> None:
     raise typer.Exit(1 if found["set_aside"] or num_bad or found.get("remote", {}).get("removed") else 0)
 
 
-@store_app.command("gc")
+@store_app.command("gc", short_help="Remove what is over its time or over the budgets.")
 def gc(place: Place = None, as_json: AsJson = False) -> None:
-    """Remove what a killed writer left and what was not used for MMCACHE_STORE_TTL, and evict until the budgets hold.
+    """Remove what a killed writer left behind, what was not used for MMCACHE_STORE_TTL, and what is over the budgets.
 
-    The budgets are MMCACHE_{STORE,RECORDS}_DISK_BYTES. In Redis or Valkey entries expire by themselves.
+    The budgets are MMCACHE_STORE_DISK_BYTES and MMCACHE_RECORDS_DISK_BYTES. Entries in Redis or Valkey expire by
+    themselves.
     """
     from vllm_mmcache.base.settings import load_settings
 
@@ -123,9 +136,9 @@ def gc(place: Place = None, as_json: AsJson = False) -> None:
         print(f"{num_records} records evicted, {record_bytes} bytes in use")
 
 
-@store_app.command("clear")
+@store_app.command("clear", short_help="Empty the store.")
 def clear(place: Place = None, as_json: AsJson = False) -> None:
-    """Remove every package, every record and every file that was set aside, and the folders that are empty then."""
+    """Remove every package, every record, every file that was set aside, and the folders that are then empty."""
     num_entries = 0
     with opened(place, may_be_empty=place is None) as kept:
         num_files = cleared(kept)

@@ -8,9 +8,9 @@ import typer
 from vllm_mmcache.base import distributions
 
 VERBS = {
-    "demo": "stock and plugin in one conversation",
-    "lint": "what a chat template costs the cache",
-    "zoo": "tiny models of the real architectures",
+    "demo": "Compare stock vLLM and the plugin in one conversation.",
+    "lint": "Find out where a chat template breaks the prefix cache.",
+    "zoo": "Build tiny models of the real architectures.",
 }
 ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
@@ -22,7 +22,12 @@ def add_to(app: typer.Typer) -> None:
         if distributions.are_here(module):
             import_module(module).add_to(app)
         else:
-            app.command(verb, help=f"Needs {distributions.TOOLS}: {what}.", context_settings=ANYTHING)(missing)
+            app.command(
+                verb,
+                help=f"Needs {distributions.TOOLS}: {what}",
+                short_help=f"Needs {distributions.TOOLS}: {what}",
+                context_settings=ANYTHING,
+            )(missing)
 
 
 def missing(context: typer.Context) -> None:

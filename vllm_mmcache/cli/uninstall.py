@@ -13,9 +13,12 @@ from vllm_mmcache.base.errors import StoreUnusable
 
 
 def uninstall() -> None:
-    """Remove stored features and records, proofs, and the start-up hook; say what is left, and how it goes.
+    """Remove what mmcache keeps on this machine for this user, before pip removes the package.
 
-    Stop the servers first: one that runs makes its directory anew.
+    That is stored features and records, proofs, the admin key that `mmcache serve` made, and the start-up hook of the
+    Python environment. What is left is named, with the way to remove it.
+
+    Stop the servers first, since a running server makes its directory anew.
     """
     from vllm_mmcache import environment
     from vllm_mmcache.base.settings import load_settings

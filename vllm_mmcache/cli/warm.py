@@ -30,26 +30,43 @@ WRITING_S = 600.0  # longest wait for the disk, per batch
 
 
 def warm(
-    pictures: Annotated[Path, typer.Argument(help="a directory of pictures, or a text file with one path per line")],
+    pictures: Annotated[Path, typer.Argument(help="A directory of pictures, or a text file with one path per line.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[VLLM ARGUMENTS]...", help="the server's own, after --")
+        list[str] | None,
+        typer.Argument(metavar="[VLLM ARGUMENTS]...", help="The server's arguments for vLLM, after --."),
     ] = None,
-    model: Annotated[str, typer.Option(help="the model that will be served")] = "",
+    model: Annotated[str, typer.Option(help="The model that will be served.")] = "",
     place: Annotated[
-        Path | None, typer.Option("--dir", metavar="PATH", help=f"[default: {STORE}, else as `mmcache serve`]")
+        Path | None,
+        typer.Option(
+            "--dir",
+            metavar="PATH",
+            help=f"The store's directory. Without it, {STORE} names the store, else it is that of `mmcache serve`.",
+        ),
     ] = None,
     tenant_name: Annotated[
         str | None,
-        typer.Option("--tenant", metavar="NAME", help="whose pictures: what the header would hold"),
+        typer.Option(
+            "--tenant",
+            metavar="NAME",
+            help="The tenant whose pictures these are: what the header of a request would hold.",
+        ),
     ] = None,
     tenant_file: Annotated[
         Path | None,
-        typer.Option("--tenant-file", metavar="PATH", help="the same from a file, for a secret: an API key, a salt"),
+        typer.Option(
+            "--tenant-file",
+            metavar="PATH",
+            help="A file with the tenant's name, for a name that is a secret, such as an API key or a salt.",
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="pictures that are asked about at once")] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")] = False,
+    batch: Annotated[int, typer.Option(min=1, help="How many pictures are sent to the model at once.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
-    """Fill the store with the features of pictures. Exit status 1 if a picture could not be read."""
+    """Fill the store with the features of pictures, before anybody asks about them.
+
+    The exit status is 1 if a picture could not be read.
+    """
     if not model:
         raise EnvironmentProblem("no model is given: mmcache store warm PICTURES --model MODEL")
     paths = listed(pictures)

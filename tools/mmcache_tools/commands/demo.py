@@ -12,15 +12,17 @@ import typer
 
 def add_to(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command()(demo)
+    app.command(short_help="Compare stock vLLM and the plugin in one conversation.")(demo)
 
 
 def demo(
-    directory: Annotated[Path, typer.Option("--dir", help="where the tiny model and the server logs are kept")] = Path(
+    directory: Annotated[Path, typer.Option("--dir", help="Where the tiny model and the server logs are kept.")] = Path(
         ".artifacts"
     ),
-    family: Annotated[str, typer.Option(help="one of `mmcache zoo ls`; all but seeing get photographs")] = "seeing",
-    turns: Annotated[int, typer.Option(min=1, max=12, help="how many turns of the conversation")] = 12,
+    family: Annotated[
+        str, typer.Option(help="A family that `mmcache zoo ls` lists. All but seeing get photographs.")
+    ] = "seeing",
+    turns: Annotated[int, typer.Option(min=1, max=12, help="How many turns the conversation has.")] = 12,
 ) -> None:
     """Hold one conversation with stock vLLM and with the plugin, and check every answer against a cold run."""
     from mmcache_tools.demo.run import run

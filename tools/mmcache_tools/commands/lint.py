@@ -21,29 +21,32 @@ FORMS = ("vllm", "as-sent", "switch")
 
 def add_to(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command()(lint)
+    app.command(short_help="Find out where a chat template breaks the prefix cache.")(lint)
 
 
 def lint(
-    template: Annotated[Path, typer.Argument(help="a chat template's file, or a model directory")],
+    template: Annotated[Path, typer.Argument(help="A chat template's file, or a model directory.")],
     conversations: Annotated[
-        Path, typer.Argument(help='JSON lines of OpenAI messages, or of {"messages": ..., "tools": ...}; - for stdin')
+        Path,
+        typer.Argument(
+            help='A file of JSON lines, each with OpenAI messages or {"messages": ..., "tools": ...}. Use - for stdin.'
+        ),
     ],
     tokenizer: Annotated[
-        Path | None, typer.Option(help="count tokens with this tokenizer.json [default: the model directory's]")
+        Path | None, typer.Option(help="Count tokens with this tokenizer.json. [default: the model directory's]")
     ] = None,
     content: Annotated[
         str,
         typer.Option(
-            help="how texts reach the template: vllm (one form always), as-sent, or switch (strings until the first "
-            "image, lists from then on)"
+            help="How texts reach the template: vllm (one form always), as-sent, or switch (strings until the first "
+            "image, lists from then on)."
         ),
     ] = "vllm",
-    kwargs: Annotated[str, typer.Option(metavar="JSON", help="chat_template_kwargs of every request")] = "{}",
+    kwargs: Annotated[str, typer.Option(metavar="JSON", help="The chat_template_kwargs of every request.")] = "{}",
     requests: Annotated[
-        bool, typer.Option("--requests", help="the lines are the requests of one conversation, in their order")
+        bool, typer.Option("--requests", help="The lines are the requests of one conversation, in their order.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """Render conversations turn by turn, and report where a turn does not begin with the one before it."""
     if content not in FORMS:

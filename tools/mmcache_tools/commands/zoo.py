@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-zoo_app = typer.Typer(help="Tiny seeded models of the real architectures.", no_args_is_help=True)
+zoo_app = typer.Typer(help="Build tiny models of the real architectures.", no_args_is_help=True)
 
 
 def add_to(app: typer.Typer) -> None:
     """Add the verb."""
-    app.add_typer(zoo_app, name="zoo")
+    app.add_typer(zoo_app, name="zoo", short_help="Build tiny models of the real architectures.")
 
 
 @zoo_app.command("ls")
@@ -28,9 +28,15 @@ def ls() -> None:
 
 @zoo_app.command("build")
 def build(
-    family: Annotated[str, typer.Argument(help="one of `mmcache zoo ls`")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="made if missing; its files are overwritten")],
-    seed: Annotated[int, typer.Option(help="seed of the random weights; seeing has none")] = 0,
+    family: Annotated[str, typer.Argument(help="A family that `mmcache zoo ls` lists.")],
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="The directory for the model. It is made if it is missing, and its files are overwritten.",
+        ),
+    ],
+    seed: Annotated[int, typer.Option(help="The seed of the random weights. The model seeing has none.")] = 0,
 ) -> None:
     """Build one tiny model into DIR."""
     from mmcache_tools import zoo
