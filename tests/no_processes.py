@@ -10,6 +10,7 @@ saw in its cache directory.
 """
 
 import functools
+import importlib
 import multiprocessing.util
 import platform
 import sys
@@ -56,10 +57,10 @@ def _instead(start: Callable[..., Any], what: str) -> Callable[..., Any]:
 @functools.cache
 def _prepare() -> None:
     """Once in a process, where the guard is first put up: an audit hook can't be taken away."""
-    import cpuinfo  # noqa: F401 -- vLLM imports it, and its import asks the program `file` about the interpreter
     import torch.distributed
 
     platform.processor()  # Python asks a program for it, once in a process, whoever comes first
+    importlib.import_module("cpuinfo")  # vLLM imports it, and its import asks the program `file` about the interpreter
     spawn, join = multiprocessing.util.spawnv_passfds, torch.distributed.init_process_group
     multiprocessing.util.spawnv_passfds = _instead(spawn, "a process, multiprocessing's spawn")
     torch.distributed.init_process_group = _instead(join, "an engine, or joins a process group as one does")

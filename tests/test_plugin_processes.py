@@ -51,14 +51,17 @@ def test_processes(tmp_path: Path, model: Path) -> None:
     assert code == 0, on[-3000:]
     resumed = "resumed_images, " if CHOSEN.runner == 1 else ""
     for role, components in (
-        ("api", "metrics, lazy_media, image_extraction, identity, pixels; off: observe"),
+        ("api", "metrics, lazy_media, image_extraction, identity, lazy_processing; off: observe"),
         ("engine", f"block_keys, {resumed}image_checkpoints, features, metrics; off: observe"),
         ("worker", f"{resumed}features, metrics; unneeded: image_spans"),
     ):
         (line,) = [line for line in on.splitlines() if f" [{role}] on vLLM " in line]
         assert f": prepared: {components}" in line
     (line,) = [line for line in on.splitlines() if " in force: " in line]
-    assert f" in force: block_keys, {resumed}features, metrics, lazy_media, identity, pixels; off: observe" in line
+    assert (
+        f" in force: block_keys, {resumed}features, metrics, lazy_media, identity, lazy_processing; off: observe"
+        in line
+    )
     assert "image_checkpoints (this model keeps every block's KV)" in line
     assert "image_extraction (no server here)" in line
     assert "mmcache block keys: cumulative layout" in on

@@ -77,7 +77,8 @@ class Deployment(Server):
 
     def components(self) -> dict[str, Component]:
         """What mmcache:component_info shows; each component has one state."""
-        shown = [labels for (name, labels), value in self.metrics().items() if name == "mmcache:component_info" and value]
+        info = "mmcache:component_info"
+        shown = [labels for (name, labels), value in self.metrics().items() if name == info and value]
         found = {component: (state, reason) for component, reason, state in shown}  # Prometheus sorts labels by name
         assert len(found) == len(shown), shown
         return found

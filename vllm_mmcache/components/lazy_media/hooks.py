@@ -68,7 +68,7 @@ class KnownImage(MediaWithBytes):
         self.origin = origin
         self.is_extracted = False
         self.processor: str | None = None
-        """What the component pixels did in this request: run or deferred; None where it had nothing to do."""
+        """What lazy_processing did in this request: run or deferred; None where it had nothing to do."""
         self._content = content
 
     @property

@@ -218,7 +218,7 @@ def _notes(items: Any, given: Any, cached: Sequence[bool] | None) -> list[tuple[
     item: Any
     for item, ran in itertools.zip_longest(items, processor[: len(items)], fillvalue="unknown"):
         content_id = getattr(item, "content_id", None)
-        if content_id is not None:  # it came through the component media
+        if content_id is not None:  # it came through lazy_media
             media, content, body = item.media, content_id[:8].hex(), "lifted" if item.is_extracted else "left"
         else:
             media, content, body = getattr(item, "media", item), "", "left"
@@ -226,7 +226,7 @@ def _notes(items: Any, given: Any, cached: Sequence[bool] | None) -> list[tuple[
             decode = "late" if media.is_decoded else "skipped"
         else:
             decode = "unknown" if media is None else "decoded"
-        ran = getattr(item, "processor", None) or ran  # of the component pixels, before vLLM's cache was asked
+        ran = getattr(item, "processor", None) or ran  # of lazy_processing, before vLLM's cache was asked
         width, height = media.size if hasattr(media, "mode") else (0, 0)
         found.append(((content, processor_settings, width, height), (width, height, body, decode, ran)))
     return found
