@@ -22,7 +22,7 @@ import typer
 from benchmarks.catalogue import BENCHMARKS
 from tests.docs.shell import ASSIGNMENT, PLACEHOLDER, commands
 from tests.docs.test_docs import REPO
-from vllm_mmcache.base.settings import ONLY_VARIABLES, PREFIX, Settings
+from vllm_mmcache.base.settings import OLDER_NAMES, ONLY_VARIABLES, PREFIX, Settings
 from vllm_mmcache.base.settings_messages import is_of_a_service, nearest
 from vllm_mmcache.cli import app, doctor, serve
 from vllm_mmcache.components.observe.page.web import routes
@@ -439,7 +439,7 @@ def setting_problems(code: str) -> Iterator[str]:
             continue
         if found[0] in MISSPELT:
             continue
-        if name not in Settings.model_fields and not is_of_a_service(found[0], "tcp://"):
+        if name not in (Settings.model_fields.keys() | OLDER_NAMES) and not is_of_a_service(found[0], "tcp://"):
             near = nearest(name, Settings.model_fields)
             yield f"{found[0]} is no setting" + (f"; {PREFIX}{near.upper()} is" if near else "")
 

@@ -81,6 +81,30 @@ def test_every_page_and_every_package_is_in_the_index() -> None:
     assert folders == set(re.findall(r"`([a-z_0-9]+)/", (REPO / "tests" / "README.md").read_text()))
 
 
+STEP = re.compile(r"^\d+\. `([\w/]+\.py)`: `(\w+)[\w.]*`", re.MULTILINE)
+ROOTS = ("vllm_mmcache", "vllm_mmcache/components/features")
+
+
+def lost_steps(text: str) -> list[str]:
+    """The steps of the walks that name a file which is not there, or a name that the file does not define."""
+    lost = []
+    for path, name in STEP.findall(text):
+        sources = [
+            found.read_text() for root in ROOTS if (found := REPO / root / path.removeprefix("vllm_mmcache/")).exists()
+        ]
+        if not any(re.search(rf"^(?:class|def|async def) {name}\b", source, re.MULTILINE) for source in sources):
+            lost.append(f"{path}: {name}")
+    return lost
+
+
+def test_the_walks_of_the_architecture_name_what_is_there() -> None:
+    text = (REPO / "docs" / "architecture.md").read_text()
+    assert len(STEP.findall(text)) > 15
+    assert lost_steps(text) == []
+    assert lost_steps("1. `components/identity/hooks.py`: `no_such_hook` does it") != []  # the control
+    assert lost_steps("2. `components/identity/none.py`: `identify` does it") != []
+
+
 def test_every_decision_is_in_the_list() -> None:
     """docs/decisions/README.md has each page once, and each page says what was rejected and what would change it."""
     decisions = REPO / "docs" / "decisions"
