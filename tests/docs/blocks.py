@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The code in a page of Markdown: fenced blocks with their language, indented blocks, and inline code."""
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,8 @@ def blocks_of(text: str, page: str = "page") -> list[Block]:
             assert token.map is not None
             is_fenced = token.type == "fence"
             language = token.info.strip().partition(" ")[0]
-            found.append(Block(page, token.map[0] + 1 + is_fenced, language, token.content, is_fenced))
+            content = textwrap.dedent(token.content)  # a line of a function may be shown with its indentation
+            found.append(Block(page, token.map[0] + 1 + is_fenced, language, content, is_fenced))
     return found
 
 
