@@ -148,7 +148,10 @@ def assert_whole(record: Record) -> None:
 @contextlib.contextmanager
 def observing(pool: EnginePool, config: EngineConfig) -> Iterator[Observed]:
     with observed():
-        yield Observed(pool.get(config))
+        rig = pool.get(config)
+        installer.undo("observe (engine)")  # and installed last, so called before those of metrics, as in a server
+        installer.install("observe (engine)", COMPONENTS["observe"].hooks_in("engine"), vllm_version())
+        yield Observed(rig)
 
 
 def words(count: int, start: int = 0) -> str:

@@ -15,7 +15,7 @@ import pytest
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.observe.record import asked as asked_module
 from vllm_mmcache.components.observe.record import wire
-from vllm_mmcache.components.observe.record.asked import UNKNOWN, RequestSnapshot, Waiting
+from vllm_mmcache.components.observe.record.asked import UNKNOWN, PendingRequests, RequestSnapshot
 from vllm_mmcache.components.observe.record.file import read_records
 from vllm_mmcache.components.observe.record.recorder import RECORD_BYTES, SEGMENT_BYTES, Recorder
 from vllm_mmcache.components.observe.record.schema import Reason
@@ -49,7 +49,7 @@ def test_an_id_may_have_any_character() -> None:
 
 
 def test_each_answer_takes_its_request_once() -> None:
-    waiting = Waiting()
+    waiting = PendingRequests()
     one, two = waiting.add(asked("one")), waiting.add(asked("two", num_answers=2))
     assert [waiting.take(name) is not None for name in (one, one, two, two, two, "")] == [
         True, False, True, True, False, False,
@@ -90,7 +90,7 @@ def test_no_two_processes_make_one_id() -> None:
 
 def test_waiting_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asked_module, "MOST_WAITING", 3)
-    waiting = Waiting()
+    waiting = PendingRequests()
     numbers = [waiting.add(asked(str(index))) for index in range(5)]
     assert [waiting.take(number) is not None for number in numbers] == [False, False, True, True, True]
 

@@ -32,7 +32,6 @@ def step(number):
     if rank == 0:
         if number != 1:  # a step in which nothing happened
             counters.TOWER_IMAGES.add(number + 1)
-            transport.note_feature_source(f"image {number}", "disk")
         sent = {"hidden": torch.full((2, 3), float(number)), "residual": torch.zeros(0)}
         for handle in group.isend_tensor_dict(sent, all_gather_group=peers):
             handle.wait()
@@ -43,7 +42,7 @@ def step(number):
             handle.wait()
         for one in more:
             one()
-        return [sorted(tensors), tensors["hidden"].tolist(), transport.take_worker_news()]
+        return [sorted(tensors), tensors["hidden"].tolist(), transport.take_worker_counts()]
 
 received = {"custom": [step(number) for number in range(3)]}
 group.use_cpu_custom_send_recv = False  # as on a GPU
@@ -57,7 +56,7 @@ torch.distributed.barrier()
 
 @pytest.fixture(scope="module")
 def received(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the second of two stages received in each of three steps: names, hidden states, news."""
+    """What the second of two stages received in each of three steps: names, hidden states, counts."""
     directory = tmp_path_factory.mktemp("stages")
     program = directory / "stage.py"
     program.write_text(STAGE)
@@ -84,16 +83,16 @@ def received(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", ["custom", "objects"])
 def test_the_next_stage_knows(received: dict[str, Any], way: str) -> None:
-    names, hidden, news = zip(*received[way], strict=True)
+    names, hidden, counts = zip(*received[way], strict=True)
     assert names == (["hidden", "residual"],) * 3
     assert hidden == tuple([[float(step)] * 3] * 2 for step in range(3))
-    assert news == (
-        [{"tower_images": 1.0}, {"image 0": "disk"}],
+    assert counts == (
+        {"tower_images": 1.0},
         None,
-        [{"tower_images": 3.0}, {"image 2": "disk"}],
+        {"tower_images": 3.0},
     )
 
 
 def test_without_it_nothing_arrives(received: dict[str, Any]) -> None:
     """Negative control."""
-    assert [news for _, _, news in received["without"]] == [None] * 3
+    assert [counts for _, _, counts in received["without"]] == [None] * 3

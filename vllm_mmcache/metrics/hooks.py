@@ -23,7 +23,7 @@ from vllm_mmcache.metrics import counters, table_sizes, transport
 
 _KEY = "mmcache"
 _PREFIX = "mmcache:"
-_NEWS = "mmcache_news"  # attribute of a step's ModelRunnerOutput
+_COUNTS = "mmcache_counts"  # attribute of a step's ModelRunnerOutput
 
 
 hook = Hooks(
@@ -35,14 +35,14 @@ hook = Hooks(
 )
 
 
-class _Telling(wrapt.ObjectProxy[Any]):
-    """An AsyncModelRunnerOutput, which is still being copied from the device; the news are added when it is there.
+class _OutputWithCounts(wrapt.ObjectProxy[Any]):
+    """An AsyncModelRunnerOutput, which is still being copied from the device; the counts are added when it is here.
 
     With async scheduling another thread waits for it, while this one is in its next step.
     """
 
     def get_output(self) -> Any:
-        return _with_news(self.__wrapped__.get_output())
+        return _with_counts(self.__wrapped__.get_output())
 
 
 @hook(
@@ -62,15 +62,15 @@ def attach_counts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if not get_pp_group().is_last_rank:
         return output  # nobody reads it
     if isinstance(output, AsyncModelRunnerOutput):
-        return _Telling(output)
-    return _with_news(output)
+        return _OutputWithCounts(output)
+    return _with_counts(output)
 
 
-def _with_news(output: Any) -> Any:
+def _with_counts(output: Any) -> Any:
     if isinstance(output, ModelRunnerOutput) and output is not EMPTY_MODEL_RUNNER_OUTPUT:
-        news = transport.take_worker_news()
-        if news is not None:
-            setattr(output, _NEWS, news)
+        counts = transport.take_worker_counts()
+        if counts is not None:
+            setattr(output, _COUNTS, counts)
     return output
 
 
@@ -84,14 +84,14 @@ def _with_news(output: Any) -> Any:
 def forward_counts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of GroupCoordinator.isend_tensor_dict(tensor_dict); worker process.
 
-    The news are the name of an empty tensor: some groups send tensors alone, but all send their names.
+    The counts are the name of an empty tensor: some groups send tensors alone, but all send their names.
     """
     tensors = argument(wrapped, args, kwargs, "tensor_dict")
-    news = transport.take_worker_news() if instance is get_pp_group() and not instance.is_last_rank else None
-    if news is None:
+    counts = transport.take_worker_counts() if instance is get_pp_group() and not instance.is_last_rank else None
+    if counts is None:
         return wrapped(*args, **kwargs)
     more = {name: value for name, value in kwargs.items() if name != "tensor_dict"}
-    return wrapped({**tensors, _PREFIX + json.dumps(news): torch.empty(0)}, *args[1:], **more)
+    return wrapped({**tensors, _PREFIX + json.dumps(counts): torch.empty(0)}, *args[1:], **more)
 
 
 @hook(
@@ -101,7 +101,7 @@ def forward_counts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     why="of pipeline stages the first runs the vision tower, and the last one's output alone reaches the engine",
 )
 def receive_counts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of GroupCoordinator.irecv_tensor_dict: takes the news out, so that vLLM sees only what it has sent.
+    """Wrapper of GroupCoordinator.irecv_tensor_dict: takes the counts out, so that vLLM sees only what it has sent.
 
     Worker process.
     """
@@ -109,7 +109,7 @@ def receive_counts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     tensors = outcome[0]
     for name in [name for name in tensors or () if name.startswith(_PREFIX)]:
         del tensors[name]
-        transport.receive_worker_news(json.loads(name.removeprefix(_PREFIX)))
+        transport.receive_worker_counts(json.loads(name.removeprefix(_PREFIX)))
     return outcome
 
 
@@ -121,14 +121,14 @@ def receive_counts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     why="a worker with a process of its own can't be asked",
 )
 def collect_counts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of Scheduler.update_from_output(_, model_runner_output): takes the worker's news out of a step's output.
+    """Wrapper of Scheduler.update_from_output(_, model_runner_output): takes the worker's counts out of a step's output.
 
     Engine process.
     """
     output = argument(wrapped, args, kwargs, "model_runner_output")
-    news = vars(output).pop(_NEWS, None)
-    if news is not None:
-        transport.receive_worker_news(news)
+    counts = vars(output).pop(_COUNTS, None)
+    if counts is not None:
+        transport.receive_worker_counts(counts)
     return wrapped(*args, **kwargs)
 
 
@@ -145,7 +145,7 @@ def send(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     Engine process, scheduler thread.
     """
     stats = wrapped(*args, **kwargs)
-    if stats is not None and (counts := transport.take_engine_counts() | table_sizes.take_changed()):
+    if stats is not None and (counts := transport.take_counts() | table_sizes.take_changed()):
         stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), _KEY: counts}
     return stats
 

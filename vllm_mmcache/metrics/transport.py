@@ -5,8 +5,7 @@ Imports no vLLM. Any thread.
 """
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from vllm_mmcache.base import status
 
@@ -24,7 +23,7 @@ def count(name: str, amount: float) -> None:
 
 
 def note_feature_source(identifier: str, source: str) -> None:
-    """The worker has the features of an image from a tier of the store: ram, disk or remote."""
+    """The ranks are told to take an image's features from a tier of the store. Engine process, by its connector."""
     with _lock:
         _feature_sources[identifier] = source
         if len(_feature_sources) > _FEATURE_SOURCES:
@@ -32,33 +31,29 @@ def note_feature_source(identifier: str, source: str) -> None:
 
 
 def take_feature_source(identifier: str) -> str:
-    """The tier that gave the features of an image when they were last needed; empty for the tower."""
+    """The tier that gave the features of an image when they were last needed; empty for the tower. Engine process."""
     with _lock:
         return _feature_sources.pop(identifier, "")
 
 
-def take_worker_news() -> tuple[dict[str, float], dict[str, str]] | None:
-    """All that a worker has counted and noted since the last call; None where nothing happened, or metrics is off."""
-    if not (_counted or _feature_sources) or not status.is_on("metrics"):
+def take_worker_counts() -> dict[str, float] | None:
+    """All that a worker has counted since the last call; None where nothing was counted, or metrics is off."""
+    if not _counted or not status.is_on("metrics"):
         return None
     with _lock:
-        news = dict(_counted), dict(_feature_sources)
+        counts = dict(_counted)
         _counted.clear()
-        _feature_sources.clear()
-    return news
+    return counts
 
 
-def receive_worker_news(news: Sequence[dict[str, Any]]) -> None:
-    """The engine, or the next pipeline stage, knows what a worker knows; the two may be one process."""
-    counts, sources = news
+def receive_worker_counts(counts: Mapping[str, float]) -> None:
+    """The engine, or the next pipeline stage, counts what a worker has counted; the two may be one process."""
     for name, amount in counts.items():
         count(name, amount)
-    for identifier, source in sources.items():
-        note_feature_source(identifier, source)
 
 
-def take_engine_counts() -> dict[str, float]:
-    """By name, what was counted since the last call."""
+def take_counts() -> dict[str, float]:
+    """All counts of this engine and its workers since the last call, by name; {} where metrics is off."""
     if not status.is_on("metrics"):
         return {}
     with _lock:

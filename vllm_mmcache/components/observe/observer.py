@@ -95,7 +95,7 @@ class Observer:
                 del self._evicted[next(iter(self._evicted))]
 
     def note_images(self, scheduler: Any, encoder_inputs: dict[str, list[int]]) -> None:
-        """These images were encoded in the step that has ended; what the worker said of their sources is used up."""
+        """These images were encoded in the step that has ended; what was noted of their sources is used up."""
         for request_id, indices in encoder_inputs.items():
             request, seen = scheduler.requests.get(request_id), self.waiting.get(request_id)
             if request is None:  # aborted during the step, which async scheduling had under way
