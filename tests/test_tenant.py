@@ -8,7 +8,7 @@ import pytest
 
 from vllm_mmcache.base import settings, tenant
 from vllm_mmcache.base.errors import SettingsError, TenantError
-from vllm_mmcache.base.tenant import MAX_NAME_BYTES, Headers, Source, parse_source
+from vllm_mmcache.base.tenant import MAX_NAME_BYTES, Headers, TenantSource, parse_source
 from vllm_mmcache.content.content_name import name_of
 from vllm_mmcache.content.tenant_source import source
 
@@ -36,7 +36,7 @@ API_KEY = parse_source("api_key")
         (API_KEY, [(b"x-tenant", b"a")], None),
     ],
 )
-def test_names(given: Source, headers: Headers, name: bytes | None) -> None:
+def test_names(given: TenantSource, headers: Headers, name: bytes | None) -> None:
     assert given.salt_in(headers) == (None if name is None else given.salt_of(name))
 
 
@@ -54,7 +54,7 @@ def test_names(given: Source, headers: Headers, name: bytes | None) -> None:
         (API_KEY, [(b"x-api-key", b"")], "'x-api-key' is empty"),
     ],
 )
-def test_what_names_no_tenant(given: Source, headers: Headers, said: str) -> None:
+def test_what_names_no_tenant(given: TenantSource, headers: Headers, said: str) -> None:
     with pytest.raises(TenantError, match=said) as raised:
         given.salt_in(headers)
     assert "secret" not in str(raised.value)
@@ -70,7 +70,7 @@ def test_salts_are_apart_by_name_kind_header_and_key() -> None:
     assert HEADER.salt_of("é") == HEADER.salt_of("é".encode())
     assert parse_source("header:x-TENANT") == HEADER
     assert HEADER.salt_of(" a\n") == HEADER.salt_of("a")
-    assert Source().salt_of("a") == "a"
+    assert TenantSource().salt_of("a") == "a"
 
 
 def test_a_header_is_hidden_by_the_digest() -> None:
@@ -106,7 +106,7 @@ def test_a_body_may_repeat_its_tenant_and_name_no_other() -> None:
         tenant.SALT.reset(token)
     with pytest.raises(TenantError, match="Header 'x-tenant' does that here"):
         HEADER.check_body("a")  # where no header names one, the body can't either
-    Source().check_body("anything")
+    TenantSource().check_body("anything")
 
 
 def write_key(path: Path, mode: int = 0o600) -> str:

@@ -120,7 +120,7 @@ def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(settings, "_current", settings.load_settings())
     rig = request.getfixturevalue("pool").rig
     if rig is not None and rig.features is not None:
-        monkeypatch.setattr(rig.features.store.costs, "_patience_s", PATIENCE_S)
+        monkeypatch.setattr(rig.features.store.costs, "_max_wait_s", PATIENCE_S)
 
 
 @pytest.fixture

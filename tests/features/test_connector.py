@@ -25,8 +25,8 @@ from vllm_mmcache.base.errors import StoreUnusable
 from vllm_mmcache.base.worker_threads import Threads
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine import hooks
-from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier
 from vllm_mmcache.components.features.engine.cost_model import CostModel
+from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES, RamTier
 from vllm_mmcache.components.features.engine.store import Store
 from vllm_mmcache.components.features.engine.transfers import Ranks
 from vllm_mmcache.components.features.engine.vllm_connector import Connector

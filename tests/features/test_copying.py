@@ -21,8 +21,8 @@ from tests.features.rank_process import raw, serve, tensor
 from tests.features.tiers import LONG_S, within
 from tests.sizes import scaled
 from vllm_mmcache.components.features.arena import Arena
-from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier, Slot
 from vllm_mmcache.components.features.engine.cost_model import CostModel
+from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES, RamTier, Slot
 from vllm_mmcache.components.features.engine.store import Store
 from vllm_mmcache.components.features.engine.transfers import Ranks, TransferTracker
 from vllm_mmcache.components.features.message import SEAL_BYTES, SlotRef

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.sizes import scaled
-from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier, Slot
+from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES, RamTier, Slot
 
 PAGE = ALIGN_BYTES
 

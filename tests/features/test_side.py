@@ -12,7 +12,7 @@ from tests.features.test_copying import CPU, Engine
 from tests.features.test_weights import Model
 from tests.features.tiers import LONG_S
 from vllm_mmcache.components.features.arena import Arena
-from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES
+from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES
 from vllm_mmcache.components.features.message import Message
 from vllm_mmcache.components.features.worker.device_copies import DeviceCopies
 from vllm_mmcache.components.features.worker.rank import Outputs, RankFeatures

@@ -23,8 +23,8 @@ from vllm_mmcache.base.settings import load_settings
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.engine import cost_model
-from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier, Slot
 from vllm_mmcache.components.features.engine.cost_model import CostModel
+from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES, RamTier, Slot
 from vllm_mmcache.components.features.engine.store import MAX_CONTENT_ID_CHARS, Store, open_tiers
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.lasting import LastingTier

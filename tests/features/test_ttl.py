@@ -16,8 +16,8 @@ from vllm_mmcache.components.features import writer as writer_module
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.engine import store as store_module
-from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier
 from vllm_mmcache.components.features.engine.cost_model import CostModel
+from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES, RamTier
 from vllm_mmcache.components.features.engine.store import Store, open_tiers
 from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
 

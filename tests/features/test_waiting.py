@@ -154,7 +154,7 @@ def test_a_tier_that_hangs(
     answers = ask_about(rig, 623)  # the control: what does not hang is used
     assert runs.new() == 3
     rig.make_cold()
-    monkeypatch.setattr(rig.features.store.costs, "_patience_s", 1.0)
+    monkeypatch.setattr(rig.features.store.costs, "_max_wait_s", 1.0)
     hang(rig, monkeypatch, gate)
     (tier,) = rig.features.store.below
     with Asked(rig) as asked:
@@ -246,7 +246,7 @@ def test_a_save_that_a_late_miss_overtakes(
         assert within(LONG_S, lambda: load.num_waiting == 1)
         load.open()
         assert within(LONG_S, lambda: not store._readers[tier.name]._since)
-        monkeypatch.setattr(store.costs, "_patience_s", 10.0)
+        monkeypatch.setattr(store.costs, "_max_wait_s", 10.0)
         forget_outputs(rig)
         asked.ask(question(628))
         asked.step(STEPS)

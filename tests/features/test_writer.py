@@ -11,7 +11,7 @@ from tests.features.packages import SHAPE, features, identity, packed
 from tests.features.tiers import LONG_S, MemoryTier, fill
 from vllm_mmcache.components.features import writer as module
 from vllm_mmcache.components.features.arena import Arena
-from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier, Slot
+from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES, RamTier, Slot
 from vllm_mmcache.components.features.package import unpack
 from vllm_mmcache.components.features.writer import Writer
 
@@ -211,7 +211,7 @@ from tests.features.packages import SHAPE, features, identity
 from tests.features.tiers import MemoryTier, fill
 from vllm_mmcache.components.features import writer
 from vllm_mmcache.components.features.arena import Arena
-from vllm_mmcache.components.features.engine.arena_cache import RamTier
+from vllm_mmcache.components.features.engine.ram_tier import RamTier
 
 class Tier(MemoryTier):
     def _write(self, key, parts, num_bytes):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from vllm_mmcache.components.features.arena import Arena
-from vllm_mmcache.components.features.engine.arena_cache import RamTier, Slot
+from vllm_mmcache.components.features.engine.ram_tier import RamTier, Slot
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.lasting import LastingTier
 from vllm_mmcache.components.features.package import Shape

@@ -8,7 +8,7 @@ from mmcache_tools.harness.engines import ZooRig
 from PIL import Image
 from vllm import SamplingParams
 
-from vllm_mmcache.components.features.engine.arena_cache import Slot
+from vllm_mmcache.components.features.engine.ram_tier import Slot
 from vllm_mmcache.components.features.message import SEAL_BYTES
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer

@@ -53,7 +53,7 @@ def has_layer(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def port(http: Any, has_layer: bool) -> Iterator[int]:
-    with serving(http, [Middleware(FindTenant, source=tenant.Source())] if has_layer else []) as found:
+    with serving(http, [Middleware(FindTenant, source=tenant.TenantSource())] if has_layer else []) as found:
         yield found
 
 

@@ -38,14 +38,14 @@ def main() -> None:
     found = {}
     for name, is_on in (("on", status.is_on("image_checkpoints")), ("off", False)):
         status._is_on["image_checkpoints"] = is_on
-        found[name] = asked(rig, proof_tokens=rig.block_tokens if task["drafter"].startswith("eagle") else 0)
+        found[name] = asked(rig, lookahead_tokens=rig.block_tokens if task["drafter"].startswith("eagle") else 0)
     print(json.dumps(found), flush=True)
 
 
-def asked(rig: ZooRig, proof_tokens: int) -> dict[str, Any]:
+def asked(rig: ZooRig, lookahead_tokens: int) -> dict[str, Any]:
     """What three questions about each of two images, on empty caches, reused and answered, and what was drafted.
 
-    proof_tokens: what an EAGLE head needs to be equal behind a hit.
+    lookahead_tokens: what an EAGLE head needs to be equal behind a hit.
     """
     rig.make_cold()
     before = counters(rig)
@@ -57,7 +57,9 @@ def asked(rig: ZooRig, proof_tokens: int) -> dict[str, Any]:
         content = contents(rig, answer)
         longest = max((shared(content, other) for other in seen), default=0)
         cached.append(answer.num_cached_tokens)
-        best.append(max(0, reusable(longest - proof_tokens, content[: len(content) - proof_tokens], rig.block_tokens)))
+        best.append(
+            max(0, reusable(longest - lookahead_tokens, content[: len(content) - lookahead_tokens], rig.block_tokens))
+        )
         errors.append(
             against_transformers(
                 rig, answer.prompt, answer.images, list(answer.token_ids), list(answer.logprobs), letters(rig)

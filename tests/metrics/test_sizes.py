@@ -190,7 +190,7 @@ def test_a_server_names_every_table() -> None:
 def test_tables_of_the_engine(tmp_path: Path) -> None:
     """What vLLM's scheduler has is in a process of its own; these are what it makes there."""
     from vllm_mmcache.components.features.disk import DiskTier
-    from vllm_mmcache.components.features.engine.arena_cache import ALIGN_BYTES, RamTier
+    from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES, RamTier
     from vllm_mmcache.components.features.writer import Writer
     from vllm_mmcache.components.image_checkpoints.backoff import Backoff, TrackedCheckpoints
     from vllm_mmcache.components.image_checkpoints.positions import Checkpoint

@@ -359,10 +359,11 @@ ask = user(picture(1), "What is it?")
 answers = [one(rig, ask), one(rig, ask)]
 same = answers[0].token_ids == answers[1].token_ids
 states = {{component: state.state for component, state in status.in_force().items()}}
-members = [(component, member) for component in tested_engines.ENGINE_COMPONENTS for member in
-COMPONENTS[component].all_hooks()] replaced = [component for component, member in members if
-installer.is_replaced(member.target)] print(json.dumps([same, answers[1].num_cached_tokens, states, rig.features is
-None, replaced])) pool.close()
+proven = tested_engines.ENGINE_COMPONENTS
+members = [(component, hook) for component in proven for hook in COMPONENTS[component].all_hooks()]
+replaced = [component for component, hook in members if installer.is_replaced(hook.target)]
+print(json.dumps([same, answers[1].num_cached_tokens, states, rig.features is None, replaced]))
+pool.close()
 """
     done = subprocess.run(
         [sys.executable, "-c", program],

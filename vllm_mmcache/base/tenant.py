@@ -39,7 +39,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True)
-class Source:
+class TenantSource:
     """Where tenants are found. key: 32 secret bytes for the digests of names, empty for none."""
 
     kind: Literal["cache_salt", "header", "api_key"] = "cache_salt"
@@ -113,21 +113,21 @@ class Source:
         )
 
 
-_IN_BODY = Source()
-SOURCE: ContextVar[Source] = ContextVar("mmcache_tenant_source", default=_IN_BODY)
+_IN_BODY = TenantSource()
+SOURCE: ContextVar[TenantSource] = ContextVar("mmcache_tenant_source", default=_IN_BODY)
 """Where the tenant of the request that is being worked on was looked for."""
 
 
-def parse_source(text: str, key: bytes = b"") -> Source:
+def parse_source(text: str, key: bytes = b"") -> TenantSource:
     """The source that the setting `tenant_from` names. Raises: ValueError for anything else."""
     if text in ("cache_salt", "api_key"):
-        return Source(text, key=key)  # type: ignore[arg-type]
+        return TenantSource(text, key=key)  # type: ignore[arg-type]
     found = _HEADER.fullmatch(text)
     if found is None:
         raise ValueError("it is neither cache_salt nor api_key nor header:NAME, such as header:X-Tenant")
     if found[1].lower() in _NO_TENANTS:
         raise ValueError(f"the header {found[1]} can't name a tenant: use one of the gateway's own, or api_key")
-    return Source("header", found[1].lower(), key)
+    return TenantSource("header", found[1].lower(), key)
 
 
 def current(given: str | None) -> str | None:

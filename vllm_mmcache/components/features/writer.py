@@ -14,7 +14,7 @@ from time import monotonic
 
 from vllm_mmcache.base import background
 from vllm_mmcache.base.lru import Size
-from vllm_mmcache.components.features.engine.arena_cache import RamTier
+from vllm_mmcache.components.features.engine.ram_tier import RamTier
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.lasting import LastingTier
 from vllm_mmcache.components.features.package import Shape

@@ -22,18 +22,18 @@ class Checkpoint:
 
 
 def candidates(
-    ranges: Sequence[tuple[int, int]], hit_tokens: int, block_tokens: int, proof_tokens: int = 0
+    ranges: Sequence[tuple[int, int]], hit_tokens: int, block_tokens: int, lookahead_tokens: int = 0
 ) -> list[Checkpoint]:
     """Every image boundary behind the prefix hit, floored to a block, the likely ones first.
 
-    ranges are the (offset, length) of the placeholder ranges, in prompt order. proof_tokens must be equal behind a hit,
+    ranges are the (offset, length) of the placeholder ranges, in prompt order. lookahead_tokens must be equal behind a hit,
     too: a draft head looks one token ahead, so vLLM matches a block more and drops it. First comes the last image's
     end, then the start of the first image that the hit does not cover and the start of the last image; then the
     other ends from the last to the first, and the other starts.
     """
     kinds: dict[int, set[str]] = {}
-    starts = [(offset - proof_tokens) // block_tokens * block_tokens for offset, _ in ranges]
-    ends = [(offset + length - proof_tokens) // block_tokens * block_tokens for offset, length in ranges]
+    starts = [(offset - lookahead_tokens) // block_tokens * block_tokens for offset, _ in ranges]
+    ends = [(offset + length - lookahead_tokens) // block_tokens * block_tokens for offset, length in ranges]
     for kind, positions in ((START, starts), (END, ends)):
         for tokens in positions:
             kinds.setdefault(tokens, set()).add(kind)

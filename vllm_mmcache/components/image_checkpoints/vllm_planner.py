@@ -37,7 +37,7 @@ class Checkpoints:
         coordinator = scheduler.kv_cache_manager.coordinator
         self.pool = scheduler.kv_cache_manager.block_pool
         self.block_tokens = coordinator.scheduler_block_size
-        self.proof_tokens = _proof_tokens(coordinator)
+        self.lookahead_tokens = _lookahead_tokens(coordinator)
         self.group = next(m for m in coordinator.single_type_managers if is_sparse(m)).kv_cache_group_id
         self.backoff = Backoff()
         self.live = TrackedCheckpoints(self.backoff)
@@ -59,7 +59,7 @@ class Checkpoints:
             setattr(request, PLAN, Plan(self, hit_tokens, frozenset(), ()))
             return
         ranges = [(f.mm_position.offset, f.mm_position.length) for f in request.mm_features]
-        found = candidates(ranges, hit_tokens, self.block_tokens, self.proof_tokens)
+        found = candidates(ranges, hit_tokens, self.block_tokens, self.lookahead_tokens)
         junction = junction_tokens // self.block_tokens * self.block_tokens
         for checkpoint in found:
             if checkpoint.tokens == junction:  # it would have been used
@@ -77,8 +77,8 @@ class Checkpoints:
 
     def _kept_by_vllm(self, num_prompt_tokens: int) -> set[int]:
         """Where the same prompt, or a longer one, resumes; a block earlier where one is matched and dropped."""
-        ends = [num_prompt_tokens - 1, *([num_prompt_tokens] if self.proof_tokens else [])]
-        dropped = self.block_tokens if self.proof_tokens else 0
+        ends = [num_prompt_tokens - 1, *([num_prompt_tokens] if self.lookahead_tokens else [])]
+        dropped = self.block_tokens if self.lookahead_tokens else 0
         return {end // self.block_tokens * self.block_tokens - dropped for end in ends}
 
     def note_kept(self, request: Any, manager: Any, before: int, checkpoints: tuple[Checkpoint, ...]) -> None:
@@ -86,7 +86,7 @@ class Checkpoints:
         blocks = manager.req_to_blocks[request.request_id]
         after = manager.num_cached_block.get(request.request_id, 0)
         window = getattr(manager.kv_cache_spec, "sliding_window", 1)
-        proof = int(_is_proven(manager))  # blocks
+        proof = int(_drops_last_block(manager))  # blocks
         for checkpoint in checkpoints:
             end = checkpoint.tokens // manager.block_size
             if not before < end + proof <= after or blocks[end - 1].block_hash is None:
@@ -112,11 +112,13 @@ def is_sparse(manager: Any) -> bool:
     return isinstance(manager.kv_cache_spec, SlidingWindowSpec | MambaSpec)
 
 
-def _is_proven(manager: Any) -> bool:
+def _drops_last_block(manager: Any) -> bool:
     """Whether vLLM matches a block behind a hit in this group, and drops it."""
     return manager.use_eagle and not isinstance(manager.kv_cache_spec, MambaSpec)
 
 
-def _proof_tokens(coordinator: Any) -> int:
+def _lookahead_tokens(coordinator: Any) -> int:
     """What must be equal behind a hit for one to end there, in tokens; 0 without a draft head."""
-    return max((manager.block_size for manager in coordinator.single_type_managers if _is_proven(manager)), default=0)
+    return max(
+        (manager.block_size for manager in coordinator.single_type_managers if _drops_last_block(manager)), default=0
+    )

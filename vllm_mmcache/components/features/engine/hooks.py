@@ -20,8 +20,8 @@ from vllm_mmcache.base.errors import StoreUnusable
 from vllm_mmcache.base.estimate import Estimate
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.components.features.arena import Arena
-from vllm_mmcache.components.features.engine.arena_cache import RamTier
 from vllm_mmcache.components.features.engine.cost_model import CostModel
+from vllm_mmcache.components.features.engine.ram_tier import RamTier
 from vllm_mmcache.components.features.engine.store import Store, open_tiers
 from vllm_mmcache.components.features.engine.transfers import Ranks
 from vllm_mmcache.components.features.engine.vllm_connector import TRANSIT_BYTES, Connector

@@ -16,8 +16,8 @@ from vllm_mmcache.base import background
 from vllm_mmcache.base.settings import Settings, store_in_use
 from vllm_mmcache.base.worker_threads import Threads
 from vllm_mmcache.components.features.arena import Arena
-from vllm_mmcache.components.features.engine.arena_cache import RamTier, Slot
 from vllm_mmcache.components.features.engine.cost_model import CostModel, TierChoice
+from vllm_mmcache.components.features.engine.ram_tier import RamTier, Slot
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.lasting import LastingTier
 from vllm_mmcache.components.features.message import SEAL_BYTES

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_mmcache.base import background
 from vllm_mmcache.components.features.arena import Arena
-from vllm_mmcache.components.features.engine.arena_cache import Slot
+from vllm_mmcache.components.features.engine.ram_tier import Slot
 from vllm_mmcache.components.features.engine.store import Store
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.message import SEAL_BYTES, SlotRef

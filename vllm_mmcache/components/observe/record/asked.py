@@ -49,7 +49,7 @@ class RequestSnapshot:
         return digest is None or (self.salt, digest) in given
 
 
-class Waiting:
+class PendingRequests:
     """Requests that have gone to an engine, by an id that no other request of any process has. Bounded."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from vllm_mmcache.base import settings
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.components.observe.record import wire
-from vllm_mmcache.components.observe.record.asked import Waiting
+from vllm_mmcache.components.observe.record.asked import PendingRequests
 from vllm_mmcache.components.observe.record.describe import Facts, describe
 from vllm_mmcache.components.observe.record.file import Follower, RecordFile
 from vllm_mmcache.components.observe.record.store import RecordStore
@@ -45,7 +45,7 @@ class Recorder:
     def __init__(self) -> None:
         self.model = ""
         self.store = RecordStore(_budget, self._refresh)
-        self.waiting = Waiting()
+        self.waiting = PendingRequests()
         self._answers: LruTable[tuple[str, int], bool] = LruTable(lambda: Budget(65536, 16 << 20), _ANSWER_COST_BYTES)
         table_sizes.of_server("observed", self.store.size)
         table_sizes.of_server("answers", self._answers.size)
