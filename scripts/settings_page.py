@@ -26,7 +26,7 @@ The settings of the API server travel to its engines and workers, also to those 
 
 A size is a number of bytes, or a number with a unit, such as `512MiB`. A *component* is a part of the plugin that has a
 switch of its own among these settings. A component whose switch is unset is on where it is
-[proven](limits.md#where-a-component-is-on). Other terms are in the [glossary](architecture.md).
+[proven](limits.md#where-a-component-is-on). Other terms are in the [glossary](architecture.md#words).
 
 ## When a setting is wrong
 

@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]  # comes with vLLM
 REPO = Path(__file__).parents[2]
 ADDRESS = "https://github.com/vllm-mmcache/vllm-mmcache"
 FORMS = sorted(form for form in (REPO / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if form.name != "config.yml")
-WALKS = {"Add a hook", "Add a component", "Add a model family", "Add a metric", "Release"}
+WALKS = {"Add a hook", "Add a component", "Support another image model", "Add a metric", "Release"}
 
 
 def paths_in(text: str) -> set[str]:
