@@ -129,11 +129,12 @@ class Store:
         self.ram.release(slot)
 
     def reserve(self, identity: Identity, shape: Shape) -> Slot | None:
-        """Room that a rank will fill; then `keep` or `abandon` it. None where there is none, or it is being filled."""
+        """Room that a rank will fill; then `keep` or `discard` it. None where there is none, or it is being filled."""
         with self._changed:
             under_way = self._fetches.get(identity.key)
             if under_way is not None and under_way.is_probe and not under_way.is_stuck:
-                return None  # the tower, which does not wait for it, would keep it from measuring
+                # A load is being timed: if the tower filled the slot first, there would be no measurement.
+                return None
             slot = self._reserve(identity, shape)
             if slot is not None:  # whoever wants it meanwhile waits for the rank
                 self._fetches.setdefault(identity.key, Fetch(identity, shape)).is_filled_by_rank = True
@@ -256,12 +257,12 @@ def open_tiers(settings: Settings) -> list[LastingTier]:
     Raises: SettingsError for a URL that is none of Redis or Valkey, and for a key that can't be used.
     """
     directory, url = store_in_use(settings)
-    key = encryption.of(settings.store_key_file)
+    codec = encryption.of(settings.store_key_file)
     below: list[LastingTier] = []
     if directory is not None:
         from vllm_mmcache.components.features.disk import DiskTier
 
-        below.append(DiskTier(directory, settings.store_disk_bytes, ttl_s=settings.store_ttl, key=key))
+        below.append(DiskTier(directory, settings.store_disk_bytes, ttl_s=settings.store_ttl, codec=codec))
     if url is not None:
         from vllm_mmcache.components.features.remote import RemoteTier  # imports redis
 
@@ -271,7 +272,7 @@ def open_tiers(settings: Settings) -> list[LastingTier]:
                 ttl_s=settings.store_ttl,
                 max_bytes=settings.store_remote_max_bytes,
                 timeout_s=settings.store_remote_timeout_s,
-                key=key,
+                codec=codec,
             )
         )
     return below
