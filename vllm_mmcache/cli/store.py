@@ -138,7 +138,10 @@ def gc(place: Place = None, as_json: AsJson = False) -> None:
 
 @store_app.command("clear", short_help="Empty the store.")
 def clear(place: Place = None, as_json: AsJson = False) -> None:
-    """Remove every package, every record, every file that was set aside, and the folders that are then empty."""
+    """Remove every package, every record, every file that was set aside, and the folders that are then empty.
+
+    It asks nothing. In Redis or Valkey it removes them for the other servers, too, that share it.
+    """
     num_entries = 0
     with opened(place, may_be_empty=place is None) as kept:
         num_files = cleared(kept)
@@ -265,7 +268,7 @@ def row(entry: "Entry", kept: Kept) -> dict[str, Any]:
     identity = record.identity
     return {
         **facts,
-        "content_id": identity.content_id,
+        "content_id": identity.identifier,
         "model": identity.model,
         "dtype": identity.dtype,
         "layout": identity.layout,

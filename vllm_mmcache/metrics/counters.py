@@ -52,7 +52,8 @@ class Counter:
 class EngineCounter(Counter):
     """A sum that grows in the engine or its worker, and is shown by the API server.
 
-    metrics/hooks.py carries what was counted there.     `add` makes no prometheus side where it counts, which nobody would read.
+    metrics/hooks.py carries there what was counted. `add` registers nothing with prometheus_client: where it counts,
+    nobody would read it.
     """
 
     def add(self, amount: float = 1) -> None:

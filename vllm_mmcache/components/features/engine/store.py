@@ -32,7 +32,7 @@ MOST_READERS = 4  # threads that read from one tier; of two on one core, each wo
 RENEW_S = 3600.0  # what is used in RAM for so long is marked as used in the tiers below, too
 LONGEST_LOAD_S = 10.0  # a package that takes longer is given up, whoever waits for it
 # A header holds the identity as a whole; our own content ids have 64 characters.
-MAX_CONTENT_ID_CHARS = 16 * 1024
+MAX_IDENTIFIER_CHARS = 16 * 1024
 
 
 @dataclass(eq=False)
@@ -172,7 +172,7 @@ class Store:
     def _ask_from(self, fetch: Fetch, index: int) -> None:
         """Have the next tier asked that is worth it; without one the fetch is done."""
         for number, tier in enumerate(self.below[index:], index):
-            if fetch.is_done or fetch.is_filled_by_rank or len(fetch.identity.content_id) > MAX_CONTENT_ID_CHARS:
+            if fetch.is_done or fetch.is_filled_by_rank or len(fetch.identity.identifier) > MAX_IDENTIFIER_CHARS:
                 break
             if tier.resting():
                 tier.counters.add(misses=1)
@@ -238,7 +238,7 @@ class Store:
         self.ram.release(slot)
 
     def _reserve(self, identity: Identity, shape: Shape) -> Slot | None:
-        if len(identity.content_id) > MAX_CONTENT_ID_CHARS:
+        if len(identity.identifier) > MAX_IDENTIFIER_CHARS:
             self.ram.counters.add(dropped=1)
             return None
         return self.ram.reserve(identity.key, shape.num_bytes + SEAL_BYTES)
