@@ -47,6 +47,8 @@ class Backoff:
 
 @dataclass
 class _Tracked:
+    """A checkpoint that the KV cache holds, as far as is known, and whether a hit has ended at it."""
+
     checkpoint: Checkpoint
     was_used: bool = False
 

@@ -107,7 +107,7 @@ class TransferTracker:
         return SlotRef(self._num_loads, mm_hash, slot.offset, shape)
 
     def save(self, mm_hash: str, slot: Slot, identity: Identity, shape: Shape) -> SlotRef:
-        """Where the first rank is to put features. `slot` is kept once its seal is there, or else abandoned.
+        """Where the first rank is to put features. `slot` is kept once its seal is there, or else discarded.
 
         Never waits. Numbers of saves grow from 1.
         """
