@@ -31,7 +31,7 @@ def measure(options: Namespace) -> Result:
     shape = Shape(options.mebibytes * 1024**2 // (2 * WIDTH), WIDTH, "bfloat16")
     features, room = (memoryview(bytearray(shape.num_bytes)) for _ in range(2))
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:  # /tmp may be RAM
-        tiers = {side: DiskTier(Path(folder) / side, 4 << 30, key=key) for side, key in KEYS.items()}
+        tiers = {side: DiskTier(Path(folder) / side, 4 << 30, codec=key) for side, key in KEYS.items()}
 
         def save(side: str) -> Action:
             tiers[side].directory.path_of(name_of(identity(), KEYS[side])).unlink(missing_ok=True)

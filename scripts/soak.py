@@ -25,7 +25,7 @@ NUM_LINES = 25  # of the output of a part that failed
 
 TESTS = {  # how many times CI's size, and which
     "properties": (15, "tests/block_keys/test_sharing.py tests/image_extraction/test_extract.py"
-                       " tests/features/test_package.py tests/features/test_store.py tests/identity/test_layout.py"
+                       " tests/features/test_package.py tests/features/test_store.py tests/identity/test_identifiers.py"
                        " tests/image_spans/attention/test_spans.py tests/image_spans/test_spans.py"
                        " tests/image_checkpoints/test_positions.py"),
     "fuzz": (80, "tests/fuzz/test_random.py"),

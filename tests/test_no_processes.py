@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast lane has the tests that it should, and its guard sees each way to start a process or an engine."""
+"""`make test-fast` has the tests that it should, and its guard sees each way to start a process or an engine."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from tests import conftest
 from tests.no_processes import no_processes
 
 TRUE = [sys.executable, "-c", ""]
-refused = pytest.raises(pytest.fail.Exception, match="a test of the fast lane starts a")
+refused = pytest.raises(pytest.fail.Exception, match="a test of `make test-fast` starts a")
 
 
 def start_and_catch() -> None:
@@ -74,7 +74,7 @@ def started() -> None:
     subprocess.run(TRUE, check=True)
 
 
-in_the_lane = pytest.mark.skipif("config.option.markexpr != 'fast'", reason="the guard is up in the fast lane alone")
+in_the_lane = pytest.mark.skipif("config.option.markexpr != 'fast'", reason="the guard is up in `make test-fast` alone")
 
 
 @in_the_lane

@@ -10,7 +10,7 @@ from vllm_mmcache.base import settings, tenant
 from vllm_mmcache.base.errors import SettingsError, TenantError
 from vllm_mmcache.base.tenant import MAX_NAME_BYTES, Headers, TenantSource, parse_source
 from vllm_mmcache.content.content_name import name_of
-from vllm_mmcache.content.tenant_source import source
+from vllm_mmcache.content.tenant_source import configured_source
 
 HEADER = parse_source("header:X-Tenant")
 API_KEY = parse_source("api_key")
@@ -118,11 +118,11 @@ def write_key(path: Path, mode: int = 0o600) -> str:
 def test_the_key_of_the_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_current", None)
     monkeypatch.setenv("MMCACHE_TENANT_FROM", "header:X-Tenant")
-    assert source() == HEADER
+    assert configured_source() == HEADER
     monkeypatch.setenv("MMCACHE_TENANT_KEY_FILE", write_key(tmp_path / "key"))
     monkeypatch.setattr(settings, "_current", None)
-    assert source() == parse_source("header:X-Tenant", bytes.fromhex("5e" * 32))
-    assert source().salt_of("a") != HEADER.salt_of("a")
+    assert configured_source() == parse_source("header:X-Tenant", bytes.fromhex("5e" * 32))
+    assert configured_source().salt_of("a") != HEADER.salt_of("a")
 
 
 @pytest.mark.parametrize(("mode", "said"), [(0o644, "others may read"), (0o620, "others may read or change it")])

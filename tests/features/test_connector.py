@@ -89,7 +89,7 @@ class Beside:
     def named(self, request: Any) -> Any:
         """Wait until it is known what the request's image shows."""
         (wanted,) = self.connector._requests[request.request_id].values()
-        while not wanted.content_id:
+        while not wanted.identifier:
             time.sleep(0.001)
         return wanted
 

@@ -532,5 +532,5 @@ def test_what_the_engine_knows_of_its_ranks(engine: Engine) -> None:
     one, other = engine.ranks.identity("one"), engine.ranks.identity("other")
     assert one is not None
     assert other is not None
-    assert (one.content_id, one.processor, one.dtype, one.layout) == ("one", "processor", SHAPE.dtype, "shared")
+    assert (one.identifier, one.processor, one.dtype, one.layout) == ("one", "processor", SHAPE.dtype, "shared")
     assert one.model == other.model != FACTS["model"]

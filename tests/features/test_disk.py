@@ -264,7 +264,7 @@ def test_files_that_are_not_ours_are_left_alone(tier: DiskTier) -> None:
 
 @pytest.mark.parametrize("content_id", HOSTILE)
 def test_a_hostile_content_id_reaches_no_path(tier: DiskTier, tmp_path: Path, content_id: str) -> None:
-    asked = replace(identity(), content_id=content_id)
+    asked = replace(identity(), identifier=content_id)
     assert tier.save(asked, SHAPE, features())
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
     assert [path.name for path in files] == [f"{asked.key}.safetensors"]

@@ -61,7 +61,7 @@ def test_features_begin_where_any_dtype_may() -> None:
 
 @pytest.mark.parametrize("content_id", HOSTILE)
 def test_hostile_content_ids_come_back_and_stay_out_of_the_key(content_id: str) -> None:
-    asked = replace(identity(), content_id=content_id)
+    asked = replace(identity(), identifier=content_id)
     assert len(asked.key) == 64
     assert set(asked.key) <= set("0123456789abcdef")
     if len(content_id) < 1000:

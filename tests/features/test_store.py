@@ -25,7 +25,7 @@ from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.engine import cost_model
 from vllm_mmcache.components.features.engine.cost_model import CostModel
 from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES, RamTier, Slot
-from vllm_mmcache.components.features.engine.store import MAX_CONTENT_ID_CHARS, Store, open_tiers
+from vllm_mmcache.components.features.engine.store import MAX_IDENTIFIER_CHARS, Store, open_tiers
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.lasting import LastingTier
 from vllm_mmcache.components.features.package import Shape
@@ -160,7 +160,7 @@ def test_a_miss_is_a_miss_everywhere(three: Open) -> None:
     assert counts(store, "misses") == {"ram": 2, "disk": 2, "remote": 2}
 
 
-@pytest.mark.parametrize("field", ["content_id", "model", "processor", "dtype", "layout"])
+@pytest.mark.parametrize("field", ["identifier", "model", "processor", "dtype", "layout"])
 def test_another_identity_misses(opened: Open, tmp_path: Path, field: str) -> None:
     stores = [opened(DiskTier(tmp_path, BUDGET_BYTES)) for _ in range(2)]
     assert put(stores[0], 0)
@@ -186,11 +186,11 @@ def test_another_shape_misses(opened: Open, tmp_path: Path) -> None:
     assert counts(stores[1], "set_aside")["disk"] == 1
 
 
-@pytest.mark.parametrize("content_id", HOSTILE)
-def test_hostile_content_ids(opened: Open, tmp_path: Path, content_id: str) -> None:
+@pytest.mark.parametrize("identifier", HOSTILE)
+def test_hostile_identifiers(opened: Open, tmp_path: Path, identifier: str) -> None:
     """One that is too long is kept nowhere, and asked for nowhere."""
-    asked = replace(identity(), content_id=content_id)
-    kept = len(content_id) <= MAX_CONTENT_ID_CHARS
+    asked = replace(identity(), identifier=identifier)
+    kept = len(identifier) <= MAX_IDENTIFIER_CHARS
     first, second = (opened(DiskTier(tmp_path, BUDGET_BYTES)) for _ in range(2))
     assert put(first, 0, asked) == kept
     assert first.flush(LONG_S)

@@ -214,9 +214,9 @@ from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.ram_tier import RamTier
 
 class Tier(MemoryTier):
-    def _write(self, key, parts, num_bytes):
+    def _write(self, name, parts, num_bytes):
         time.sleep(float(sys.argv[1]))
-        print(key, flush=True)
+        print(name, flush=True)
 
 writer.EXIT_S = float(sys.argv[2])
 arena = Arena.create(1 << 20, 1)

@@ -85,24 +85,24 @@ class MemoryTier(LastingTier):
         self._reading, self._writing = _breakers(self.name)
 
     @contextmanager
-    def _open(self, key: str) -> Iterator[Bytes | None]:
+    def _open(self, name: str) -> Iterator[Bytes | None]:
         self.reading.pass_through()
         if self.broken is not None:
             raise self.broken("broken")
-        packed = self.packages.get(key)
+        packed = self.packages.get(name)
         yield None if packed is None else Bytes(packed)
 
-    def _renew(self, key: str) -> bool:
-        return key in self.packages
+    def _renew(self, name: str) -> bool:
+        return name in self.packages
 
-    def _write(self, key: str, parts: Iterable[bytes | bytearray | memoryview], num_bytes: int) -> None:
+    def _write(self, name: str, parts: Iterable[bytes | bytearray | memoryview], num_bytes: int) -> None:
         self.writing.pass_through()
         if self.broken is not None:
             raise self.broken("broken")
-        self.packages[key] = b"".join(map(bytes, parts))
+        self.packages[name] = b"".join(map(bytes, parts))
 
-    def _reject(self, key: str) -> None:
-        del self.packages[key]
+    def _reject(self, name: str) -> None:
+        del self.packages[name]
 
 
 def _breakers(name: str) -> tuple[Breaker, Breaker]:

@@ -16,7 +16,7 @@ SEVERAL = """
 import os
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from vllm_mmcache.metrics import counters
-counters.expose()
+counters.register()
 if os.fork() == 0:
     counters.BYTES_LIFTED.add(30)
     os._exit(0)
@@ -41,7 +41,7 @@ def test_threads() -> None:
 def test_prometheus_shows_them() -> None:
     from prometheus_client import REGISTRY
 
-    counters.expose()
+    counters.register()
     before = REGISTRY.get_sample_value("mmcache:bytes_lifted_total")
     assert before is not None
     counters.BYTES_LIFTED.add(7)

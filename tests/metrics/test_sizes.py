@@ -125,7 +125,7 @@ def test_the_thread_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(table_sizes, "_server", {"bad": lambda: measure})
     monkeypatch.setattr(table_sizes, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     with pytest.raises(Enough):
-        table_sizes._show_on()
+        table_sizes._show_forever()
     assert len(asked) == 3
 
 

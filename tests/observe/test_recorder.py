@@ -13,10 +13,9 @@ import msgspec
 import pytest
 
 from vllm_mmcache.base import settings
-from vllm_mmcache.components.observe.record import asked as asked_module
-from vllm_mmcache.components.observe.record import wire
-from vllm_mmcache.components.observe.record.asked import UNKNOWN, PendingRequests, RequestSnapshot
+from vllm_mmcache.components.observe.record import pending, wire
 from vllm_mmcache.components.observe.record.file import read_records
+from vllm_mmcache.components.observe.record.pending import UNKNOWN, PendingRequests, RequestSnapshot
 from vllm_mmcache.components.observe.record.recorder import RECORD_BYTES, SEGMENT_BYTES, Recorder
 from vllm_mmcache.components.observe.record.schema import Reason
 from vllm_mmcache.metrics import counters
@@ -89,7 +88,7 @@ def test_no_two_processes_make_one_id() -> None:
 
 
 def test_waiting_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asked_module, "MOST_WAITING", 3)
+    monkeypatch.setattr(pending, "MOST_WAITING", 3)
     waiting = PendingRequests()
     numbers = [waiting.add(asked(str(index))) for index in range(5)]
     assert [waiting.take(number) is not None for number in numbers] == [False, False, True, True, True]

@@ -262,7 +262,7 @@ def package(chance: Random, identity: Identity, shape: Shape, features: bytes, m
 
     other = Shape(max(1, shape.num_tokens - 1), shape.width, shape.dtype)
     half = Shape(shape.num_tokens, shape.width, "float16")
-    who = {name: getattr(identity, name) for name in ("content_id", "model", "processor", "dtype", "layout")}
+    who = identity.as_json()
     name = chance.choice(tuple(who))
     sizes: tuple[Any, ...] = (
         [2**60, 2**60], [10**4000, 1], [-1, shape.width], [0, 0], [True, shape.width], [shape.num_tokens], [], "x",
@@ -271,7 +271,9 @@ def package(chance: Random, identity: Identity, shape: Shape, features: bytes, m
     )  # fmt: skip
     whole = pack(identity, shape, features)
     ways = (
-        lambda: pack(Identity(**{**who, name: who[name] + "x"}), shape, features),  # another tenant's, another model's
+        lambda: pack(
+            Identity.from_json({**who, name: who[name] + "x"}), shape, features
+        ),  # another tenant's, another model's
         lambda: pack(identity, other, features[: other.num_bytes]),
         lambda: pack(identity, half, features[: half.num_bytes]),
         lambda: changed(shape=chance.choice(sizes)),

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mechanism of hooks on modules made for the test: atomic groups, aliases, undo, disturbance, versions."""
 
+import importlib
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_mmcache.base.errors import HookDisturbed
 from vllm_mmcache.hooking import installer as machine
-from vllm_mmcache.hooking.hook import Hook
+from vllm_mmcache.hooking.hook import Hook, Hooks, declared_in
 
 
 def loud(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -138,3 +140,38 @@ def test_untested_version_can_be_tried(owner: Any) -> None:
     assert machine.install("g", group, "0.99.0").state == "off"
     assert machine.install("g", group, "0.99.0", allow_untested=True).state == "on"
     machine.undo("g")
+
+
+TWO_HOOKS = """
+from vllm_mmcache.hooking.hook import Hooks
+
+hook = Hooks("g", "api")
+
+
+@hook("swap_owner:speak", name="one")
+def first(wrapped, instance, args, kwargs): ...
+
+
+@hook("swap_owner:Base.inherited", name="NAME")
+def second(wrapped, instance, args, kwargs): ...
+"""
+
+
+def test_a_name_is_declared_once_in_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "declares_two.py").write_text(TWO_HOOKS.replace("NAME", "two"))
+    (tmp_path / "declares_twice.py").write_text(TWO_HOOKS.replace("NAME", "one"))
+    assert [hook.name for hook in declared_in("declares_two")] == ["g.one", "g.two"]
+    before = declared_in("declares_two")
+    importlib.reload(sys.modules["declares_two"])  # the same functions again, as other objects
+    again = declared_in("declares_two")
+    assert [hook.name for hook in again] == ["g.one", "g.two"]
+    assert again[0].wrapper is not before[0].wrapper
+    with pytest.raises(ValueError, match=r"g\.one is declared twice in declares_twice"):
+        declared_in("declares_twice")
+
+
+def test_one_function_of_one_name_for_two_symbols_is_declared_twice() -> None:
+    hook = Hooks("g", "api")
+    with pytest.raises(ValueError, match="declared twice"):
+        hook("swap_owner:speak", name="same")(hook("swap_owner:Base.inherited", name="same")(lambda *call: None))

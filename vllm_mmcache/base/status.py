@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which components are on in this process, and why the others are not: the one answer, which every wrapper asks for.
 
-A component is a component (hooking/component.py) with a setting of its name. A process plays one role or several: it
+A component (hooking/component.py) has a setting of its name. A process plays one role or several: it
 makes the configuration and talks to clients (api, or the offline program), it schedules (engine), it runs the model
 (worker). lifecycle/activation.py decides for a role when the process takes it on; what a component finds out later,
 when the model is loaded, and what the ranks agree on, is put over that. Imports no vLLM.

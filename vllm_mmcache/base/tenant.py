@@ -114,7 +114,7 @@ class TenantSource:
 
 
 _IN_BODY = TenantSource()
-SOURCE: ContextVar[TenantSource] = ContextVar("mmcache_tenant_source", default=_IN_BODY)
+REQUEST_SOURCE: ContextVar[TenantSource] = ContextVar("mmcache_tenant_source", default=_IN_BODY)
 """Where the tenant of the request that is being worked on was looked for."""
 
 

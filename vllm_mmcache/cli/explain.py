@@ -70,7 +70,7 @@ def explain(
         else:
             show_list(found, as_json)
         return
-    show_list(source.follow(last) if follow else source.last(last), as_json)
+    show_list(source.follow(last) if follow else source.newest(last), as_json)
 
 
 def tell(record: "Record", as_json: bool) -> None:

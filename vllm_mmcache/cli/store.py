@@ -92,7 +92,7 @@ def check(place: Place = None, as_json: AsJson = False) -> None:
     num_bad = 0
     with opened(place) as kept:
         if kept.directory is not None and kept.records is not None:
-            found["good"], found["set_aside"] = checked(kept.directory, kept.key)
+            found["good"], found["set_aside"] = checked(kept.directory, kept.codec)
             num_records, num_bad, damaged = kept.records.check()
             found["records"] = {"good": num_records, "removed": num_bad}
             if damaged is not None:
@@ -138,7 +138,10 @@ def gc(place: Place = None, as_json: AsJson = False) -> None:
 
 @store_app.command("clear", short_help="Empty the store.")
 def clear(place: Place = None, as_json: AsJson = False) -> None:
-    """Remove every package, every record, every file that was set aside, and the folders that are then empty."""
+    """Remove every package, every record, every file that was set aside, and the folders that are then empty.
+
+    It asks nothing. In Redis or Valkey it removes them for the other servers, too, that share it.
+    """
     num_entries = 0
     with opened(place, may_be_empty=place is None) as kept:
         num_files = cleared(kept)
@@ -160,7 +163,7 @@ class Kept:
     directory: "Directory | None" = None
     records: "DiskPlace | None" = None
     remote: "RemoteStore | None" = None
-    key: PlainCodec = PLAIN
+    codec: PlainCodec = PLAIN
 
 
 @contextmanager
@@ -180,35 +183,35 @@ def opened(place: Path | None, *, may_be_empty: bool = False) -> Iterator[Kept]:
     chosen, url = (str(place.expanduser().absolute()), None) if place else places_in_use(settings.store)
     if chosen is None and url is None:
         raise StoreUnusable(f"{STORE} asks for no store: use --dir PATH, or set it")
-    key = encryption.of(settings.store_key_file)
+    codec = encryption.of(settings.store_key_file)
     remote = None
     if url is not None:
         url = with_password(url, settings.store_password_file)
         from vllm_mmcache.cli.store_remote import RemoteStore  # imports redis
 
-        remote = RemoteStore(url, key)
+        remote = RemoteStore(url, codec)
     if chosen is None:
-        yield Kept(remote=remote, key=key)
+        yield Kept(remote=remote, codec=codec)
         return
     directory = Directory(chosen, settings.store_ttl)
-    records = DiskPlace(chosen, settings.records_disk_bytes, ttl_s=settings.store_ttl, key=key)
+    records = DiskPlace(chosen, settings.records_disk_bytes, ttl_s=settings.store_ttl, codec=codec)
     try:
         if not any([directory.is_there(), is_ours(records.folder), remote is not None, may_be_empty]):
             raise StoreUnusable(
                 f"there is no store in {chosen}: `mmcache serve` and `mmcache store warm` make one; "
                 f"another is named with --dir, or {STORE}"
             )
-        yield Kept(directory, records, remote, key)
+        yield Kept(directory, records, remote, codec)
     except (Busy, sqlite3.Error) as error:
         raise StoreUnusable(f"records in {chosen}: {error}: try again, or `mmcache store clear`") from None
     except OSError as error:
         raise StoreUnusable(f"{error.filename or chosen}: {error.strerror}: run this as the store's owner") from None
 
 
-def checked(directory: "Directory", key: PlainCodec) -> tuple[int, list[dict[str, str]]]:
+def checked(directory: "Directory", codec: PlainCodec) -> tuple[int, list[dict[str, str]]]:
     """How many packages are whole, and of each one that was not and is set aside, its name and why.
 
-    What another key has sealed, or another version of mmcache has written, is left alone.
+    What another key has encrypted, or another version of mmcache has written, is left alone.
     """
     from vllm_mmcache.components.features.lasting import name_of
     from vllm_mmcache.components.features.package import unpack
@@ -220,11 +223,11 @@ def checked(directory: "Directory", key: PlainCodec) -> tuple[int, list[dict[str
             with directory.open(entry.key, touch=False) as file:
                 if file is None:  # evicted meanwhile
                     continue
-                source = key.opened(file, bytes.fromhex(entry.key))
+                source = codec.opened(file, bytes.fromhex(entry.key))
                 packed = bytearray(source.num_bytes)
                 source.read_into(0, memoryview(packed), 0.0)
             identity, _, _ = unpack(packed)
-            if (name := name_of(identity, key)) != entry.key:
+            if (name := name_of(identity, codec)) != entry.key:
                 raise StoreCorrupt(f"another package: its identity gives the key {name}")
             num_good += 1
         except (StoreKeyMismatch, StoreForeign):
@@ -259,13 +262,13 @@ def row(entry: "Entry", kept: Kept) -> dict[str, Any]:
         with kept.directory.open(entry.key, touch=False) as file:
             if file is None:
                 raise StoreCorrupt("it is gone")
-            record = read_head(kept.key.opened(file, bytes.fromhex(entry.key)))
+            record = read_head(kept.codec.opened(file, bytes.fromhex(entry.key)))
     except (StoreCorrupt, OSError) as error:
         return {**facts, "content_id": f"? ({error})", "model": None, "dtype": None, "layout": None, "shape": None}
     identity = record.identity
     return {
         **facts,
-        "content_id": identity.content_id,
+        "content_id": identity.identifier,
         "model": identity.model,
         "dtype": identity.dtype,
         "layout": identity.layout,

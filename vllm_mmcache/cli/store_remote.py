@@ -31,8 +31,8 @@ RECORDS_OF_ALL = "mmcache:records:*"
 class RemoteStore:
     """The entries at `url`. Raises: StoreUnusable from every method, where the server does not answer as it should."""
 
-    def __init__(self, url: str, key: PlainCodec = PLAIN) -> None:
-        self._key = key
+    def __init__(self, url: str, codec: PlainCodec = PLAIN) -> None:
+        self._codec = codec
         self._url = url
         self.shown = str(redact(url))
         self._nodes = Nodes(url, TIMEOUT_S, self.shown)
@@ -45,7 +45,7 @@ class RemoteStore:
         return {kind: (len(found), sum(found)) for kind, found in lengths.items()}
 
     def check(self) -> tuple[int, int]:
-        """Remove every entry of this version that is not whole; what another key has sealed is left alone.
+        """Remove every entry of this version that is not whole; what another key has encrypted is left alone.
 
         Returns how many are good, how many were removed.
         """
@@ -94,7 +94,7 @@ class RemoteStore:
             yield from _each(client, "strlen", names)
 
     def _verdicts(self) -> Iterator[tuple["redis.Redis", bytes, bool | None]]:
-        """Each entry's node and name, and whether it is whole; None where that can't be said (sealed, or gone)."""
+        """Each entry's node and name, and whether it is whole; None where that can't be said (encrypted, or gone)."""
         for prefix, is_whole in ((PREFIX, self._is_whole_package), (RECORDS, self._is_whole_record)):
             for client, names in self._batches(prefix + "*"):
                 for name in names:
@@ -111,7 +111,7 @@ class RemoteStore:
 
     def _is_whole_package(self, client: "redis.Redis", short: bytes, name: str) -> bool | None:
         packed = self._content(client, short, name)
-        return None if packed is None else name_of(unpack(packed)[0], self._key) == short.hex()
+        return None if packed is None else name_of(unpack(packed)[0], self._codec) == short.hex()
 
     def _is_whole_record(self, client: "redis.Redis", short: bytes, name: str) -> bool | None:
         framed = self._content(client, short, name)
@@ -121,7 +121,7 @@ class RemoteStore:
         with open_value(client, name, TIMEOUT_S) as value:
             if value is None:
                 return None
-            source = self._key.opened(value, short)
+            source = self._codec.opened(value, short)
             content = bytearray(source.num_bytes)
             source.read_into(0, memoryview(content), monotonic() + TIMEOUT_S * AT_ONCE)
             return content

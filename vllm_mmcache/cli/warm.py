@@ -22,7 +22,7 @@ from vllm_mmcache.base.errors import EnvironmentProblem, StoreUnusable
 from vllm_mmcache.base.secret_files import read_secret
 from vllm_mmcache.base.store_url import STORE, places_in_use
 from vllm_mmcache.cli import preflight
-from vllm_mmcache.content.tenant_source import source
+from vllm_mmcache.content.tenant_source import configured_source
 
 ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 
@@ -101,7 +101,7 @@ def salt_of(name: str | None, file: Path | None) -> str | None:
         return None
     if not name.strip():
         raise EnvironmentProblem("the name of the tenant is empty: give it, or leave the option out for no tenant")
-    return source().salt_of(name)
+    return configured_source().salt_of(name)
 
 
 def listed(pictures: Path) -> list[Path]:

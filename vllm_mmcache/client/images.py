@@ -2,7 +2,7 @@
 """The images of one chat request: their content names, and the request's body with or without their bytes. Pure.
 
 The body is cut at its base64 texts and only the rest is parsed; the texts are decoded, since names are those of files
-(content/content_name.py).
+(content/content_name.py). Client's process.
 """
 
 import json
@@ -85,6 +85,7 @@ def _is_ours(part: dict[str, Any], stem: str) -> bool:
 
 
 def _url(part: dict[str, Any]) -> str:
+    """The URL of an image part, which is a text or the `url` of an object; empty where there is none."""
     image = part.get("image_url")
     url = image.get("url") if isinstance(image, dict) else image
     return url if isinstance(url, str) else ""

@@ -7,7 +7,7 @@ from vllm_mmcache.base import settings, tenant
 from vllm_mmcache.base.key_file import read_32_bytes
 
 
-def source() -> tenant.TenantSource:
+def configured_source() -> tenant.TenantSource:
     """The source of tenants that the settings tenant_from and tenant_key_file ask for.
 
     Raises: SettingsError for a key file that can't be used; the start of a server has looked at it before.

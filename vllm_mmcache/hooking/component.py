@@ -16,7 +16,6 @@ from vllm_mmcache.base.role import ROLES, Role
 from vllm_mmcache.hooking.hook import Hook, declared_in
 
 if TYPE_CHECKING:
-    from vllm_mmcache.base.role import ROLES, Role
     from vllm_mmcache.base.status import State
 
 

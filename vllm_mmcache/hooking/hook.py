@@ -85,7 +85,11 @@ class Hooks:
         upstream: str = "",
         remove_when: str = "",
     ) -> Callable[[Wrapper], Wrapper]:
-        """A decorator that declares the function as the wrapper of `target`, and returns it unchanged."""
+        """A decorator that declares the function as the wrapper of `target`, and returns it unchanged.
+
+        Raises: ValueError where the function's module has declared another hook of this name. A module that is imported
+        anew may declare the same function again.
+        """
 
         def declare(wrapper: Wrapper) -> Wrapper:
             declared = Hook(
@@ -102,7 +106,11 @@ class Hooks:
                 reads=reads,
                 only=only,
             )
-            _declared.setdefault(wrapper.__module__, {})[declared.name] = declared
+            in_module = _declared.setdefault(wrapper.__module__, {})
+            known = in_module.get(declared.name)
+            if known is not None and _what_it_is(known) != _what_it_is(declared):
+                raise ValueError(f"{declared.name} is declared twice in {wrapper.__module__}")
+            in_module[declared.name] = declared
             return wrapper
 
         return declare
@@ -112,3 +120,8 @@ def declared_in(module: str) -> list[Hook]:
     """The hooks that a module declares; imports it, and with it what it needs of vLLM."""
     importlib.import_module(module)
     return list(_declared.get(module, {}).values())
+
+
+def _what_it_is(hook: Hook) -> tuple[str, str, Role]:
+    """What stays the same of a hook when its module is imported anew, though the function is another object."""
+    return hook.wrapper.__qualname__, hook.target, hook.process

@@ -110,8 +110,8 @@ def own_proofs(engine: Engine, vllm_config: Any) -> tuple[frozenset[str], list[s
     found, unusable = user_proofs.read()
     if vllm_config is None or not any(why_unproven(component, engine) for component in ENGINE_COMPONENTS):
         return frozenset(), unusable
-    place = user_proofs.ProofScope.of(vllm_config)
-    return user_proofs.proven_components(place, found), unusable + user_proofs.why_passed_over(place, found)
+    scope = user_proofs.ProofScope.of(vllm_config)
+    return user_proofs.proven_components(scope, found), unusable + user_proofs.why_passed_over(scope, found)
 
 
 def predict(vllm_config: Any = None) -> dict[str, State]:
@@ -192,7 +192,7 @@ def words(states: Iterable[tuple[str, State]]) -> str:
 
 def _switch_on(component: Component, role: Role, vllm_config: Any, version: str) -> State:
     """Install what a component has in this role. Returns on, or off and why."""
-    needed = [hook for hook in component.hooks_in(role) if config_rules.has(vllm_config, hook.only)]
+    needed = [hook for hook in component.hooks_in(role) if config_rules.needs_hook(vllm_config, hook.only)]
     group = f"{component.name} ({role})"
     outcome = _install(group, needed, version)
     if outcome.state != "on":

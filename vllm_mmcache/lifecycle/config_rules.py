@@ -50,8 +50,8 @@ def is_of_an_engine(vllm_config: Any) -> bool:
     return model_config is not None and not getattr(model_config, "is_submodel_config", False)
 
 
-def has(vllm_config: Any, only: str) -> bool:
-    """Whether a configuration has what a hook is only for (`Hook.only`); always for one that is for all."""
+def needs_hook(vllm_config: Any, only: str) -> bool:
+    """Whether a hook with this `only` (`Hook.only`) is needed; always where it is empty."""
     if only == "runner V1":
         return not vllm_config.use_v2_model_runner
     return not only or vllm_config.parallel_config.pipeline_parallel_size > 1

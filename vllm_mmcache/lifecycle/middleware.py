@@ -37,6 +37,6 @@ def add(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         from vllm_mmcache.components.image_extraction.middleware import ExtractImagesMiddleware
 
         app.user_middleware.append(Middleware(ExtractImagesMiddleware, is_eligible=is_eligible))
-    counters.expose()
+    counters.register()
     table_sizes.keep_shown()
     return outcome

@@ -3,7 +3,7 @@
 
 tested_engines.json has a row for each kind of engine: vLLM's minor version, model runner, scheduling and platform, the
 components that passed there, and the evidence, a command or a file of this repository. What was not checked proves
-nothing. Groups that are no engine component work everywhere.
+nothing. Components that are no engine component work everywhere.
 """
 
 import json
@@ -82,7 +82,7 @@ def minor_of(version: str) -> str:
 
 
 def why_unproven(component: str, engine: Engine) -> str:
-    """Why a component is off on this engine unless it is switched on; empty where tested and for other groups."""
+    """Why a component is off on this engine unless it is switched on; empty where tested and for other components."""
     if component not in ENGINE_COMPONENTS:
         return ""
     kind = engine if component in TOUCHES_TENSORS else replace(engine, platform=None)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The user's proofs: which components `mmcache prove` has shown to be exact on this machine, in one file of the user's.
 
-The file is $XDG_STATE_HOME/mmcache/proofs.json, by default below ~/.local/state. A proof holds for one Place alone and
-never widens; what can't be used is ignored with a line in plain words, and reading never raises, since servers read it
-at start. Only the command writes, under a lock and in one step.
+The file is $XDG_STATE_HOME/mmcache/proofs.json, by default below ~/.local/state. A proof holds for one ProofScope alone
+and never widens; what can't be used is ignored with a line in plain words, and reading never raises, since servers read
+it at start. Only the command writes, under a lock and in one step.
 """
 
 import errno
@@ -65,7 +65,7 @@ class ProofScope:
 
     @classmethod
     def of(cls, vllm_config: Any) -> "ProofScope":
-        """The place of an engine with this VllmConfig in this process. Makes no CUDA context."""
+        """The scope of an engine with this VllmConfig in this process. Makes no CUDA context."""
         from vllm.platforms import current_platform
 
         from vllm_mmcache.base.versions import vllm_version
@@ -94,7 +94,7 @@ class ProofScope:
 
 @dataclass(frozen=True)
 class Proof:
-    """The components that passed at a place.
+    """The components that passed within one ProofScope.
 
     `when` is in UTC; `how` and `arguments`, vLLM's, are for people to read.
     """
@@ -138,32 +138,32 @@ def read() -> tuple[list[Proof], list[str]]:
     return found, lines
 
 
-def proven_components(place: ProofScope, proofs: Sequence[Proof] | None = None) -> frozenset[str]:
-    """The components that are proven at this very place, by proofs that were read, or by the file's. Never raises."""
+def proven_components(scope: ProofScope, proofs: Sequence[Proof] | None = None) -> frozenset[str]:
+    """The components that are proven for this very ProofScope, by these proofs or by the file's. Never raises."""
     proofs = read()[0] if proofs is None else proofs
-    return frozenset(component for proof in proofs if proof.place == place for component in proof.components)
+    return frozenset(component for proof in proofs if proof.place == scope for component in proof.components)
 
 
-def why_passed_over(place: ProofScope, proofs: Sequence[Proof] | None = None) -> list[str]:
+def why_passed_over(scope: ProofScope, proofs: Sequence[Proof] | None = None) -> list[str]:
     """A line for each proof about the same architecture whose components are not proven here. Never raises."""
     proofs = read()[0] if proofs is None else proofs
-    here = proven_components(place, proofs)
+    here = proven_components(scope, proofs)
     lines = []
     for proof in proofs:
         components = [component for component in proof.components if component not in here]
-        if components and proof.place.architecture == place.architecture:
-            other = [field.name for field in fields(ProofScope) if _value(proof.place, field) != _value(place, field)]
+        if components and proof.place.architecture == scope.architecture:
+            other = [field.name for field in fields(ProofScope) if _value(proof.place, field) != _value(scope, field)]
             lines.append(
                 f"a proof of {', '.join(components)} for {proof.place.words(other)} does not hold for "
-                f"{place.words(other)}: {AGAIN}"
+                f"{scope.words(other)}: {AGAIN}"
             )
     return list(dict.fromkeys(lines))
 
 
 def add(
-    place: ProofScope, components: Sequence[str], how: str, arguments: Sequence[str], failed: Sequence[str] = ()
+    scope: ProofScope, components: Sequence[str], how: str, arguments: Sequence[str], failed: Sequence[str] = ()
 ) -> None:
-    """Keep that `components` passed at a place, and take back what was proven there of those that have failed now.
+    """Keep that `components` passed for one ProofScope, and take back what was proven for it of those in `failed`.
 
     All other entries stay as they are. A file that can't be used is set aside, with .ignored after its name.
     Raises: ProofsUnwritable.
@@ -173,9 +173,9 @@ def add(
         raise ValueError(f"no components of the engine: {', '.join(unknown)}")
     now = datetime.now(UTC).isoformat(timespec="seconds")
     proof = Proof(
-        place, tuple(component for component in components if component not in failed), now, how, tuple(arguments)
+        scope, tuple(component for component in components if component not in failed), now, how, tuple(arguments)
     )
-    mine = {"place": asdict(place), "how": how, "arguments": list(arguments)}
+    mine = {"place": asdict(scope), "how": how, "arguments": list(arguments)}
     with _changing() as entries:
         kept = []
         for entry in entries:
@@ -226,8 +226,8 @@ def remove() -> int:
     return count
 
 
-def _value(place: ProofScope, field: Any) -> Any:
-    return getattr(place, field.name)
+def _value(scope: ProofScope, field: Any) -> Any:
+    return getattr(scope, field.name)
 
 
 def _shown() -> str:

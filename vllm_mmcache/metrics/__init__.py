@@ -2,7 +2,7 @@
 """What the components count, and how it reaches vLLM's /metrics.
 
 `counters` are shown by the API server, `transport` holds what engine and worker have counted until
-`metrics/hooks.py` takes it along; `sizes` are those of the tables. Imports no vLLM.
+`hooks` takes it along; `table_sizes` shows how full the tables are. Only hooks.py imports vLLM.
 """
 
 from vllm_mmcache.hooking.component import Component

@@ -26,13 +26,13 @@ class Counter:
 
     def add(self, amount: float = 1) -> None:
         """Count `amount`, which is not negative."""
-        self.expose()
+        self.register()
         with self._lock:
             self.value += amount
         self._prometheus.inc(amount)
 
-    def expose(self) -> None:
-        """Make the prometheus side, if it is not there yet."""
+    def register(self) -> None:
+        """Register the counter with prometheus_client, where it is shown, if it is not yet. API server."""
         with self._lock:
             if self._prometheus is None:
                 import prometheus_client
@@ -50,9 +50,10 @@ class Counter:
 
 
 class EngineCounter(Counter):
-    """A sum that grows in the engine or its worker, and is shown by the API server, to which observe/ carries it.
+    """A sum that grows in the engine or its worker, and is shown by the API server.
 
-    `add` makes no prometheus side where it counts, which nobody would read.
+    metrics/hooks.py carries there what was counted. `add` registers nothing with prometheus_client: where it counts,
+    nobody would read it.
     """
 
     def add(self, amount: float = 1) -> None:
@@ -63,7 +64,7 @@ class EngineCounter(Counter):
 
     def show(self, amount: float) -> None:
         """Add what an engine has counted to what /metrics shows."""
-        self.expose()
+        self.register()
         self._prometheus.inc(amount)
 
 
@@ -82,12 +83,12 @@ class LabelledCounter:
         """Count `amount` under these label values, in the order of the labels."""
         child = self._children.get(values)
         if child is None:
-            self.expose()
+            self.register()
             child = self._children[values] = self._prometheus.labels(*values)
         child.inc(amount)
 
-    def expose(self) -> None:
-        """Make the prometheus side, if it is not there yet."""
+    def register(self) -> None:
+        """Register the counter with prometheus_client, where it is shown, if it is not yet. API server."""
         with self._lock:
             if self._prometheus is None:
                 import prometheus_client
@@ -96,17 +97,17 @@ class LabelledCounter:
 
 
 class TierCounter(LabelledCounter):
-    """A sum for each tier of the feature store; it grows in the worker and travels as an EngineCounter does."""
+    """A sum for each tier of the feature store; it grows in the engine and travels as an EngineCounter does."""
 
     def __init__(self, name: str, meaning: str) -> None:
         super().__init__(name, meaning, ("tier",))
 
     def add(self, amount: float, *values: str) -> None:
-        """Count `amount` for a tier, in the worker."""
+        """Count `amount` for a tier, in the engine."""
         transport.count(f"{self.name}/{values[0]}", amount)
 
     def show(self, amount: float, tier: str) -> None:
-        """Add what a worker has counted to what /metrics shows."""
+        """Add what an engine has counted to what /metrics shows."""
         super().add(amount, tier)
 
 
@@ -122,11 +123,11 @@ class Gauge:
 
     def show(self, size: float) -> None:
         """Say how large it is now."""
-        self.expose()
+        self.register()
         self._prometheus.set(size)
 
-    def expose(self) -> None:
-        """Make the prometheus side, if it is not there yet."""
+    def register(self) -> None:
+        """Register the counter with prometheus_client, where it is shown, if it is not yet. API server."""
         with self._lock:
             if self._prometheus is None:
                 import prometheus_client
@@ -297,14 +298,14 @@ COUNTERS = (
 )
 
 
-def expose() -> None:
-    """Show all counters, also those that are still zero."""
+def register() -> None:
+    """Register all counters, so that those are shown, too, that are still zero. API server."""
     for counter in COUNTERS:
-        counter.expose()
+        counter.register()
     for labelled in (*TIER_COUNTERS.values(), *RECORD_COUNTERS.values()):
-        labelled.expose()
+        labelled.register()
     for gauge in (RECORD_DISK_BYTES, RECORD_DISK_BUDGET_BYTES):
-        gauge.expose()
+        gauge.register()
 
 
 def show_engine_count(name: str, amount: float) -> None:

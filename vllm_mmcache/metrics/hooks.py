@@ -121,7 +121,7 @@ def receive_counts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     why="a worker with a process of its own can't be asked",
 )
 def collect_counts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of Scheduler.update_from_output(_, model_runner_output): takes the worker's counts out of a step's output.
+    """Wrapper of Scheduler.update_from_output(_, model_runner_output): takes the counts out of a step's output.
 
     Engine process.
     """

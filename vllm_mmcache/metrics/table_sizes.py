@@ -84,7 +84,7 @@ def keep_shown() -> None:
     """Show this API server's tables from now on."""
     global _thread
     if _thread is None:
-        _thread = threading.Thread(target=_show_on, name="mmcache-sizes", daemon=True)
+        _thread = threading.Thread(target=_show_forever, name="mmcache-sizes", daemon=True)
         _thread.start()
 
 
@@ -115,7 +115,7 @@ def show_changed(name: str, number: int, engine: int) -> None:
         _of_engines.show(what, number, table, str(engine))
 
 
-def _show_on() -> None:
+def _show_forever() -> None:
     while True:
         with failsafe("sizes"):
             show()

@@ -68,15 +68,15 @@ def engine_of(rig: Rig) -> dict[str, Any]:
 
 def place_of(rig: Rig) -> dict[str, Any]:
     """What a proof of this item is tied to, which components are on without one, and what its model has a use for."""
-    place = user_proofs.ProofScope.of(rig.vllm_config)
+    scope = user_proofs.ProofScope.of(rig.vllm_config)
     engine = activation.engine_here(rig.vllm_config)
     uses = {
         "image_spans": rig.images_attend_both_ways,
-        "resumed_images": place.runner == 1 and not rig.vllm_config.model_config.is_hybrid,
+        "resumed_images": scope.runner == 1 and not rig.vllm_config.model_config.is_hybrid,
         "image_checkpoints": not rig.keeps_all_kv,
     }
     return {
-        "place": asdict(place),
+        "place": asdict(scope),
         "proven": [component for component in ENGINE_COMPONENTS if not why_unproven(component, engine)],
         "of_use": [component for component in ENGINE_COMPONENTS if uses.get(component, True)],
     }

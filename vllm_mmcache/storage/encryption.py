@@ -6,7 +6,7 @@
 
 The cipher is AES-256-GCM, with a random nonce for each chunk. A chunk is bound to the name of the entry, to its place
 in the entry and to the entry's length. So an entry that was changed, cut, moved, put together from others or encrypted
-("sealed") with another key is recognised. Names are keyed, too: without the key nobody can tell what a name stands for.
+with another key is recognised. Names are keyed, too: without the key nobody can tell what a name stands for.
 PLAIN leaves everything as it is. Any process, any thread; imports `cryptography` (the extra `encryption`) only where
 there is a key.
 """
@@ -28,7 +28,7 @@ NONCE_BYTES, TAG_BYTES = 12, 16
 HEAD_BYTES = len(MAGIC) + 8
 
 _PLACE = Struct("<QQ")
-_SEALED_CHUNK_BYTES = CHUNK_BYTES + NONCE_BYTES + TAG_BYTES
+_ENCRYPTED_CHUNK_BYTES = CHUNK_BYTES + NONCE_BYTES + TAG_BYTES
 
 Buffer = bytes | bytearray | memoryview
 
@@ -61,7 +61,7 @@ class PlainCodec:
         return content_bytes
 
     def parts(self, name: bytes, content: Iterable[Buffer], content_bytes: int) -> Iterator[Buffer]:
-        """The entry `name` with this content, in parts; each is valid until the next one comes."""
+        """Encrypts the content of the entry `name`, in parts; each is valid until the next one comes."""
         yield from content
 
     def opened(self, source: Source, name: bytes) -> Source:
@@ -69,18 +69,18 @@ class PlainCodec:
 
         Reading it raises StoreKeyMismatch if it was encrypted with another key, and StoreCorrupt if it is damaged.
         """
-        return _Unsealed(source)
+        return _Plain(source)
 
     def encrypt(self, name: bytes, content: bytes) -> bytes:
         """The entry `name` with this content, as bytes."""
-        sealed = bytearray()
+        entry = bytearray()
         for part in self.parts(name, [content], len(content)):
-            sealed += part
-        return bytes(sealed)
+            entry += part
+        return bytes(entry)
 
-    def decrypt(self, name: bytes, sealed: bytes) -> bytes:
+    def decrypt(self, name: bytes, entry: bytes) -> bytes:
         """The content of the entry `name` with these bytes. Raises: as reading what `opened` returns."""
-        source = self.opened(_Bytes(sealed), name)
+        source = self.opened(_Bytes(entry), name)
         content = bytearray(source.num_bytes)
         source.read_into(0, memoryview(content), 0.0)
         return bytes(content)
@@ -118,19 +118,19 @@ class AesGcmCodec(PlainCodec):
         return HEAD_BYTES + content_bytes + _num_chunks(content_bytes) * (NONCE_BYTES + TAG_BYTES)
 
     def parts(self, name: bytes, content: Iterable[Buffer], content_bytes: int) -> Iterator[Buffer]:
-        """The head, then each chunk: nonce, AES-256-GCM text and tag, bound to `name`, its number and `content_bytes`.
+        """Encrypts the content: the head, then for each chunk a nonce, the AES-256-GCM text and the tag.
 
-        Each chunk is written over the memory of the one before it.
+        A chunk is bound to `name`, its number and `content_bytes`. It is written over the memory of the one before it.
         """
         yield self._head
         # Used again and again: memory that is new takes longer to get than to encrypt.
         room = memoryview(bytearray(min(content_bytes, CHUNK_BYTES) + NONCE_BYTES + TAG_BYTES))
         for index, chunk in enumerate(_chunks(content, min(content_bytes, CHUNK_BYTES))):
-            sealed = room[: len(chunk) + NONCE_BYTES + TAG_BYTES]
-            sealed[:NONCE_BYTES] = nonce = os.urandom(NONCE_BYTES)
+            encrypted = room[: len(chunk) + NONCE_BYTES + TAG_BYTES]
+            encrypted[:NONCE_BYTES] = nonce = os.urandom(NONCE_BYTES)
             place = name + _PLACE.pack(index, content_bytes)
-            self._cipher.encrypt_into(nonce, chunk, place, sealed[NONCE_BYTES:])
-            yield sealed
+            self._cipher.encrypt_into(nonce, chunk, place, encrypted[NONCE_BYTES:])
+            yield encrypted
 
     def opened(self, source: Source, name: bytes) -> Source:
         """The content of an encrypted source. It is decrypted as it is read, which raises as in PlainCodec."""
@@ -146,25 +146,26 @@ class AesGcmCodec(PlainCodec):
         Raises: StoreKeyMismatch for the head of another key, StoreCorrupt for anything else that is not this key's.
         """
         if self.has_other_key(first):
-            raise StoreKeyMismatch("sealed with another key")
+            raise StoreKeyMismatch("encrypted with another key")
         if first != self._head:
-            raise StoreCorrupt("not sealed")
+            raise StoreCorrupt("not encrypted")
 
-    def open_chunk(self, name: bytes, index: int, content_bytes: int, sealed: memoryview, into: memoryview) -> None:
+    def open_chunk(self, name: bytes, index: int, content_bytes: int, encrypted: memoryview, into: memoryview) -> None:
         """Decrypt a chunk into `into`. Raises: StoreCorrupt.
 
-        sealed: nonce, text and tag. into: as long, less NONCE_BYTES + TAG_BYTES. content_bytes: of all chunks together.
+        encrypted: nonce, text and tag. into: as long, less NONCE_BYTES + TAG_BYTES. content_bytes: of all chunks
+        together.
         """
         from cryptography.exceptions import InvalidTag
 
-        nonce, rest = bytes(sealed[:NONCE_BYTES]), sealed[NONCE_BYTES:]
+        nonce, rest = bytes(encrypted[:NONCE_BYTES]), encrypted[NONCE_BYTES:]
         try:
             self._cipher.decrypt_into(nonce, rest, name + _PLACE.pack(index, content_bytes), into)
         except InvalidTag:
-            raise StoreCorrupt("what is sealed was changed, or belongs under another name") from None
+            raise StoreCorrupt("what is encrypted was changed, or belongs under another name") from None
 
 
-class _Unsealed:
+class _Plain:
     """A source that is read as it is; reading its beginning raises if it is encrypted."""
 
     def __init__(self, source: Source) -> None:
@@ -174,7 +175,7 @@ class _Unsealed:
     def read_into(self, offset: int, buffer: memoryview, until: float) -> None:
         self._source.read_into(offset, buffer, until)
         if offset == 0 and PLAIN.has_other_key(bytes(buffer[: len(MAGIC)])):
-            raise StoreKeyMismatch("sealed: MMCACHE_STORE_KEY_FILE names the key")
+            raise StoreKeyMismatch("encrypted: MMCACHE_STORE_KEY_FILE names the key")
 
     def is_current(self) -> bool:
         return self._source.is_current()
@@ -186,18 +187,18 @@ class _Opened:
     def __init__(self, source: Source, name: bytes, key: AesGcmCodec) -> None:
         self._source, self._name, self._key = source, name, key
         chunks_bytes = source.num_bytes - HEAD_BYTES
-        num_chunks = -(-chunks_bytes // _SEALED_CHUNK_BYTES)
+        num_chunks = -(-chunks_bytes // _ENCRYPTED_CHUNK_BYTES)
         self.num_bytes = chunks_bytes - num_chunks * (NONCE_BYTES + TAG_BYTES)
         self._is_possible = self.num_bytes >= 0 and num_chunks == _num_chunks(self.num_bytes)
         if not self._is_possible:
             self.num_bytes = 0
-        self._room = memoryview(bytearray(min(source.num_bytes, HEAD_BYTES + _SEALED_CHUNK_BYTES)))
+        self._room = memoryview(bytearray(min(source.num_bytes, HEAD_BYTES + _ENCRYPTED_CHUNK_BYTES)))
         self._content = memoryview(bytearray(min(self.num_bytes, CHUNK_BYTES)))
         self._last = -1, self._content[:0]
 
     def read_into(self, offset: int, buffer: memoryview, until: float) -> None:
         if not self._is_possible or not (buffer or self.num_bytes):
-            self._chunk(0, until)  # that there is nothing in it must be sealed, too
+            self._chunk(0, until)  # that there is nothing in it must be encrypted, too
         while buffer:
             index, start = divmod(offset, CHUNK_BYTES)
             piece = self._chunk(index, until)[start : start + len(buffer)]
@@ -212,18 +213,18 @@ class _Opened:
     def _chunk(self, index: int, until: float) -> memoryview:
         if self._last[0] != index:
             # The head comes with the first one.
-            start = HEAD_BYTES + index * _SEALED_CHUNK_BYTES if index else 0
-            end = min(HEAD_BYTES + (index + 1) * _SEALED_CHUNK_BYTES, self._source.num_bytes)
-            sealed = self._room[: max(0, end - start)]
-            self._source.read_into(start, sealed, until)
+            start = HEAD_BYTES + index * _ENCRYPTED_CHUNK_BYTES if index else 0
+            end = min(HEAD_BYTES + (index + 1) * _ENCRYPTED_CHUNK_BYTES, self._source.num_bytes)
+            encrypted = self._room[: max(0, end - start)]
+            self._source.read_into(start, encrypted, until)
             if not index:
-                self._key.check_head(bytes(sealed[:HEAD_BYTES]))
-                sealed = sealed[HEAD_BYTES:]
-            if not self._is_possible or len(sealed) < NONCE_BYTES + TAG_BYTES:
+                self._key.check_head(bytes(encrypted[:HEAD_BYTES]))
+                encrypted = encrypted[HEAD_BYTES:]
+            if not self._is_possible or len(encrypted) < NONCE_BYTES + TAG_BYTES:
                 raise StoreCorrupt(f"it ends at byte {self._source.num_bytes}")
-            content = self._content[: len(sealed) - NONCE_BYTES - TAG_BYTES]
+            content = self._content[: len(encrypted) - NONCE_BYTES - TAG_BYTES]
             self._last = -1, content
-            self._key.open_chunk(self._name, index, self.num_bytes, sealed, content)
+            self._key.open_chunk(self._name, index, self.num_bytes, encrypted, content)
             self._last = index, content
         return self._last[1]
 

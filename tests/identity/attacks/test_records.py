@@ -17,10 +17,10 @@ from pydantic import SecretStr
 
 from vllm_mmcache.components.observe.observer import RequestState, _nearest
 from vllm_mmcache.components.observe.record import wire
-from vllm_mmcache.components.observe.record.asked import UNKNOWN, RequestSnapshot
 from vllm_mmcache.components.observe.record.causes import Lookup, Prompt, explain
 from vllm_mmcache.components.observe.record.digests import salt_class
 from vllm_mmcache.components.observe.record.history import Entry, History
+from vllm_mmcache.components.observe.record.pending import UNKNOWN, RequestSnapshot
 from vllm_mmcache.components.observe.record.recorder import Recorder
 from vllm_mmcache.components.observe.record.schema import Reason, to_json
 

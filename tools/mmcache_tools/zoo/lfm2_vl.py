@@ -116,12 +116,12 @@ def _centre_and_std(name: str, num_dims: int) -> tuple[float, float] | None:
 
 
 LFM2_VL = Family(
-    "lfm2-vl", _SPECIALS, (),
-    {
+    name="lfm2-vl", specials=_SPECIALS, plain_added=(),
+    tokenizer={
         "tokenizer_class": "PreTrainedTokenizerFast", "processor_class": "Lfm2VlProcessor", "eos_token": "<|im_end|>",
         "pad_token": "<|pad|>", "extra_special_tokens": _NAMED, **_NAMED,
     },
-    "lfm2_vl.jinja", _config, _processor_files, _RENAME, image_token="<image>",
+    template="lfm2_vl.jinja", config=_config, processor_files=_processor_files, rename=_RENAME, image_token="<image>",
     image_inside=(*_PLACES, "<|img_thumbnail|>"), draw=Draw(embedding=0.3), keeps_all_kv=False,
     engine_arguments=_NATIVE_ROPE, centre_and_std=_centre_and_std,
 )  # fmt: skip

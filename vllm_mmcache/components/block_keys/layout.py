@@ -28,7 +28,7 @@ _TOKENS_NATIVE = array("i", [1]).tobytes() == b"\x01\0\0\0"
 
 Digest = Callable[[bytes], bytes]
 ImagePosition = tuple[str, int, int]
-"""(content id, offset in the prompt in tokens, length of the placeholder range in tokens)"""
+"""(vLLM's identifier (mm_hash), offset in the prompt in tokens, length of the placeholder range in tokens)"""
 
 
 def sha256_digest(message: bytes) -> bytes:
@@ -58,9 +58,9 @@ def image_states(positions: Iterable[ImagePosition]) -> list[bytes]:
     """The cumulative state after each image, 32 bytes each, in prompt order."""
     states = []
     state = NO_IMAGE
-    for content_id, offset, length in positions:
-        identity = content_id.encode()
-        state = hashlib.sha256(state + _POSITION.pack(offset, length, len(identity)) + identity).digest()
+    for identifier, offset, length in positions:
+        encoded = identifier.encode()
+        state = hashlib.sha256(state + _POSITION.pack(offset, length, len(encoded)) + encoded).digest()
         states.append(state)
     return states
 

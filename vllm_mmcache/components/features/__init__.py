@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of encoder outputs: RAM, a directory, Redis or Valkey. Worker process, and the command line.
+"""The store of encoder outputs: RAM, a directory, Redis or Valkey. Engine and worker processes.
 
 A request whose image the store knows gets the features of the first run instead of a run of the vision tower. A
 package is served only when its whole identity is the one asked for, and its bytes are the bytes that were saved.
-Nothing here imports vLLM, and nothing here fails a request: whatever goes wrong is a miss that is counted.
+Only hooks.py and vllm_*.py import vLLM. Nothing here fails a request: whatever goes wrong is a miss that is counted.
 """
 
 from vllm_mmcache.hooking.component import Component

@@ -109,7 +109,7 @@ class Directory:
 
     @contextmanager
     def open(self, key: str, *, touch: bool = True) -> Iterator["OpenFile | None"]:
-        """The file under `key`, with `touch` now used last; None where there is none.
+        """The file under `key`, with `touch` now the most recently used; None where there is none.
 
         Raises: StoreCorrupt for what is no file; StoreUnusable as in `is_there`.
         """
@@ -127,7 +127,10 @@ class Directory:
             os.close(file)
 
     def renew(self, key: str) -> bool:
-        """Whether there is something under `key`, which is now used last. Raises: StoreUnusable as in `is_there`."""
+        """Whether there is something under `key`, which is now the most recently used.
+
+        Raises: StoreUnusable as in `is_there`.
+        """
         try:
             if self.is_there():
                 os.utime(self.path_of(key), follow_symlinks=False)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second tier: packages in a directory of this machine, which several processes use and a restart keeps.
 
-A disk that is full or read-only is tried again later, and what can still be read is still served.
+A disk that is full or read-only is tried again later, and what can still be read is still served. Engine
+process; reader and writer threads.
 """
 
 from collections.abc import Iterable
@@ -38,12 +39,12 @@ class DiskTier(LastingTier):
         *,
         ttl_s: int = 0,
         rest_s: float = FIRST_REST_S,
-        key: PlainCodec = PLAIN,
+        codec: PlainCodec = PLAIN,
     ) -> None:
         super().__init__(
             reading=Breaker(f"feature store {place} (reading)", rest_s, LONGEST_REST_S),
             writing=Breaker(f"feature store {place} (writing)", rest_s, LONGEST_REST_S),
-            key=key,
+            codec=codec,
         )
         self.directory = Directory(place, ttl_s)
         self.ttl_s = ttl_s
@@ -54,14 +55,14 @@ class DiskTier(LastingTier):
         """As LastingTier says."""
         return Size(bytes=int(self.counters.snapshot()["held_bytes"]), budget_bytes=self._budget_bytes)
 
-    def _open(self, key: str) -> AbstractContextManager[OpenFile | None]:
-        return self.directory.open(key)
+    def _open(self, name: str) -> AbstractContextManager[OpenFile | None]:
+        return self.directory.open(name)
 
-    def _renew(self, key: str) -> bool:
-        return self.directory.renew(key)
+    def _renew(self, name: str) -> bool:
+        return self.directory.renew(name)
 
-    def _write(self, key: str, parts: Iterable[Buffer], num_bytes: int) -> None:
-        held, evicted = self.directory.write(key, parts, num_bytes, self._budget_bytes)
+    def _write(self, name: str, parts: Iterable[Buffer], num_bytes: int) -> None:
+        held, evicted = self.directory.write(name, parts, num_bytes, self._budget_bytes)
         self.counters.add(evictions=evicted)
         self.counters.hold(held)
 
@@ -71,5 +72,5 @@ class DiskTier(LastingTier):
             self.counters.add(evictions=evicted)
             self.counters.hold(held)
 
-    def _reject(self, key: str) -> None:
-        self.directory.set_aside(key)
+    def _reject(self, name: str) -> None:
+        self.directory.set_aside(name)

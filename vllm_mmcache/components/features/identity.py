@@ -7,7 +7,8 @@ Lengths are little endian, so no two identities have the same bytes. Names of fi
 the key alone: no text that a client chose ever reaches a path. Runs in any process; imports no torch.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from struct import Struct
 
@@ -23,14 +24,15 @@ finds the other's packages, nor takes them for damaged ones.
 MAGIC = b"vllm-mmcache feature key %d\0" % (FORMAT - 1)
 
 _U32 = Struct("<I")
+_JSON_NAMES = {"identifier": "content_id"}  # those that differ from the field's
 
 
 @dataclass(frozen=True)
 class Identity:
     """Everything that features of one image or video depend on; two that differ in one field never share a package."""
 
-    content_id: str
-    """The image with its tenant's salt; any text, also a hostile one."""
+    identifier: str
+    """vLLM's identifier of the item (mm_hash), tenant included; any text, also a hostile one. `content_id` in JSON."""
     model: str
     """Fingerprint of the vision weights as loaded."""
     processor: str
@@ -44,8 +46,18 @@ class Identity:
     def key(self) -> str:
         """64 hex digits, the same in every process and on every machine."""
         digest = blake3(MAGIC)
-        for text in (self.content_id, self.model, self.processor, self.dtype, self.layout):  # astuple would copy
+        for text in (self.identifier, self.model, self.processor, self.dtype, self.layout):  # astuple would copy
             # A lone surrogate can come from JSON; it must not raise, and must stay distinct.
             encoded = text.encode("utf-8", "surrogatepass")
             digest.update(_U32.pack(len(encoded)) + encoded)
         return digest.hexdigest()
+
+    def as_json(self) -> dict[str, str]:
+        """The fields as a package's head has them, where the identifier is called content_id."""
+        return {_JSON_NAMES.get(name, name): value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, str]) -> "Identity":
+        """The identity that a package's head has. Raises: TypeError or KeyError for other fields than those."""
+        others = {**fields}
+        return cls(identifier=others.pop(_JSON_NAMES["identifier"]), **others)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tiers that outlive the process have in common: packages read into given memory, every byte checked.
 
-`load` runs in threads that wait for features, several at once, `save` in the store's writer thread. Whatever goes
-wrong is a miss, or a package that is not kept: it is counted, and the tier is left alone for a while. Neither ever
-raises, and neither holds a lock of this process while it waits for a disk or a network.
+Engine process: `load` runs in reader threads, several at once, `save` in the tier's writer thread. Whatever goes wrong
+is a miss, or a package that is not kept: it is counted, and the tier is left alone for a while. Neither ever raises,
+and neither holds a lock of this process while it waits for a disk or a network.
 """
 
 import logging
@@ -42,9 +42,9 @@ class LastingTier(ABC):
     ttl_s: int = 0
     """Seconds that a package is kept without use; 0 for ever."""
 
-    def __init__(self, reading: Breaker, writing: Breaker, key: PlainCodec = PLAIN) -> None:
+    def __init__(self, reading: Breaker, writing: Breaker, codec: PlainCodec = PLAIN) -> None:
         self.counters = Counters(self.name)
-        self._key = key
+        self._codec = codec
         self._reading = reading
         self._writing = writing
         self._loads: dict[object, float] = {}  # on their way: when each should give up
@@ -93,12 +93,12 @@ class LastingTier(ABC):
         start = time.perf_counter()
         try:
             written = 0
-            name = name_of(identity, self._key)
+            name = name_of(identity, self._codec)
             if not self._renew(name):
                 parts: list[Buffer] = [head(identity, shape, features), *_pieces(features)]
                 content_bytes = sum(map(len, parts))
-                written = self._key.num_bytes(content_bytes)
-                self._write(name, self._key.parts(bytes.fromhex(name), parts, content_bytes), written)
+                written = self._codec.num_bytes(content_bytes)
+                self._write(name, self._codec.parts(bytes.fromhex(name), parts, content_bytes), written)
         except self.failures as error:
             self._fail(self._writing, error)
             return False
@@ -123,11 +123,11 @@ class LastingTier(ABC):
             logger.exception("mmcache could not tidy %s; serving goes on", self.name)
 
     def _load(self, identity: Identity, shape: Shape, reserve: Callable[[], memoryview | None], until: float) -> bool:
-        name = name_of(identity, self._key)
+        name = name_of(identity, self._codec)
         try:
             try:
-                with self._open(name) as sealed:
-                    source = sealed and self._key.opened(sealed, bytes.fromhex(name))
+                with self._open(name) as entry:
+                    source = entry and self._codec.opened(entry, bytes.fromhex(name))
                     filled = source is not None and self._fill(source, Check(identity, shape), reserve, until)
                 if filled:  # only now, since the source may have had a connection of its own
                     self._use(name)
@@ -170,38 +170,38 @@ class LastingTier(ABC):
         self.counters.add(errors=1)
         breaker.failed(error)
 
-    def _use(self, key: str) -> None:  # noqa: B027
+    def _use(self, name: str) -> None:  # noqa: B027
         """A package was read: it lives for another `ttl_s`, where opening it does not say so. Raises nothing."""
 
     def _tidy(self) -> None:  # noqa: B027
         """As `tidy`. Raises: one of `failures`."""
 
     @abstractmethod
-    def _open(self, key: str) -> AbstractContextManager[Source | None]:
-        """What lies under `key`; None for a miss. Reading it raises Late where that took longer than `until`.
+    def _open(self, name: str) -> AbstractContextManager[Source | None]:
+        """The entry `name`; None for a miss. Raises: StoreCorrupt, or one of `failures`.
 
-        Raises, as reading does: StoreCorrupt, or one of `failures`.
+        Reading the entry raises the same, and DeadlineExceeded where that took longer than `until`.
         """
 
     @abstractmethod
-    def _renew(self, key: str) -> bool:
-        """Whether there is a package under `key`; if so, it is now used last. Raises: one of `failures`."""
+    def _renew(self, name: str) -> bool:
+        """Whether there is a package `name`; if so, it is now the most recently used. Raises: one of `failures`."""
 
     @abstractmethod
-    def _write(self, key: str, parts: Iterable[Buffer], num_bytes: int) -> None:
-        """Put a package, parts that follow each other, under `key`, as a whole or not at all.
+    def _write(self, name: str, parts: Iterable[Buffer], num_bytes: int) -> None:
+        """Put a package, parts that follow each other, under `name`, as a whole or not at all.
 
-        Raises: one of `failures`.
+        Each part is valid until the next one is taken; num_bytes is of all parts. Raises: one of `failures`.
         """
 
     @abstractmethod
-    def _reject(self, key: str) -> None:
-        """Take what lies under `key` out of service. Raises: one of `failures`."""
+    def _reject(self, name: str) -> None:
+        """Take what lies under `name` out of service. Raises: one of `failures`."""
 
 
-def name_of(identity: Identity, key: PlainCodec) -> str:
-    """What a package of that identity is called in tiers with that key, 64 hex digits."""
-    return key.name(bytes.fromhex(identity.key)).hex()
+def name_of(identity: Identity, codec: PlainCodec) -> str:
+    """What a package of that identity is called in tiers with that codec, 64 hex digits."""
+    return codec.name(bytes.fromhex(identity.key)).hex()
 
 
 def _pieces(features: memoryview) -> list[memoryview]:

@@ -13,7 +13,7 @@ copied. Any process; imports neither torch nor numpy.
 import json
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from struct import Struct
 
 from blake3 import blake3
@@ -81,7 +81,7 @@ class Record:
     def text(self) -> str:
         """The record as it is written, in ASCII; the checksum covers it."""
         fields = {
-            "identity": asdict(self.identity),
+            "identity": self.identity.as_json(),
             "dtype": self.shape.dtype,
             "shape": [self.shape.num_tokens, self.shape.width],
         }
@@ -191,7 +191,7 @@ def read_record(packed: Buffer) -> Record:
         raise kind(f"format {seen[:80]!r}, expected {FORMAT!r}")
     try:
         fields = json.loads(metadata["record"])
-        identity = Identity(**fields["identity"])
+        identity = Identity.from_json(fields["identity"])
         identity.key  # noqa: B018  raises for a field that is no text
         num_tokens, width = fields["shape"]
         record = Record(identity, Shape(num_tokens, width, fields["dtype"]), str(metadata["blake3"]))

@@ -7,6 +7,7 @@ but can plant features, so it must be as trusted as the replicas are.
 
 Packages are large, and the server has one thread: they go there in pieces, under a name of the writer's own, which
 becomes the package's name when all of it is there. So a reader finds a whole package or none.
+Engine process; reader and writer threads.
 """
 
 from collections.abc import Iterable
@@ -56,7 +57,7 @@ class RemoteTier(LastingTier):
         max_bytes: int,
         timeout_s: float,
         rest_s: float = FIRST_REST_S,
-        key: PlainCodec = PLAIN,
+        codec: PlainCodec = PLAIN,
     ) -> None:
         shown = redact(url)
         reading, writing = (f"feature store {shown} ({what})" for what in ("reading", "writing"))
@@ -66,26 +67,26 @@ class RemoteTier(LastingTier):
             reading=Breaker(reading, rest_s, LONGEST_REST_S),
             # Apart: what a full server holds can still be read.
             writing=Breaker(writing, rest_s, LONGEST_REST_S),
-            key=key,
+            codec=codec,
         )
         self._url = url
         self.max_bytes = max_bytes
         self.ttl_s = ttl_s
         self._slow_s = timeout_s * MAX_TIMEOUTS
 
-    def _open(self, key: str) -> AbstractContextManager[Value | None]:
-        return self._nodes.open(PREFIX + key, self._slow_s)
+    def _open(self, name: str) -> AbstractContextManager[Value | None]:
+        return self._nodes.open(PREFIX + name, self._slow_s)
 
-    def _renew(self, key: str) -> bool:
-        return _renew(self._writing_nodes, PREFIX + key, self.ttl_s)
+    def _renew(self, name: str) -> bool:
+        return _extend_ttl(self._writing_nodes, PREFIX + name, self.ttl_s)
 
-    def _use(self, key: str) -> None:
+    def _use(self, name: str) -> None:
         with suppress(Exception):  # a server that may only be read; what it holds is served all the same
-            _renew(self._nodes, PREFIX + key, self.ttl_s)
+            _extend_ttl(self._nodes, PREFIX + name, self.ttl_s)
 
-    def _write(self, key: str, parts: Iterable[Buffer], num_bytes: int) -> None:
+    def _write(self, name: str, parts: Iterable[Buffer], num_bytes: int) -> None:
         # The braces have it on the node of a cluster that has the package: a name can't go from one to another.
-        incoming = f"{INCOMING}{{{PREFIX}{key}}}:{uuid4().hex}"
+        incoming = f"{INCOMING}{{{PREFIX}{name}}}:{uuid4().hex}"
 
         def write(client: "redis.Redis") -> None:
             sent_bytes = 0
@@ -99,7 +100,7 @@ class RemoteTier(LastingTier):
                             raise redis.ResponseError("what was written before is gone: is the server full?")
                 with client.pipeline(transaction=False) as together:
                     _ = together.expire(incoming, self.ttl_s) if self.ttl_s else together.persist(incoming)
-                    together.rename(incoming, PREFIX + key)
+                    together.rename(incoming, PREFIX + name)
                     together.execute()
             except redis.ResponseError:
                 with suppress(redis.RedisError):  # it expires
@@ -116,11 +117,11 @@ class RemoteTier(LastingTier):
             nodes.drop()
         super()._fail(breaker, error_without_secrets(error, self._url))
 
-    def _reject(self, key: str) -> None:
-        self._nodes.run(PREFIX + key, lambda client: client.unlink(PREFIX + key))
+    def _reject(self, name: str) -> None:
+        self._nodes.run(PREFIX + name, lambda client: client.unlink(PREFIX + name))
 
 
-def _renew(nodes: Nodes, name: str, ttl_s: int) -> bool:
+def _extend_ttl(nodes: Nodes, name: str, ttl_s: int) -> bool:
     """Whether there is such an entry, which now lives for `ttl_s`. Raises: as `Nodes.run`."""
     if ttl_s:
         return bool(nodes.run(name, lambda client: client.expire(name, ttl_s)))

@@ -16,12 +16,11 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_mmcache.base import settings, status, tenant
 from vllm_mmcache.base.arguments import argument
-from vllm_mmcache.components.identity import audit
-from vllm_mmcache.components.identity import identifiers as layout
+from vllm_mmcache.components.identity import audit, identifiers
 from vllm_mmcache.components.identity.aliases import ALIASES
 from vllm_mmcache.content import client_hashes, content_name, media_tenant
 from vllm_mmcache.content.request_id import RequestScopedId
-from vllm_mmcache.content.tenant_source import source
+from vllm_mmcache.content.tenant_source import configured_source
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters
 
@@ -62,7 +61,7 @@ async def serve_batch_line(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     A line has no headers, so its body's cache_salt holds what a header or key would hold.
     """
     salt = getattr(argument(wrapped, args, kwargs, "request").body, "cache_salt", None)
-    tenant.SALT.set(source().salt_of(salt) if salt and status.is_on("identity") else None)
+    tenant.SALT.set(configured_source().salt_of(salt) if salt and status.is_on("identity") else None)
     return await wrapped(*args, **kwargs)
 
 
@@ -249,16 +248,16 @@ def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             return name
         is_unreadable = _check_claim(modality, name, item)
         if shared and name is not None:
-            return layout.name_identifier(modality, name, arguments, salt)
+            return identifiers.name_identifier(modality, name, arguments, salt)
         if item is None:
             assert name is not None  # vLLM has checked that
             found = ALIASES.find(modality, name, salt)
             if found is None:
-                return layout.unknown_identifier(modality, name, salt)
+                return identifiers.unknown_identifier(modality, name, salt)
             content_id = found
         elif name is not None and not is_unreadable:
             ALIASES.bind(modality, name, salt, content_id)
-        return layout.identifier(modality, content_id, arguments, salt)
+        return identifiers.identifier(modality, content_id, arguments, salt)
 
     by_name = {modality: [*map(settled, found, names[modality])] for modality, found in items.items()}
     # A vLLM with the patch content-bound-uuids would put content in the place of the identifiers, tenants included.
@@ -267,11 +266,11 @@ def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         instance, mm_uuid_items=by_name, hf_processor_mm_kwargs={}, media_io_kwargs={}, **as_given
     )
     content_ids = wrapped.__func__(bare, *args, **kwargs)
-    identifiers = {
+    final_identifiers = {
         modality: [final(modality, *one) for one in zip(found, names[modality], content_ids[modality], strict=True)]
         for modality, found in items.items()
     }
-    final_inputs = dataclasses.replace(instance, mm_uuid_items=identifiers, **as_given)
+    final_inputs = dataclasses.replace(instance, mm_uuid_items=final_identifiers, **as_given)
     return wrapped.__func__(final_inputs, *args, **kwargs)
 
 
@@ -292,7 +291,7 @@ def _request(renderer: Any, prompt: Mapping[str, Any]) -> Iterator[None]:
             if name is not None:
                 _check_name(name)
     if settings.current().requires_tenant and not salt and (names or prompt.get("multi_modal_data")):
-        named_by = tenant.SOURCE.get()
+        named_by = tenant.REQUEST_SOURCE.get()
         raise VLLMValidationError(
             f"{named_by.in_words()} is required for requests with images, videos or audio.",
             parameter=named_by.parameter(),
@@ -329,10 +328,12 @@ def _check_claim(modality: str, name: str | None, item: Any) -> bool:
 def _check_name(name: object) -> None:
     if not isinstance(name, str):
         raise VLLMValidationError("A 'uuid' must be a string.", parameter="uuid")
-    if len(name) > layout.MAX_NAME_CHARS:
-        audit.note(counters.ALIASES_TOO_LONG, f"a client sent a uuid of more than {layout.MAX_NAME_CHARS} characters")
+    if len(name) > identifiers.MAX_NAME_CHARS:
+        audit.note(
+            counters.ALIASES_TOO_LONG, f"a client sent a uuid of more than {identifiers.MAX_NAME_CHARS} characters"
+        )
         raise VLLMValidationError(
-            f"A 'uuid' must be at most {layout.MAX_NAME_CHARS} characters, got {len(name)}.", parameter="uuid"
+            f"A 'uuid' must be at most {identifiers.MAX_NAME_CHARS} characters, got {len(name)}.", parameter="uuid"
         )
     check_text("uuid", name)
 
@@ -353,7 +354,7 @@ def check_text(parameter: str, text: str) -> None:
 def _arguments(inputs: Any) -> str:
     """The request's own arguments as text; "" where it has none."""
     given = (inputs.hf_processor_mm_kwargs, inputs.media_io_kwargs)
-    return layout.canonical(given) if any(given) else ""
+    return identifiers.canonical(given) if any(given) else ""
 
 
 def _without(kwargs: Mapping[str, Any], name: str) -> dict[str, Any]:

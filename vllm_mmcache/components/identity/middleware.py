@@ -26,7 +26,7 @@ class FindTenant:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Call, send: Call) -> None:
         """Serve one ASGI call, whatever the task inherited. Raises: what the application raises."""
         tenant.SALT.set(None)
-        tenant.SOURCE.set(self.source)
+        tenant.REQUEST_SOURCE.set(self.source)
         if self.source.is_gateway and (scope["type"] == "websocket" or scope.get("method") == "POST"):
             try:
                 tenant.SALT.set(self.source.salt_in(scope["headers"]))

@@ -18,12 +18,12 @@ from vllm_mmcache.base.errors import TenantError
 from vllm_mmcache.components.identity.hooks import check_text
 from vllm_mmcache.components.identity.middleware import FindTenant, refusal
 from vllm_mmcache.content import client_hashes
-from vllm_mmcache.content.tenant_source import source
+from vllm_mmcache.content.tenant_source import configured_source
 
 
 def use_on(app: Any) -> None:
     """Install both ways on vLLM's FastAPI application. Called once, while the application is built."""
-    app.user_middleware.append(Middleware(FindTenant, source=source()))  # the first is the outermost
+    app.user_middleware.append(Middleware(FindTenant, source=configured_source()))  # the first is the outermost
     app.dependency_overrides[validate_json_request] = find_tenant_in_body
     app.add_exception_handler(TenantError, _refuse)
 
@@ -42,7 +42,7 @@ async def find_tenant_in_body(raw_request: Request) -> None:
     client_hashes.GIVEN.set(features is not None)
     if salt is None or not status.is_on("identity"):
         return
-    tenants = tenant.SOURCE.get()
+    tenants = tenant.REQUEST_SOURCE.get()
     tenants.check_body(salt)
     if not tenants.is_gateway:
         validate_cache_salt(salt)

@@ -14,7 +14,7 @@ from vllm_mmcache.components.image_checkpoints.positions import KINDS, Checkpoin
 
 PATIENCE = 32  # checkpoints of a kind evicted unused in a row, until the kind is given up
 PROBE_EVERY = 16  # then one request in so many makes some all the same, to find out whether they pay again
-LOOK_AT = 8  # live checkpoints that are looked at per request; more than a request makes, so the sweep keeps up
+LOOK_AT = 8  # tracked checkpoints that are looked at per request; more than a request makes, so the sweep keeps up
 
 
 @dataclass
@@ -46,7 +46,9 @@ class Backoff:
 
 
 @dataclass
-class _Live:
+class _Tracked:
+    """A checkpoint that the KV cache holds, as far as is known, and whether a hit has ended at it."""
+
     checkpoint: Checkpoint
     was_used: bool = False
 
@@ -56,10 +58,10 @@ class TrackedCheckpoints:
 
     def __init__(self, backoff: Backoff) -> None:
         self.backoff = backoff
-        self._live: OrderedDict[bytes, _Live] = OrderedDict()
+        self._tracked: OrderedDict[bytes, _Tracked] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._tracked)
 
     def size(self) -> Size:
         """How many there are. The KV cache is theirs and vLLM's, and has the bound."""
@@ -67,32 +69,32 @@ class TrackedCheckpoints:
 
     def add(self, key: bytes, checkpoint: Checkpoint) -> bool:
         """A checkpoint was made; False if it is known already."""
-        if key in self._live:
+        if key in self._tracked:
             return False
-        self._live[key] = _Live(checkpoint)
+        self._tracked[key] = _Tracked(checkpoint)
         return True
 
     def use(self, key: bytes) -> bool:
         """A prefix hit ended at this key; False if that is no checkpoint."""
-        live = self._live.get(key)
-        if live is None:
+        tracked = self._tracked.get(key)
+        if tracked is None:
             return False
-        live.was_used = True
-        self.backoff.record_hit(live.checkpoint.kinds)
+        tracked.was_used = True
+        self.backoff.record_hit(tracked.checkpoint.kinds)
         return True
 
     def sweep(self, is_cached: Callable[[bytes], bool]) -> int:
         """Look at the next few; returns how many of them were evicted unused."""
         unused = 0
-        for _ in range(min(LOOK_AT, len(self._live))):
-            key, live = self._live.popitem(last=False)
+        for _ in range(min(LOOK_AT, len(self._tracked))):
+            key, tracked = self._tracked.popitem(last=False)
             if is_cached(key):
-                self._live[key] = live
-            elif not live.was_used:
-                self.backoff.wastes(live.checkpoint.kinds)
+                self._tracked[key] = tracked
+            elif not tracked.was_used:
+                self.backoff.wastes(tracked.checkpoint.kinds)
                 unused += 1
         return unused
 
     def clear(self) -> None:
         """The KV cache was reset, which says nothing about what pays."""
-        self._live.clear()
+        self._tracked.clear()

@@ -40,19 +40,19 @@ class Checkpoints:
         self.lookahead_tokens = _lookahead_tokens(coordinator)
         self.group = next(m for m in coordinator.single_type_managers if is_sparse(m)).kv_cache_group_id
         self.backoff = Backoff()
-        self.live = TrackedCheckpoints(self.backoff)
-        table_sizes.of_engine("checkpoints", self.live.size)
+        self.tracked = TrackedCheckpoints(self.backoff)
+        table_sizes.of_engine("checkpoints", self.tracked.size)
         self._cached = self.pool.cached_block_hash_to_block
 
     def plan(self, request: Any, hit_tokens: int, junction_tokens: int) -> None:
         """Choose the checkpoints of a request that was looked up; every step anew while it waits, which is cheap."""
         if self._cached is not self.pool.cached_block_hash_to_block:  # reset_prefix_cache makes a new one
             self._cached = self.pool.cached_block_hash_to_block
-            self.live.clear()
+            self.tracked.clear()
         kept = getattr(request, PLAN, None)
         if kept is not None and kept.hit_tokens == hit_tokens:
             return
-        if hit_tokens and self.live.use(self._key(request, hit_tokens)):
+        if hit_tokens and self.tracked.use(self._key(request, hit_tokens)):
             counters.CHECKPOINTS_USED.add()
             counters.CHECKPOINT_TOKENS_SAVED.add(hit_tokens)
         if not request.mm_features:
@@ -64,7 +64,7 @@ class Checkpoints:
         for checkpoint in found:
             if checkpoint.tokens == junction:  # it would have been used
                 self.backoff.record_hit(checkpoint.kinds)
-        counters.CHECKPOINTS_EVICTED_UNUSED.add(self.live.sweep(self._is_cached))
+        counters.CHECKPOINTS_EVICTED_UNUSED.add(self.tracked.sweep(self._is_cached))
         if kept is None:
             kinds = self.backoff.ask()
             counters.CHECKPOINT_REQUESTS_BACKED_OFF.add(kinds != KINDS)
@@ -93,14 +93,17 @@ class Checkpoints:
                 continue
             first = max(before, end - -(-(window - 1) // manager.block_size), 0)
             kept = [block for block in blocks[min(first, end - 1) : end + proof] if block.block_hash is not None]
-            if manager.kv_cache_group_id == self.group and self.live.add(
+            if manager.kv_cache_group_id == self.group and self.tracked.add(
                 self._key(request, checkpoint.tokens), checkpoint
             ):
                 counters.CHECKPOINTS_MADE.add()
             counters.CHECKPOINT_BLOCKS.add(len(kept))
 
     def _key(self, request: Any, tokens: int) -> bytes:
-        """The block key of the prefix of `tokens` tokens, which says everything that the prefix depends on."""
+        """The block key of the prefix of `tokens` tokens, which says everything that the prefix depends on.
+
+        tokens: at least one block.
+        """
         return bytes(request.block_hashes[tokens // self.pool.hash_block_size - 1])
 
     def _is_cached(self, key: bytes) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows what the components count, and says of each request what was reused.
+"""Records for each request what was reused and why the rest was not. API server and engine.
 
 Reads counters; no component imports it.
 """

@@ -21,8 +21,8 @@ from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.components.lazy_media.lazy_image import LazyImage
 from vllm_mmcache.components.observe.record import wire
-from vllm_mmcache.components.observe.record.asked import UNKNOWN, Layers, RequestSnapshot
 from vllm_mmcache.components.observe.record.digests import salt_class
+from vllm_mmcache.components.observe.record.pending import UNKNOWN, Layers, RequestSnapshot
 from vllm_mmcache.components.observe.record.recorder import RECORDER, message_digest
 from vllm_mmcache.components.observe.record.schema import REQUEST_ID_CHARS
 from vllm_mmcache.components.observe.record.turns import Marks, find_marks

@@ -18,7 +18,7 @@ from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
 from vllm_mmcache.storage.frame import HEAD_BYTES, MAX_VALUE_BYTES
 from vllm_mmcache.storage.records import database
 from vllm_mmcache.storage.records.database import Busy, Database
-from vllm_mmcache.storage.records.place import Place, unsealed
+from vllm_mmcache.storage.records.place import Place, value_in
 
 FOLDER = "records"
 FIRST_REST_S = 30.0
@@ -50,13 +50,13 @@ class DiskPlace(Place):
         *,
         ttl_s: int = 0,
         rest_s: float = FIRST_REST_S,
-        key: PlainCodec = PLAIN,
+        codec: PlainCodec = PLAIN,
     ) -> None:
         self.folder = Path(place).absolute() / FOLDER
-        super().__init__(str(place), rest_s, LONGEST_REST_S, key)
+        super().__init__(str(place), rest_s, LONGEST_REST_S, codec)
         self._budget_bytes = budget_bytes
         # One that is longer than ours can be is not read.
-        most_bytes = key.num_bytes(HEAD_BYTES + MAX_VALUE_BYTES)
+        most_bytes = codec.num_bytes(HEAD_BYTES + MAX_VALUE_BYTES)
         self._frame = f"iif(typeof(frame) = 'blob' AND length(frame) <= {most_bytes}, frame, x'')"
         self.ttl_s = ttl_s
         self._reading_from = Database(self.folder, READ_WAIT_S, makes=False)
@@ -91,7 +91,7 @@ class DiskPlace(Place):
     def check(self) -> tuple[int, int, str | None]:
         """How many records are whole, how many were not and are removed, and the file, if it had to be set aside.
 
-        What another key has sealed is left alone, and not counted. Raises: as `sweep`.
+        What another key has encrypted is left alone, and not counted. Raises: as `sweep`.
         """
 
         def work(connection: sqlite3.Connection) -> tuple[int, int]:
@@ -102,7 +102,7 @@ class DiskPlace(Place):
             for row, key, framed in connection.execute(f"SELECT rowid, key, {self._frame} FROM records"):
                 if self._is_whole(key, framed):
                     num_good += 1
-                elif not (isinstance(framed, bytes) and self._key.has_other_key(framed)):
+                elif not (isinstance(framed, bytes) and self._codec.has_other_key(framed)):
                     bad.append((row,))
             connection.executemany("DELETE FROM records WHERE rowid = ?", bad)
             return num_good, len(bad)
@@ -148,8 +148,8 @@ class DiskPlace(Place):
             with suppress(Busy):
                 one.close()
 
-    def _is_whole(self, name: object, sealed: object) -> bool:
-        return isinstance(name, bytes) and isinstance(sealed, bytes) and unsealed(name, sealed, self._key) is not None
+    def _is_whole(self, name: object, entry: object) -> bool:
+        return isinstance(name, bytes) and isinstance(entry, bytes) and value_in(name, entry, self._codec) is not None
 
     def _run(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
         return self._writing_to.run(work) if database.current(self.folder) is not None else None

@@ -54,9 +54,9 @@ class Place(ABC):
     ttl_s: int = 0
     """Seconds that a record is kept without use; 0 for ever."""
 
-    def __init__(self, where: str, rest_s: float, longest_rest_s: float, key: PlainCodec = PLAIN) -> None:
+    def __init__(self, where: str, rest_s: float, longest_rest_s: float, codec: PlainCodec = PLAIN) -> None:
         self.counts = Counts(self.name)
-        self._key = key
+        self._codec = codec
         self._reading = Breaker(f"records in {where} (reading)", rest_s, longest_rest_s)
         # Apart: what a full disk or server holds can still be read.
         self._writing = Breaker(f"records in {where} (writing)", rest_s, longest_rest_s)
@@ -92,7 +92,7 @@ class Place(ABC):
         num_kept = 0
         if not self._writing.resting():
             try:
-                num_kept = self._save(dict(self._sealed(key, value) for key, value in values.items()))
+                num_kept = self._save(dict(self._encrypted(key, value) for key, value in values.items()))
                 self._writing.worked()
             except self.failures as error:
                 self._fail(self._writing, error)
@@ -126,12 +126,12 @@ class Place(ABC):
         breaker.failed(error)
 
     def _read(self, key: bytes) -> Entry | None:
-        name = self._key.name(key)
+        name = self._codec.name(key)
         found = self._load(name)
         if found is None:
             return None
-        sealed, written_s = found
-        value = unsealed(name, sealed, self._key)
+        encrypted, written_s = found
+        value = value_in(name, encrypted, self._codec)
         if value is None:  # the next one who puts this key writes over it
             self.counts.add(corrupt=1)
             return None
@@ -140,9 +140,9 @@ class Place(ABC):
     def _tidy(self) -> None:  # noqa: B027
         """As `tidy`. Raises: one of `failures`."""
 
-    def _sealed(self, key: bytes, value: bytes) -> tuple[bytes, bytes]:
-        name = self._key.name(key)
-        return name, self._key.encrypt(name, frame(name, value))
+    def _encrypted(self, key: bytes, value: bytes) -> tuple[bytes, bytes]:
+        name = self._codec.name(key)
+        return name, self._codec.encrypt(name, frame(name, value))
 
     @abstractmethod
     def _load(self, key: bytes) -> tuple[bytes, float] | None:
@@ -153,9 +153,9 @@ class Place(ABC):
         """Store these frames, instead of older ones. Returns how many were stored. Raises: one of `failures`."""
 
 
-def unsealed(name: bytes, sealed: bytes, key: PlainCodec) -> bytes | None:
-    """The value of the record in the entry `name`; None if it holds no whole record."""
+def value_in(name: bytes, entry: bytes, codec: PlainCodec) -> bytes | None:
+    """The value of the record in the bytes of the entry `name`; None if it holds no whole record."""
     try:
-        return unframe(name, key.decrypt(name, sealed))
+        return unframe(name, codec.decrypt(name, entry))
     except StoreCorrupt:
         return None

@@ -44,20 +44,20 @@ class Records:
         below: list[Place] = []
         try:
             directory, url = store_in_use(settings)
-            key = encryption.of(settings.store_key_file)
+            codec = encryption.of(settings.store_key_file)
         except SettingsError as error:
             logger.warning("mmcache keeps records in RAM alone: %s", error)
             return cls(settings.records_ram_bytes)
         if directory is not None and settings.records_disk_bytes:
             from vllm_mmcache.storage.records.disk import DiskPlace
 
-            below.append(DiskPlace(directory, settings.records_disk_bytes, ttl_s=settings.store_ttl, key=key))
+            below.append(DiskPlace(directory, settings.records_disk_bytes, ttl_s=settings.store_ttl, codec=codec))
         if url is not None:
             from vllm_mmcache.storage.records.remote import RemotePlace  # imports redis
 
             try:
                 timeout_s = settings.store_remote_timeout_s
-                below.append(RemotePlace(url, ttl_s=settings.store_ttl, timeout_s=timeout_s, key=key))
+                below.append(RemotePlace(url, ttl_s=settings.store_ttl, timeout_s=timeout_s, codec=codec))
             except SettingsError as error:
                 logger.warning("mmcache keeps no records there: %s", error)
         return cls(settings.records_ram_bytes, below)

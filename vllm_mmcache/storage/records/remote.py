@@ -38,12 +38,12 @@ class RemotePlace(Place):
     failures = (Exception,)  # a server that is no Redis makes redis-py raise anything
 
     def __init__(
-        self, url: str, *, ttl_s: int, timeout_s: float, rest_s: float = FIRST_REST_S, key: PlainCodec = PLAIN
+        self, url: str, *, ttl_s: int, timeout_s: float, rest_s: float = FIRST_REST_S, codec: PlainCodec = PLAIN
     ) -> None:
         shown = redact(url)
         self._nodes = Nodes(url, timeout_s, f"records in {shown} (reading)")
         self._writing_nodes = Nodes(url, max(timeout_s, WRITE_TIMEOUT_S), f"records in {shown} (writing)")
-        super().__init__(shown, rest_s, LONGEST_REST_S, key)
+        super().__init__(shown, rest_s, LONGEST_REST_S, codec)
         self._url = url
         self.ttl_s = ttl_s
         self._timeout_s = timeout_s
@@ -69,7 +69,7 @@ class RemotePlace(Place):
             with self._nodes.open(PREFIX + key.hex(), self._timeout_s * MAX_TIMEOUTS) as value:
                 if value is None:
                     return None
-                most_bytes = self._key.num_bytes(HEAD_BYTES + MAX_VALUE_BYTES)
+                most_bytes = self._codec.num_bytes(HEAD_BYTES + MAX_VALUE_BYTES)
                 framed = bytearray(min(value.num_bytes, most_bytes))
                 value.read_into(0, memoryview(framed), monotonic() + self._timeout_s * MAX_TIMEOUTS)
         except StoreCorrupt:  # of another type, or cut meanwhile

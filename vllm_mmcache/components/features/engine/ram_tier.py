@@ -44,8 +44,8 @@ class Slot:
 class RamTier:
     """Slots in `num_bytes` of memory, each in one piece, aligned to ALIGN_BYTES.
 
-    keeps=False: the memory is for transit alone. A slot goes when it was used and nobody holds it, and no tier is owed
-    it.
+    keeps=False: features only pass through the memory, between a rank and the tiers below. A slot goes when it was
+    used, nobody holds it and each tier that shall have it does (`Slot.pending_tiers` is empty).
     """
 
     name = "ram"
@@ -55,13 +55,13 @@ class RamTier:
         self._size = num_bytes // ALIGN_BYTES * ALIGN_BYTES
         self._keeps = keeps
         self._gaps: Gaps = [(0, self._size)] if self._size else []
-        self._held_bytes = 0
-        # Published, or being filled; used last comes last. What is not in here goes when it is released.
+        self._used_bytes = 0
+        # Published, or being filled; the most recently used comes last. What is not in here goes when it is released.
         self._slots: OrderedDict[str, Slot] = OrderedDict()
         self._lock = threading.Lock()
 
     def find(self, key: str) -> Slot | None:
-        """What is published under `key`, which is then the one used last; held for the caller, who releases it."""
+        """What is published under `key`, which is then the most recently used; held for the caller, who releases it."""
         with self._lock:
             slot = self._published(key)
             if slot is None:
@@ -75,7 +75,7 @@ class RamTier:
 
     def size(self) -> Size:
         """What there is, and what there may be."""
-        return Size(len(self._slots), self._held_bytes, self._size)
+        return Size(len(self._slots), self._used_bytes, self._size)
 
     def has(self, key: str) -> bool:
         """Whether `find` would find it now; counts nothing."""
@@ -90,7 +90,7 @@ class RamTier:
             return slot
 
     def reserve(self, key: str, num_bytes: int) -> Slot | None:
-        """Room for `num_bytes` that the caller holds, fills, and publishes or abandons; older slots go for it.
+        """Room for `num_bytes` that the caller holds, fills, and publishes or discards; older slots go for it.
 
         None where the key is published or being filled, or where there is no room beside what is held (dropped).
         Raises: ValueError for less than one byte.
@@ -111,8 +111,8 @@ class RamTier:
             if slot.end < end:
                 self._gaps.insert(at, (slot.end, end))
             self._slots[key] = slot
-            self._held_bytes += slot.end - slot.offset
-            self.counters.hold(self._held_bytes)
+            self._used_bytes += slot.end - slot.offset
+            self.counters.hold(self._used_bytes)
             return slot
 
     def publish(self, slot: Slot) -> None:
@@ -172,8 +172,8 @@ class RamTier:
         if self._is_known(slot):
             del self._slots[slot.key]
         _give(self._gaps, slot.offset, slot.end)
-        self._held_bytes -= slot.end - slot.offset
-        self.counters.hold(self._held_bytes)
+        self._used_bytes -= slot.end - slot.offset
+        self.counters.hold(self._used_bytes)
 
     def _require_held(self, slot: Slot) -> None:
         if slot.num_holders < 1:

@@ -32,7 +32,7 @@ MOST_READERS = 4  # threads that read from one tier; of two on one core, each wo
 RENEW_S = 3600.0  # what is used in RAM for so long is marked as used in the tiers below, too
 LONGEST_LOAD_S = 10.0  # a package that takes longer is given up, whoever waits for it
 # A header holds the identity as a whole; our own content ids have 64 characters.
-MAX_CONTENT_ID_CHARS = 16 * 1024
+MAX_IDENTIFIER_CHARS = 16 * 1024
 
 
 @dataclass(eq=False)
@@ -129,11 +129,12 @@ class Store:
         self.ram.release(slot)
 
     def reserve(self, identity: Identity, shape: Shape) -> Slot | None:
-        """Room that a rank will fill; then `keep` or `abandon` it. None where there is none, or it is being filled."""
+        """Room that a rank will fill; then `keep` or `discard` it. None where there is none, or it is being filled."""
         with self._changed:
             under_way = self._fetches.get(identity.key)
             if under_way is not None and under_way.is_probe and not under_way.is_stuck:
-                return None  # the tower, which does not wait for it, would keep it from measuring
+                # A load is being timed: if the tower filled the slot first, there would be no measurement.
+                return None
             slot = self._reserve(identity, shape)
             if slot is not None:  # whoever wants it meanwhile waits for the rank
                 self._fetches.setdefault(identity.key, Fetch(identity, shape)).is_filled_by_rank = True
@@ -171,7 +172,7 @@ class Store:
     def _ask_from(self, fetch: Fetch, index: int) -> None:
         """Have the next tier asked that is worth it; without one the fetch is done."""
         for number, tier in enumerate(self.below[index:], index):
-            if fetch.is_done or fetch.is_filled_by_rank or len(fetch.identity.content_id) > MAX_CONTENT_ID_CHARS:
+            if fetch.is_done or fetch.is_filled_by_rank or len(fetch.identity.identifier) > MAX_IDENTIFIER_CHARS:
                 break
             if tier.resting():
                 tier.counters.add(misses=1)
@@ -237,7 +238,7 @@ class Store:
         self.ram.release(slot)
 
     def _reserve(self, identity: Identity, shape: Shape) -> Slot | None:
-        if len(identity.content_id) > MAX_CONTENT_ID_CHARS:
+        if len(identity.identifier) > MAX_IDENTIFIER_CHARS:
             self.ram.counters.add(dropped=1)
             return None
         return self.ram.reserve(identity.key, shape.num_bytes + SEAL_BYTES)
@@ -256,12 +257,12 @@ def open_tiers(settings: Settings) -> list[LastingTier]:
     Raises: SettingsError for a URL that is none of Redis or Valkey, and for a key that can't be used.
     """
     directory, url = store_in_use(settings)
-    key = encryption.of(settings.store_key_file)
+    codec = encryption.of(settings.store_key_file)
     below: list[LastingTier] = []
     if directory is not None:
         from vllm_mmcache.components.features.disk import DiskTier
 
-        below.append(DiskTier(directory, settings.store_disk_bytes, ttl_s=settings.store_ttl, key=key))
+        below.append(DiskTier(directory, settings.store_disk_bytes, ttl_s=settings.store_ttl, codec=codec))
     if url is not None:
         from vllm_mmcache.components.features.remote import RemoteTier  # imports redis
 
@@ -271,7 +272,7 @@ def open_tiers(settings: Settings) -> list[LastingTier]:
                 ttl_s=settings.store_ttl,
                 max_bytes=settings.store_remote_max_bytes,
                 timeout_s=settings.store_remote_timeout_s,
-                key=key,
+                codec=codec,
             )
         )
     return below

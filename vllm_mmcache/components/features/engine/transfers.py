@@ -56,13 +56,13 @@ class Ranks:
         """Whether features of this modality are kept."""
         return modality == "image" or (modality == "video" and bool(self._facts.get("video")))
 
-    def identity(self, content_id: str, modality: str = "image") -> Identity | None:
+    def identity(self, identifier: str, modality: str = "image") -> Identity | None:
         """What features of an image or a video depend on; None while the weights are not known."""
         if not self.generation():
             return None
         of_videos = f" {self._facts['video']}" if modality == "video" else ""
         return Identity(
-            content_id=content_id,
+            identifier=identifier,
             model=self._known[1],
             processor=self._facts["processor"] + of_videos,
             dtype=self.dtype,
@@ -107,7 +107,7 @@ class TransferTracker:
         return SlotRef(self._num_loads, mm_hash, slot.offset, shape)
 
     def save(self, mm_hash: str, slot: Slot, identity: Identity, shape: Shape) -> SlotRef:
-        """Where the first rank is to put features. `slot` is kept once its seal is there, or else abandoned.
+        """Where the first rank is to put features. `slot` is kept once its seal is there, or else discarded.
 
         Never waits. Numbers of saves grow from 1.
         """

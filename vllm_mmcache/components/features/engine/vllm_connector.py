@@ -49,7 +49,8 @@ class _Wanted:
     """vLLM's: its data is replaced where pixels are made after all."""
     pixels: Any
     """What the processor made of it, where its name does not say what it shows; else None."""
-    content_id: str = ""
+    identifier: str = ""
+    """That of its features; empty where they are not kept, and until it is known what the pixels show."""
     fetch: Fetch | None = None
     until: float | None = None
     """When the request goes on without it; from the first time that it could have been scheduled."""
@@ -120,20 +121,20 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
             shape=self.ranks.shape(place.get_num_embeds()),
             feature=feature,
             pixels=None if trusted or not is_kept else data,
-            content_id=feature.identifier if trusted and is_kept else "",
+            identifier=feature.identifier if trusted and is_kept else "",
         )
 
     def _look_for(self, wanted: _Wanted) -> None:
         """Begin to fetch, or first to find out what the image is."""
-        if wanted.content_id:
-            identity = self.ranks.identity(wanted.content_id, wanted.modality)
+        if wanted.identifier:
+            identity = self.ranks.identity(wanted.identifier, wanted.modality)
             if identity is not None:
                 wanted.fetch = self.store.fetch(identity, wanted.shape, self._pixels_s(wanted))
         elif wanted.pixels is not None:
             pixels, wanted.pixels = wanted.pixels, None
 
             def digest() -> None:
-                wanted.content_id = f"{wanted.name}:{inputs_digest(pixels.get_data())}"
+                wanted.identifier = f"{wanted.name}:{inputs_digest(pixels.get_data())}"
                 self._look_for(wanted)
 
             if not self._digests.submit(digest):
@@ -215,7 +216,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
 
     def _is_on_its_way(self, wanted: _Wanted) -> bool:
         """Whether an image's features are, and are worth waiting for."""
-        if wanted.fetch is None and wanted.content_id:  # its weights were not known when it came
+        if wanted.fetch is None and wanted.identifier:  # its weights were not known when it came
             self._look_for(wanted)
             if wanted.fetch is None:  # nor are they now
                 return False
@@ -253,9 +254,9 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         feature = request.mm_features[index]
         generation = self.ranks.generation()
         wanted = self._requests.get(request.request_id, {}).get(index)
-        if wanted is None or not wanted.content_id or not generation or not status.is_on("features"):
+        if wanted is None or not wanted.identifier or not generation or not status.is_on("features"):
             return
-        identity = self.ranks.identity(wanted.content_id, wanted.modality)
+        identity = self.ranks.identity(wanted.identifier, wanted.modality)
         if identity is None or feature.identifier in self._named:
             return
         if self._message is not None and self._message.generation != generation:

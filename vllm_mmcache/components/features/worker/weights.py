@@ -22,7 +22,7 @@ logger = logging.getLogger("vllm.mmcache")
 
 
 class Moved(Exception):
-    """What is being read is not to be read any more."""
+    """The weights that are being read have changed, or their memory is going away: what was read does not count."""
 
 
 class Fingerprints:
@@ -40,7 +40,7 @@ class Fingerprints:
         self._publish = publish
         self._more = more
         self._generation = 0
-        self._settled = -1  # the generation that was read last, or could not be read
+        self._settled = -1  # the last generation that needs no reading any more: it was read, or could not be
         self._fingerprint = ""
         self._num_changes = 0  # going on now
         self._is_away = False
@@ -50,7 +50,7 @@ class Fingerprints:
         self._device = next((tensor.device for _, tensor in tower.tensors() if tensor.is_cuda), None)
         self._written: Any = None  # event on a GPU: weights of this generation are written
         self._stream: Any = None
-        self._mark()
+        self._record_written_event()
         tower.guard = self.changing
 
     @property
@@ -87,7 +87,7 @@ class Fingerprints:
         with self._condition:
             self._generation += 1
             self._fingerprint = ""
-            self._mark()
+            self._record_written_event()
             self._tell()
             self._condition.notify_all()
 
@@ -134,7 +134,8 @@ class Fingerprints:
     def _until_let_go(self) -> None:
         self._condition.wait_for(lambda: self._thread is None)
 
-    def _mark(self) -> None:
+    def _record_written_event(self) -> None:
+        """On a GPU: note the point in the model's stream up to which this generation's weights are written."""
         if self._device is not None:
             self._written = torch.cuda.current_stream(self._device).record_event()
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from typing import Any
 
-from vllm_mmcache.components.observe.record.asked import RequestSnapshot
 from vllm_mmcache.components.observe.record.digests import shown
+from vllm_mmcache.components.observe.record.pending import RequestSnapshot
 from vllm_mmcache.components.observe.record.schema import Group, Image, Kind, Miss, Nearest, Reason, Record, Segment
 from vllm_mmcache.components.observe.record.wire import Cause, Outcome
 

@@ -157,7 +157,10 @@ class History:
         return HistoryMatch(known, nearest, self._elsewhere(new, prompt, nearest))
 
     def remember(self, new: Entry, prompt: Sequence[int], keys: Sequence[bytes], num_known: int) -> None:
-        """Keep a request that was looked up, and the way that it took from what is known."""
+        """Keep a request below the known one that it continues.
+
+        `find` must have been called with `new`; num_known, in blocks, is its answer.
+        """
         new.branch = keys[num_known - 1] if num_known else (new.salt, new.lora)
         new.parent = self._by_key[keys[num_known - 1]] if num_known else None
         new.base = num_known * self.block_tokens

@@ -28,8 +28,8 @@ NO_SERVER = "start one with `mmcache serve MODEL --observe`, or name one that ru
 class Reader(Protocol):
     """One source of records. Every method raises RecordsError that says what to do."""
 
-    def last(self, num: int) -> list[Record]:
-        """The newest records, newest last."""
+    def newest(self, num: int) -> list[Record]:
+        """The `num` newest records, or all where there are fewer; the newest one comes last."""
 
     def named(self, name: str) -> list[Record]:
         """The record of that id, or else those of the requests that carry it, newest first; one at least."""
@@ -45,7 +45,7 @@ class ServerReader:
         self.url = url.rstrip("/").removesuffix("/v1").removesuffix("/mmcache")
         self.admin_key = admin_key
 
-    def last(self, num: int) -> list[Record]:
+    def newest(self, num: int) -> list[Record]:
         """As Reader says; the server gives at most 1000."""
         return self._records(self._get(f"records?full=1&limit={num}"))
 
@@ -115,7 +115,7 @@ class FileReader:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def last(self, num: int) -> list[Record]:
+    def newest(self, num: int) -> list[Record]:
         """As Reader says; reads all of the file, and of the one before it."""
         return self._records()[-num:]
 

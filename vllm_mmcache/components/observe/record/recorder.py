@@ -21,9 +21,9 @@ from vllm_mmcache.base import settings
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.components.observe.record import wire
-from vllm_mmcache.components.observe.record.asked import PendingRequests
 from vllm_mmcache.components.observe.record.describe import Facts, describe
 from vllm_mmcache.components.observe.record.file import Follower, RecordFile
+from vllm_mmcache.components.observe.record.pending import PendingRequests
 from vllm_mmcache.components.observe.record.store import RecordStore
 from vllm_mmcache.metrics import counters, table_sizes
 

@@ -16,6 +16,7 @@ from vllm_mmcache.base.lru import Budget, Size
 from vllm_mmcache.components.observe.record.schema import REQUEST_ID_CHARS, Record, Totals
 
 Recipe = Callable[[], Record]
+"""Makes a record of what the API server and the engine noted; called when somebody reads the record first."""
 _CURSOR = re.compile("[0-9a-f]{8}-[0-9]{1,18}")
 
 
@@ -109,7 +110,7 @@ class RecordStore:
             return [self._read(record_id) for record_id in ids], f"{self._token}-{self._number}"
 
     def totals(self) -> Totals:
-        """Sums over all requests since the start."""
+        """Sums over the requests counted since this process started: its own, and those that `refresh` brought."""
         self.refresh()
         return self._totals
 

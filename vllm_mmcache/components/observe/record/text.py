@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A record as text for people: one line in a list, and all of it. Plain text without control characters."""
+"""A record as text for people: one line in a list, and all of it. Plain text without control characters.
+
+Command line.
+"""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -52,7 +55,7 @@ def full(record: Record) -> Iterator[str]:
 
 
 def bar(record: Record) -> str:
-    """The prompt in BAR_CHARS characters, each the state of as many tokens."""
+    """The prompt in BAR_CHARS characters, of which each shows an equal share of the prompt."""
     width = max(record.prompt_tokens, 1) / BAR_CHARS
     cells = []
     for cell in range(BAR_CHARS):

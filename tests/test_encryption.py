@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encryption at rest: what is sealed comes back only whole, under its name and key, and key files are looked at."""
+"""Encryption at rest: what is encrypted comes back only whole, under its name and key, and key files are looked at."""
 
 import base64
 import importlib.util
@@ -31,12 +31,12 @@ def test_there_and_back(num_bytes: int) -> None:
     whole = content(num_bytes)
     cuts = sorted([0, num_bytes // 3, num_bytes // 2, num_bytes])
     parts = [memoryview(whole)[start:end] for start, end in pairwise(cuts)]
-    sealed = b"".join(map(bytes, KEY.parts(NAME, parts, num_bytes)))
-    assert len(sealed) == KEY.num_bytes(num_bytes)
-    assert KEY.decrypt(NAME, sealed) == whole
-    assert num_bytes < 16 or whole[:16] not in sealed
-    assert KEY.encrypt(NAME, whole) != sealed  # nonces are random
-    source = KEY.opened(_Bytes(sealed), NAME)
+    entry = b"".join(map(bytes, KEY.parts(NAME, parts, num_bytes)))
+    assert len(entry) == KEY.num_bytes(num_bytes)
+    assert KEY.decrypt(NAME, entry) == whole
+    assert num_bytes < 16 or whole[:16] not in entry
+    assert KEY.encrypt(NAME, whole) != entry  # nonces are random
+    source = KEY.opened(_Bytes(entry), NAME)
     assert source.num_bytes == num_bytes
     for start, end in [(0, min(7, num_bytes)), (num_bytes // 2, num_bytes), (num_bytes // 3, num_bytes // 2)]:
         component = bytearray(end - start)
@@ -56,29 +56,29 @@ def test_names_are_keyed() -> None:
     assert len(KEY.name(NAME)) == 32
 
 
-def swapped(sealed: bytes) -> bytes:
+def swapped(entry: bytes) -> bytes:
     """The first two chunks in the other order."""
     first, second = HEAD_BYTES, HEAD_BYTES + CHUNK
-    return sealed[:first] + sealed[second : second + CHUNK] + sealed[first:second] + sealed[second + CHUNK :]
+    return entry[:first] + entry[second : second + CHUNK] + entry[first:second] + entry[second + CHUNK :]
 
 
 LARGE = 3 * CHUNK_BYTES + 7
 CHANGES = {
-    "cut": lambda sealed: sealed[:-1],
-    "cut at a chunk": lambda sealed: sealed[: HEAD_BYTES + 2 * CHUNK],
-    "the last chunk is gone": lambda sealed: sealed[: HEAD_BYTES + 3 * CHUNK],
-    "the first chunk is gone": lambda sealed: sealed[:HEAD_BYTES] + sealed[HEAD_BYTES + CHUNK :],
-    "longer": lambda sealed: sealed + b"x",
-    "a chunk more": lambda sealed: sealed + sealed[-CHUNK:],
+    "cut": lambda entry: entry[:-1],
+    "cut at a chunk": lambda entry: entry[: HEAD_BYTES + 2 * CHUNK],
+    "the last chunk is gone": lambda entry: entry[: HEAD_BYTES + 3 * CHUNK],
+    "the first chunk is gone": lambda entry: entry[:HEAD_BYTES] + entry[HEAD_BYTES + CHUNK :],
+    "longer": lambda entry: entry + b"x",
+    "a chunk more": lambda entry: entry + entry[-CHUNK:],
     "swapped": swapped,
-    "of another text": lambda sealed: (
+    "of another text": lambda entry: (
         KEY.encrypt(NAME, content(LARGE))[: HEAD_BYTES + CHUNK]
         + KEY.encrypt(NAME, content(LARGE + 1))[HEAD_BYTES + CHUNK :]
     ),
-    "head alone": lambda sealed: sealed[:HEAD_BYTES],
-    "less than a head": lambda sealed: sealed[:5],
-    "empty": lambda sealed: b"",
-    "in the clear": lambda sealed: content(LARGE),
+    "head alone": lambda entry: entry[:HEAD_BYTES],
+    "less than a head": lambda entry: entry[:5],
+    "empty": lambda entry: b"",
+    "in the clear": lambda entry: content(LARGE),
 }
 
 
@@ -89,9 +89,9 @@ def test_what_was_changed_does_not_open(change: str) -> None:
 
 
 def test_no_bit_may_change() -> None:
-    sealed = KEY.encrypt(NAME, content(50))
-    for bit in range(8 * len(sealed)):
-        changed = bytearray(sealed)
+    entry = KEY.encrypt(NAME, content(50))
+    for bit in range(8 * len(entry)):
+        changed = bytearray(entry)
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(StoreCorrupt):
             KEY.decrypt(NAME, bytes(changed))
@@ -99,14 +99,14 @@ def test_no_bit_may_change() -> None:
 
 @pytest.mark.parametrize("num_bytes", [0, 50])
 def test_the_name_and_the_key_count(num_bytes: int) -> None:
-    sealed = KEY.encrypt(NAME, content(num_bytes))
+    entry = KEY.encrypt(NAME, content(num_bytes))
     with pytest.raises(StoreCorrupt, match="another name"):
-        KEY.decrypt(b"m" * 32, sealed)
+        KEY.decrypt(b"m" * 32, entry)
     with pytest.raises(StoreKeyMismatch, match="another key"):
-        OTHER.decrypt(NAME, sealed)
-    assert OTHER.has_other_key(sealed[:HEAD_BYTES])
-    assert PLAIN.has_other_key(sealed[:HEAD_BYTES])
-    assert not KEY.has_other_key(sealed[:HEAD_BYTES])
+        OTHER.decrypt(NAME, entry)
+    assert OTHER.has_other_key(entry[:HEAD_BYTES])
+    assert PLAIN.has_other_key(entry[:HEAD_BYTES])
+    assert not KEY.has_other_key(entry[:HEAD_BYTES])
     assert not KEY.has_other_key(content(50))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features and records that are encrypted where they lie: nothing of them can be read there.
 
-What was planted, moved, changed or sealed with another key is a miss that is counted.
+What was planted, moved, changed or encrypted with another key is a miss that is counted.
 """
 
 import json
@@ -54,13 +54,13 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Kept:
             directory.path_of(name).write_bytes(content)
 
         return Kept(
-            lambda key: DiskTier(tmp_path, BUDGET_BYTES, key=key),
+            lambda key: DiskTier(tmp_path, BUDGET_BYTES, codec=key),
             lambda name: directory.path_of(name).read_bytes(),
             write,
         )
     server: Server = request.getfixturevalue("server")
     return Kept(
-        lambda key: RemoteTier(server.url, ttl_s=100, max_bytes=BUDGET_BYTES, timeout_s=TIMEOUT_S, key=key),
+        lambda key: RemoteTier(server.url, ttl_s=100, max_bytes=BUDGET_BYTES, timeout_s=TIMEOUT_S, codec=key),
         lambda name: server.client.get(PREFIX + name),
         lambda name, content: server.client.set(PREFIX + name, content),
     )
@@ -105,16 +105,16 @@ def test_others_have_a_plain_miss(kept: Kept) -> None:
 
 MIDDLE = CHUNK_BYTES * 2 + 100
 PLANTED: dict[str, Callable[[Kept, bytes], bytes]] = {
-    "in the clear": lambda kept, sealed: packed(0, LARGE),
-    "of another name": lambda kept, sealed: kept.read(name_of(identity(1), KEY)),
-    "sealed with another key": lambda kept, sealed: OTHER.encrypt(
+    "in the clear": lambda kept, entry: packed(0, LARGE),
+    "of another name": lambda kept, entry: kept.read(name_of(identity(1), KEY)),
+    "encrypted with another key": lambda kept, entry: OTHER.encrypt(
         bytes.fromhex(name_of(identity(0), KEY)), packed(0, LARGE)
     ),
-    "a bit flipped": lambda kept, sealed: sealed[:MIDDLE] + bytes([sealed[MIDDLE] ^ 1]) + sealed[MIDDLE + 1 :],
-    "truncated": lambda kept, sealed: sealed[:MIDDLE],
-    "longer": lambda kept, sealed: sealed + b"x",
-    "nearly nothing": lambda kept, sealed: sealed[:3],
-    "garbage": lambda kept, sealed: b"\xff" * len(sealed),
+    "a bit flipped": lambda kept, entry: entry[:MIDDLE] + bytes([entry[MIDDLE] ^ 1]) + entry[MIDDLE + 1 :],
+    "truncated": lambda kept, entry: entry[:MIDDLE],
+    "longer": lambda kept, entry: entry + b"x",
+    "nearly nothing": lambda kept, entry: entry[:3],
+    "garbage": lambda kept, entry: b"\xff" * len(entry),
 }
 
 
@@ -134,13 +134,13 @@ def test_what_was_planted_is_a_miss(kept: Kept, plant: str) -> None:
 
 
 @pytest.mark.process
-def test_what_is_sealed_is_no_package_without_a_key(kept: Kept) -> None:
+def test_what_is_encrypted_is_no_package_without_a_key(kept: Kept) -> None:
     """Should it lie under the name that it has without one."""
     assert save(kept.opened(KEY), 0)
     kept.opened(PLAIN)
-    sealed = kept.read(name_of(identity(0), KEY))
+    entry = kept.read(name_of(identity(0), KEY))
     assert save(kept.opened(PLAIN), 1)
-    kept.write(identity(0).key, sealed)
+    kept.write(identity(0).key, entry)
     tier = kept.opened(PLAIN)
     assert load(tier, 0) is None
     assert counts(tier) == (0, 1, 1, 0)
@@ -149,9 +149,9 @@ def test_what_is_sealed_is_no_package_without_a_key(kept: Kept) -> None:
 @pytest.fixture(params=["disk", "remote"])
 def places(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[PlainCodec], Place]:
     if request.param == "disk":
-        return lambda key: DiskPlace(tmp_path, 1 << 22, rest_s=0.0, key=key)
+        return lambda key: DiskPlace(tmp_path, 1 << 22, rest_s=0.0, codec=key)
     server: Server = request.getfixturevalue("server")
-    return lambda key: RemotePlace(server.url, ttl_s=100, timeout_s=TIMEOUT_S, key=key)
+    return lambda key: RemotePlace(server.url, ttl_s=100, timeout_s=TIMEOUT_S, codec=key)
 
 
 def value_of(entry: Entry | None) -> bytes | None:
@@ -183,8 +183,8 @@ def test_records_that_were_moved_or_changed(tmp_path: Path, server: Server) -> N
     keys = [records.key("test", name) for name in "ab"]
     names = [KEY.name(key) for key in keys]
     disk, there = (
-        DiskPlace(tmp_path, 1 << 22, key=KEY),
-        RemotePlace(server.url, ttl_s=100, timeout_s=TIMEOUT_S, key=KEY),
+        DiskPlace(tmp_path, 1 << 22, codec=KEY),
+        RemotePlace(server.url, ttl_s=100, timeout_s=TIMEOUT_S, codec=KEY),
     )
     for place in (disk, there):
         place.save({keys[0]: b"value", keys[1]: b"other"})
@@ -216,7 +216,7 @@ def test_the_setting_reaches_all(tmp_path: Path, server: Server) -> None:
     )
     for tier in open_tiers(chosen):
         assert save(tier, 0)
-        assert name_of(identity(0), tier._key) == name_of(identity(0), KEY)
+        assert name_of(identity(0), tier._codec) == name_of(identity(0), KEY)
     kept = Records.of(chosen)
     kept.put(RECORD, b"value")
     assert kept.flush(LONG_S)
@@ -248,12 +248,12 @@ def test_the_commands_know_the_key_and_leave_what_is_of_another(tmp_path: Path, 
     }
     for key in (KEY, OTHER):
         tiers = (
-            DiskTier(tmp_path / "store", BUDGET_BYTES, key=key),
-            RemoteTier(server.url, ttl_s=100, max_bytes=BUDGET_BYTES, timeout_s=TIMEOUT_S, key=key),
+            DiskTier(tmp_path / "store", BUDGET_BYTES, codec=key),
+            RemoteTier(server.url, ttl_s=100, max_bytes=BUDGET_BYTES, timeout_s=TIMEOUT_S, codec=key),
         )
         places = (
-            DiskPlace(tmp_path / "store", 1 << 22, key=key),
-            RemotePlace(server.url, ttl_s=100, timeout_s=TIMEOUT_S, key=key),
+            DiskPlace(tmp_path / "store", 1 << 22, codec=key),
+            RemotePlace(server.url, ttl_s=100, timeout_s=TIMEOUT_S, codec=key),
         )
         for tier in tiers:
             assert save(tier, 0)
@@ -261,7 +261,7 @@ def test_the_commands_know_the_key_and_leave_what_is_of_another(tmp_path: Path, 
             place.save({RECORD: b"value"})
             place.close()
     listed = json.loads(mmcache("store", "ls", "--json", **mine).stdout)
-    assert sorted(line["content_id"][:13] for line in listed["packages"]) == ["? (sealed wit", "image-0"]
+    assert sorted(line["content_id"][:13] for line in listed["packages"]) == ["? (encrypted ", "image-0"]
     checked = mmcache("store", "check", "--json", **mine)
     assert checked.returncode == 0, checked.stderr
     said = json.loads(checked.stdout)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request as the API server saw it: kept there until the engine's outcome arrives, then in its record's recipe.
+"""A request as the API server saw it, kept until the engine's outcome arrives.
 
-API server. Of text it has digests only.
+From then on it is held by its record's recipe, the function that makes the record when somebody reads it first
+(store.py). API server process. Of text it has digests only.
 """
 
 import itertools
@@ -75,7 +76,10 @@ class PendingRequests:
         return asked.salt if asked is not None else None
 
     def take(self, record_id: str) -> RequestSnapshot | None:
-        """The request of that id, once for each of its answers; None if it had to go, or was never there."""
+        """The request of that id, once for each of its answers; None if it had to go, or was never there.
+
+        API server process; a thread that reads notes (`Recorder.read_notes`), one at a time.
+        """
         asked = self._kept.get(record_id)
         if asked is not None:
             asked.num_answers -= 1
