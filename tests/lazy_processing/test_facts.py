@@ -3,7 +3,7 @@
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +18,16 @@ from mmcache_tools.zoo.tokenizer import tokenizer_json
 from vllm.config import ModelConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from vllm_mmcache.base import status
+from tests.lazy_processing.test_record import file_of, opened
+from vllm_mmcache.base import settings, status
 from vllm_mmcache.base.versions import installed
 from vllm_mmcache.components.features.vllm_facts import facts_of
+from vllm_mmcache.components.lazy_media.hooks import KnownImage
+from vllm_mmcache.components.lazy_media.media_info import MediaInfo
 from vllm_mmcache.components.lazy_processing import prepare, vllm_processor_facts
 from vllm_mmcache.components.lazy_processing.prepare import item_facts
 from vllm_mmcache.content.digests import inputs_digest
+from vllm_mmcache.storage import records
 
 MAX_PIXELS = 64 * 64
 
@@ -206,6 +210,53 @@ def test_what_says_nothing_of_an_item_is_not_in_the_key(name: str, made: Made) -
     before = made.items()
     (made.directory / name).write_text("another")
     assert made.items() == before
+
+
+@pytest.fixture
+def kept_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """An empty store in a folder, and all that images go to the engine without pixels for is on."""
+    monkeypatch.setattr(settings, "_current", settings.Settings(store=str(tmp_path / "store")))
+    monkeypatch.setattr(status, "is_on", lambda component: True)
+    monkeypatch.setattr(status, "is_on_everywhere", lambda component: True)
+    records.close()
+    yield
+    records.close()
+
+
+RESTARTS: dict[str, tuple[Callable[[Made], object], str]] = {
+    # what changes between two servers -> (how, what the second one does with the first one's image)
+    "nothing": (lambda made: made.read_again(), "deferred"),
+    "preprocessor_config.json": (
+        lambda made: made.edit("preprocessor_config.json", size={"shortest_edge": 1024, "longest_edge": MAX_PIXELS}),
+        "run",
+    ),
+    "--mm-processor-kwargs": (lambda made: made.read_again(mm_processor_kwargs={"max_pixels": MAX_PIXELS}), "run"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESTARTS)
+def test_a_record_is_used_by_a_server_with_the_same_processor_alone(name: str, made: Made, kept_records: None) -> None:
+    """Two servers on one store, without their engines: what each renderer does with one image."""
+    change, done = RESTARTS[name]
+    assert what_is_done(made) == "run"
+    assert records.current().flush(10.0)
+    records.close()
+    change(made)
+    assert what_is_done(made) == done
+
+
+def what_is_done(made: Made) -> str | None:
+    """What a server that starts now does with an image: `run` the processor, or `deferred`."""
+    processor = MULTIMODAL_REGISTRY.create_processor(made.config)
+    preparer = prepare.ItemPreparer(processor, made.config, None)
+    media, origin = opened(file_of(200, 120, "RGB"))
+    image = KnownImage(media.media, lambda: media.original_bytes, MediaInfo((200, 120), "RGB", {}), b"id", origin)
+    try:
+        assert preparer._make_ready(prepare.ItemRequest("image", image, None, {}, {})) is not None
+        return image.processor
+    finally:
+        preparer.close()
 
 
 def test_a_model_whose_files_are_not_found_is_another_one_each_time(made: Made) -> None:
