@@ -5,12 +5,16 @@ Both directions on random layouts: images inside, across and at the edges of blo
 lengths swapped, salts, LoRA, prompt embeddings. A right id determines the length of the range, so ids name it here.
 """
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.utils.hashing import sha256, xxhash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import StreamingUpdate
 
-from tests.block_keys.requests import Prompt, keys, make_request, our_hasher, stock_hasher
+from tests.block_keys.requests import Prompt, keys, make_request, original, our_hasher, stock_hasher
 from tests.sizes import scaled
 
 BLOCK = 4
@@ -99,6 +103,30 @@ def test_keys_do_not_depend_on_when_tokens_arrive(prompt: Prompt, decoded: list[
     del request.block_hashes[cut // BLOCK :]  # as vLLM does for streaming sessions
     request.update_block_hashes()
     assert list(request.block_hashes) == keys(whole, OURS)
+
+
+@pytest.mark.parametrize("answered", [0, 3, BLOCK])
+@pytest.mark.parametrize("first_images", [(), (("a", 2, 5),)], ids=["no image", "an image"])
+def test_images_appended_to_a_session_are_in_the_keys_of_its_later_blocks(
+    first_images: tuple[tuple[str, int, int], ...], answered: int
+) -> None:
+    """A streaming session that was hashed with its first images: its keys are those of the whole prompt at once."""
+    begun = (1, 1, *[PAD] * 5, 1, 1)
+    for name in ("b", "c"):
+        session = make_request(Prompt(begun, first_images), OURS)
+        # The last token of an answer is not computed, and vLLM takes it back.
+        session.append_output_token_ids([2] * (answered + 1))
+        session.num_computed_tokens = len(begun) + answered
+        added = make_request(Prompt((1, *[PAD] * 6, *[1] * 9), ((name, 1, 6),)), OURS)
+        scheduler = SimpleNamespace(hash_block_size=BLOCK, log_stats=False)
+        update = StreamingUpdate(added.mm_features, added.prompt_token_ids, 4, 0.0, added.sampling_params)
+        original(Scheduler._update_request_as_session)(scheduler, session, update)
+        tokens = (*begun, *[2] * answered, 1, *[PAD] * 6, *[1] * 9)
+        whole = Prompt(tokens, (*first_images, (name, len(begun) + answered + 1, 6)))
+        assert list(session.all_token_ids) == list(tokens)
+        assert list(session.block_hashes) == keys(whole, OURS)
+        without = keys(whole.changed(images=first_images), OURS)
+        assert session.block_hashes[-1] != without[-1], "the control: the image is in the keys"
 
 
 @pytest.mark.slow
