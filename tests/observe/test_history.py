@@ -5,7 +5,7 @@ import hashlib
 import itertools
 
 from vllm_mmcache.components.observe.record import wire
-from vllm_mmcache.components.observe.record.history import Entry, History, HistoryMatch
+from vllm_mmcache.components.observe.record.history import BRANCHES, Entry, History, HistoryMatch
 
 BLOCK = 4
 
@@ -90,6 +90,32 @@ def test_another_salt_is_never_compared() -> None:
     for _ in range(20):  # others' requests push nobody's out
         see(history, list(range(40)), salt="t", lora="l")
     assert see(history, list(range(40)), salt="", lora="l").elsewhere is not None
+
+
+def test_a_request_of_another_salt_is_not_compared_even_where_block_keys_are_equal() -> None:
+    """Block keys hold the salt, so this guard is the second one: it holds for keys that do not."""
+    history = History(BLOCK, lambda: 1 << 20)
+    tokens = list(range(40))
+    unsalted = keys(tokens)
+    of_tenant = entry_of(tokens, salt="s")
+    history.remember(of_tenant, tokens, unsalted, history.find(of_tenant, tokens, unsalted).num_known)
+    for salt in ("t", ""):
+        found = history.find(entry_of(tokens, salt=salt), tokens, unsalted)
+        assert found.num_known == 10, "the keys are equal"
+        assert (found.nearest, found.elsewhere) == (None, None)
+    assert common(history.find(entry_of(tokens, salt="s"), tokens, unsalted)) == 40, "the control"
+
+
+def test_requests_of_another_salt_do_not_displace_the_nearest_one() -> None:
+    """Few requests are remembered of those that share no whole block, for each salt by itself."""
+    history = History(BLOCK, lambda: 1 << 20)
+    see(history, [1, 2, 3, 4], salt="s")
+    for number in range(2 * BRANCHES):
+        see(history, [1, 2, 3, 100 + number], salt="t")
+    assert common(see(history, [1, 2, 3, 99], salt="s")) == 3
+    for number in range(BRANCHES):  # the control: those of its own salt do
+        see(history, [50, 51, 52, 100 + number], salt="s")
+    assert common(see(history, [1, 2, 3, 98], salt="s")) == 0
 
 
 def test_other_salt_and_adapter() -> None:
