@@ -106,3 +106,36 @@ def test_a_checkpoint_evicted_from_the_sparse_group_alone_is_gone(groups: tuple[
     assert cache.hit(about_the_image(3)) == 0
     cache.compute(Prompt((5,) * 100, (("another", 2, 8),)))
     assert counters.CHECKPOINTS_EVICTED_UNUSED.value == 1
+
+
+@pytest.mark.parametrize("draft_head", [False, True])
+@pytest.mark.parametrize("length", [95, 96, 97, 111, 112, 113])
+def test_what_vllm_keeps_by_itself_is_known_also_with_a_draft_head(length: int, draft_head: bool) -> None:
+    """Where the same prompt and a longer one resume; with a draft head, vLLM matches a block more and drops it."""
+    cache = Cache(FULL, SPARSE, draft_head=draft_head)
+    cache.compute(Prompt((1,) * length))
+    kept = cache.checkpoints._kept_by_vllm(length)
+    same, longer = cache.hit(Prompt((1,) * length)), cache.hit(Prompt((1,) * length + (2,) * 50))
+    assert {same, longer} <= kept
+    for tokens in kept:
+        shared = tokens + BLOCK * draft_head
+        assert cache.hit(Prompt((1,) * shared + (2,) * 50)) == tokens > 0
+
+
+@pytest.mark.parametrize("draft_head", [False, True])
+def test_no_checkpoint_is_made_where_vllm_keeps_one_also_with_a_draft_head(draft_head: bool) -> None:
+    """A question so short that vLLM's own position is that of the image's end."""
+    cache = Cache(FULL, SPARSE, draft_head=draft_head)
+    end = (IMAGE_END - BLOCK * draft_head) // BLOCK * BLOCK
+    assert cache.compute(about_the_image(2, length=3)) == []
+    assert cache.hit(about_the_image(3, length=3)) == end
+    assert cache.compute(Prompt((4, *about_the_image(2).tokens[1:]), (IMAGE,))) == [end], "the control: a long question"
+
+
+@pytest.mark.parametrize("draft_head", [False, True])
+def test_the_second_question_resumes_at_the_checkpoint_also_with_a_draft_head(draft_head: bool) -> None:
+    """A block behind a hit must be equal, too, with a draft head: the checkpoint is a block before the image's end."""
+    cache = Cache(FULL, SPARSE, draft_head=draft_head)
+    planned = cache.compute(about_the_image(2))
+    assert planned == [(IMAGE_END - BLOCK * draft_head) // BLOCK * BLOCK]
+    assert cache.hit(about_the_image(3)) == planned[0]
