@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of hooks on the installed vLLM: complete entries, and all components through the orderings of import, install, undo.
+"""The table of hooks on the installed vLLM: complete entries, and each order of import, install and undo.
 
 Each ordering runs in a process of its own, since what is imported when is what it is about.
 """
