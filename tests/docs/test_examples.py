@@ -216,6 +216,7 @@ def test_the_offline_example_runs(tmp_path: Path) -> None:
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "INFO",  # another test of this process may have set it
     }
     small = {"max_model_len": "1024", "enforce_eager": "True"}
     for number, example in enumerate(examples):
