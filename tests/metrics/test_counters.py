@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm_mmcache.base import status
 from vllm_mmcache.base.failsafe import failsafe
-from vllm_mmcache.metrics import counters
+from vllm_mmcache.metrics import counters, transport
 
 SEVERAL = """
 import os
@@ -72,3 +73,17 @@ def test_bookkeeping_never_fails_a_request(log: pytest.LogCaptureFixture) -> Non
     assert [record.message for record in log.records] == [
         "mmcache: bookkeeping of a component failed; requests go on without it"
     ]
+
+
+def test_a_worker_takes_its_counts_once_and_leaves_what_the_engine_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the two are one process."""
+    monkeypatch.setitem(status._is_on, "metrics", True)
+    monkeypatch.setattr(transport, "_counted", {})
+    monkeypatch.setattr(transport, "_feature_sources", {})
+    transport.note_feature_source("an image", "ram")
+    assert transport.take_worker_counts() is None
+    transport.count("tower_images", 2.0)
+    assert transport.take_worker_counts() == {"tower_images": 2.0}
+    assert transport.take_worker_counts() is None
+    assert transport.take_feature_source("an image") == "ram"
+    assert transport.take_feature_source("an image") == ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker or an engine has counted, until `metrics/hooks.py` takes it on its way to the API server.
+"""What a worker or an engine has counted or noted, until `metrics/hooks.py` forwards it to the API server.
 
 Imports no vLLM. Any thread.
 """
@@ -23,7 +23,7 @@ def count(name: str, amount: float) -> None:
 
 
 def note_feature_source(identifier: str, source: str) -> None:
-    """The ranks are told to take an image's features from a tier of the store. Engine process, by its connector."""
+    """Note which tier of the store the ranks were told to take an image's features from. Engine process."""
     with _lock:
         _feature_sources[identifier] = source
         if len(_feature_sources) > _FEATURE_SOURCES:
@@ -37,7 +37,7 @@ def take_feature_source(identifier: str) -> str:
 
 
 def take_worker_counts() -> dict[str, float] | None:
-    """All that a worker has counted since the last call; None where nothing was counted, or metrics is off."""
+    """What a worker has counted since the last call; None where it is nothing, or metrics is off. Worker process."""
     if not _counted or not status.is_on("metrics"):
         return None
     with _lock:

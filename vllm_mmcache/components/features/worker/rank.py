@@ -58,15 +58,15 @@ class RankFeatures:
 
     @contextlib.contextmanager
     def encoding(self, message: Message | None, outputs: Outputs) -> Iterator[set[str]]:
-        """Around a step's encoding: what the engine has found is in `outputs` before it, what is new is saved after.
+        """Around a step's encoding: stored features are in `outputs` before it, what `message` asks for is saved after.
 
-        Yields the names that need no run of the tower. Shapes: outputs (num_tokens, width) each, on the device.
-        Raises: what the block raises; with several ranks also what goes wrong before it, since none may go its own way.
+        Yields the names that need not be encoded. Shapes: outputs (num_tokens, width) each, on the device.
+        Raises: what the block raises; with several ranks also errors of loading before it and of fitting after it.
         """
         global _encoding
         taken: set[str] = set()
         kept: list[SlotRef] = []
-        # Where ranks wait for each other, one that went its own way would stop them all: there it raises.
+        # Ranks wait for each other: one that went on without the others would hang them all, so with several it raises.
         with failsafe("features") if self._is_alone else contextlib.nullcontext():
             kept, taken = self._begin(message, outputs)
         before = set(outputs)
