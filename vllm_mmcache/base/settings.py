@@ -408,10 +408,11 @@ def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
     password in `config`, which command lines and vLLM's log show.
     """
     for key in config or {}:
-        allowed_names = set(Settings.model_fields) - ONLY_VARIABLES
-        known(f"additional-config {CONFIG_KEY}.{key}", key, allowed_names, str, OLDER_NAMES)
+        where = f"additional-config {CONFIG_KEY}.{key}"
         if key in OLDER_NAMES:
-            _warn_of_older_name(f"additional-config {CONFIG_KEY}.{key}", OLDER_NAMES[key])
+            _warn_of_older_name(where, OLDER_NAMES[key])
+        else:
+            known(where, key, set(Settings.model_fields) - ONLY_VARIABLES, str)
     given, older = with_newer_names(config or {}, os.environ)
 
     def spelled(name: str) -> str:
@@ -436,10 +437,11 @@ def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
 
 
 def with_newer_names(config: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of `config` under the newer names of settings, and those of older variables that nothing overrides.
+    """`config` with older names renamed, and the older variables that neither `config` nor a newer variable overrides.
 
-    Returns: the values, and of each newer name the older one that it was given by. The order of precedence is that of
-    settings: `config` before variables; of two names of one setting in the same place, the newer.
+    Returns: values by newer name; and, for messages, the older name that each renamed value was given under. `config`
+    comes before variables; of two names of one setting in the same place the newer one counts. An empty variable is
+    none. Any process that reads settings.
     """
     given = {name: value for name, value in config.items() if name not in OLDER_NAMES}
     spelled = {}

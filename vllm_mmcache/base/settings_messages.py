@@ -52,11 +52,9 @@ def nearest(name: str, names: Collection[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, names, n=1)), None)
 
 
-def known(
-    where: str, name: str, names: Collection[str], spell: Callable[[str], str], older: Collection[str] = ()
-) -> None:
-    """Raises: SettingsError for a name that is none of `names` nor of `older`; spell writes one as it was given."""
-    if name in names or name in older:
+def known(where: str, name: str, names: Collection[str], spell: Callable[[str], str]) -> None:
+    """Raises: SettingsError for a name that is none of `names`; spell writes one as it was given."""
+    if name in names:
         return
     near = nearest(name, names)
     guess = f"did you mean {spell(near)}? " if near else ""
