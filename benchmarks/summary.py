@@ -51,7 +51,7 @@ def table(results: Mapping[str, Loaded], in_readme: bool = False) -> str:
         return ""
     machines = machines_of({row.benchmark: results[row.benchmark] for row in wanted})
     note = fill(f"Measured on {machines}. {NOTE}", WIDTH, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(["| what | stock | mmcache | command |", "|---|---|---|---|", *lines, "", fill(note, WIDTH), ""])
+    return "\n".join(["| what | stock | mmcache | command |", "|---|---|---|---|", *lines, "", note, ""])
 
 
 def machines_of(results: Mapping[str, Loaded]) -> str:

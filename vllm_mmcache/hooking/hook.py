@@ -108,7 +108,7 @@ class Hooks:
             )
             in_module = _declared.setdefault(wrapper.__module__, {})
             known = in_module.get(declared.name)
-            if known is not None and _what_it_is(known) != _what_it_is(declared):
+            if known is not None and _declaration_of(known) != _declaration_of(declared):
                 raise ValueError(f"{declared.name} is declared twice in {wrapper.__module__}")
             in_module[declared.name] = declared
             return wrapper
@@ -122,6 +122,6 @@ def declared_in(module: str) -> list[Hook]:
     return list(_declared.get(module, {}).values())
 
 
-def _what_it_is(hook: Hook) -> tuple[str, str, Role]:
+def _declaration_of(hook: Hook) -> tuple[str, str, Role]:
     """What stays the same of a hook when its module is imported anew, though the function is another object."""
     return hook.wrapper.__qualname__, hook.target, hook.process

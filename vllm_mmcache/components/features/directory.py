@@ -14,7 +14,6 @@ open between calls, so a fork shares nothing. Runs in the threads of the store a
 """
 
 import fcntl
-import logging
 import os
 import re
 import stat
@@ -27,8 +26,6 @@ from pathlib import Path
 from vllm_mmcache.base.errors import StoreCorrupt, StoreUnusable
 from vllm_mmcache.storage.directories import is_ours
 from vllm_mmcache.storage.encryption import Buffer
-
-logger = logging.getLogger("vllm.mmcache")
 
 SUFFIX = ".safetensors"
 MAX_ASIDE = 16

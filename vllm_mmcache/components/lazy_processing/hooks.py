@@ -6,7 +6,6 @@ without pixels; one that is unknown goes through vLLM's own processor here. What
 processed as it always was, and fails as it always did. Nothing is deferred unless features are kept everywhere.
 """
 
-import logging
 from typing import Any
 
 from vllm_mmcache.base import status
@@ -15,11 +14,6 @@ from vllm_mmcache.components.lazy_processing.vllm_processor import (
     is_for_one,
 )
 from vllm_mmcache.hooking.hook import Hooks
-
-logger = logging.getLogger("vllm.mmcache")
-
-_PREPARER = "_mmcache_preparer"
-
 
 hook = Hooks(
     "lazy_processing",
@@ -47,7 +41,6 @@ def build_renderer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         preparer = ItemPreparer(processor, instance.model_config, instance._mm_processor_cache)
         instance._mm_processor_cache = preparer.cache
         instance._resources.callback(preparer.close)
-        setattr(instance, _PREPARER, preparer)
         instance._process_multimodal_async = preparer.around_async(instance._process_multimodal_async)
         instance._process_multimodal = preparer.around(instance._process_multimodal)
     return outcome

@@ -6,7 +6,6 @@ lies further away is fetched into it by threads, begun before its request is sch
 written further by threads. Nothing here waits for a tier, and nothing here raises because of one.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +24,6 @@ from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.components.features.writer import EXIT_S, Writer
 from vllm_mmcache.metrics import table_sizes
 from vllm_mmcache.storage import encryption
-
-logger = logging.getLogger("vllm.mmcache")
 
 MOST_READERS = 4  # threads that read from one tier; of two on one core, each would keep the other from its locks
 RENEW_S = 3600.0  # what is used in RAM for so long is marked as used in the tiers below, too
