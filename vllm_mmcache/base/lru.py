@@ -29,15 +29,17 @@ class Size(NamedTuple):
 
 
 class LruTable(Generic[K, V]):
-    """Least recently used goes first. Units: cost_bytes is what one entry counts for.
+    """Least recently used goes first. Units: cost_bytes is what one entry counts for, or a function that says it.
 
     The budget is asked for at every admission, so that settings read later count too.
     """
 
-    def __init__(self, budget: Callable[[], Budget], cost_bytes: int) -> None:
+    def __init__(self, budget: Callable[[], Budget], cost_bytes: int | Callable[[V], int]) -> None:
         self._budget = budget
-        self._cost_bytes = cost_bytes
+        self._cost = cost_bytes if callable(cost_bytes) else lambda value: cost_bytes
+        self._fixed_cost_bytes = None if callable(cost_bytes) else cost_bytes
         self._entries: OrderedDict[K, V] = OrderedDict()
+        self._size_bytes = 0
         self._lock = threading.Lock()
 
     def get(self, key: K) -> V | None:
@@ -50,38 +52,37 @@ class LruTable(Generic[K, V]):
 
     def admit(self, key: K, value: V) -> V:
         """Keep `value` unless the key is known already; returns what is kept. May evict others."""
-        limit = self._limit()
+        budget = self._budget()
         with self._lock:
-            kept = self._entries.setdefault(key, value)
-            self._settle(key, limit)
+            kept = self._entries.get(key)
+            if kept is None:
+                kept = value
+                self._add(key, value)
+            self._settle(key, budget)
             return kept
 
     def replace(self, key: K, value: V) -> V | None:
         """Keep `value` in any case; returns what was kept before. May evict others."""
-        limit = self._limit()
+        budget = self._budget()
         with self._lock:
-            former = self._entries.get(key)
-            self._entries[key] = value
-            self._settle(key, limit)
+            former = self._remove(key)
+            self._add(key, value)
+            self._settle(key, budget)
             return former
+
+    def remove(self, key: K) -> V | None:
+        """Forget one; returns what it was."""
+        with self._lock:
+            return self._remove(key)
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
-
-    def _limit(self) -> int:
-        entries, size_bytes = self._budget()
-        return min(entries, size_bytes // self._cost_bytes)
-
-    def _settle(self, key: K, limit: int) -> None:
-        """`key` is the most recently used; what is too much goes."""
-        self._entries.move_to_end(key)
-        while len(self._entries) > limit:
-            self._entries.popitem(last=False)
 
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
             self._entries.clear()
+            self._size_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -89,8 +90,29 @@ class LruTable(Generic[K, V]):
     @property
     def size_bytes(self) -> int:
         """Bytes that the entries count for together."""
-        return len(self._entries) * self._cost_bytes
+        return self._size_bytes
 
     def size(self) -> Size:
         """What it holds, and what it may hold by the budget that ends first."""
-        return Size(len(self), self.size_bytes, self._limit() * self._cost_bytes)
+        entries, size_bytes = self._budget()
+        if self._fixed_cost_bytes is not None:
+            size_bytes = min(entries, size_bytes // self._fixed_cost_bytes) * self._fixed_cost_bytes
+        return Size(len(self), self._size_bytes, size_bytes)
+
+    def _add(self, key: K, value: V) -> None:
+        self._entries[key] = value
+        self._size_bytes += self._cost(value)
+
+    def _remove(self, key: K) -> V | None:
+        value = self._entries.pop(key, None)
+        if value is not None:
+            self._size_bytes -= self._cost(value)
+        return value
+
+    def _settle(self, key: K, budget: Budget) -> None:
+        """`key` is the most recently used; what is too much goes. An entry that alone is too much goes alone."""
+        self._entries.move_to_end(key)
+        if self._cost(self._entries[key]) > budget.size_bytes:
+            self._remove(key)
+        while len(self._entries) > budget.entries or self._size_bytes > budget.size_bytes:
+            self._remove(next(iter(self._entries)))

@@ -8,26 +8,25 @@ uses then.
 
 import json
 import os
-import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_mmcache.base.errors import StoreCorrupt, StoreForeign, StoreKeyMismatch, StoreUnusable
+from vllm_mmcache.base.errors import StoreCorrupt, StoreUnusable
 from vllm_mmcache.base.store_url import STORE, places_in_use, with_password
 from vllm_mmcache.cli.warm import warm
-from vllm_mmcache.storage import encryption
-from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
 
 if TYPE_CHECKING:
-    from vllm_mmcache.cli.store_remote import RemoteStore
-    from vllm_mmcache.components.features.directory import Directory, Entry
-    from vllm_mmcache.storage.records.disk import DiskPlace
+    from vllm_mmcache.storage.backend import EntryInfo
+    from vllm_mmcache.storage.tier import Tier
+
+REMOTE_TIMEOUT_S = 5.0
 
 store_app = typer.Typer(
     help="List, check, shrink, empty or fill the store of features and records.", no_args_is_help=True
@@ -53,15 +52,14 @@ def ls(place: Place = None, as_json: AsJson = False) -> None:
     """
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {"packages": rows}
-    with opened(place) as kept:
-        if kept.directory is not None and kept.records is not None:
-            rows += [row(entry, kept) for entry in sorted(kept.directory.packages(), key=lambda entry: -entry.used_s)]
-            found["num_aside"] = sum(1 for _ in kept.directory.aside())
-            found["records"] = dict(zip(("num", "num_bytes"), kept.records.sizes(), strict=True))
-        if kept.remote is not None:
-            found["remote"] = {
-                kind: dict(zip(("num", "num_bytes"), sizes, strict=True)) for kind, sizes in kept.remote.sizes().items()
-            }
+    with opened(place) as store:
+        if store.directory is not None:
+            with explained(store.packages) as tier:
+                rows += [row(entry, tier) for entry in sorted(tier.backend.scan(), key=lambda entry: -entry.used_s)]
+                found["num_aside"] = tier.backend.num_rejected()
+            found["records"] = sizes(store.records)
+        if store.remote:
+            found["remote"] = {kind: sizes(tier) for kind, tier in store.remote.items()}
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -73,13 +71,13 @@ def ls(place: Place = None, as_json: AsJson = False) -> None:
             line["key"][:16],
             *ascii_text(line["content_id"][:40], str(line["shape"])),
         )
-    if kept.directory is not None:
+    if store.directory is not None:
         total = sum(line["num_bytes"] for line in rows)
         print(f"{len(rows)} packages, {total} bytes; {found['num_aside']} files set aside")
         print(f"{found['records']['num']} records, {found['records']['num_bytes']} bytes")
-    if kept.remote is not None:
-        sizes = [f"{size['num']} {kind}, {size['num_bytes']} bytes" for kind, size in found["remote"].items()]
-        print(f"{kept.remote.shown}: {'; '.join(sizes)}")
+    if store.remote:
+        remote = [f"{size['num']} {kind}, {size['num_bytes']} bytes" for kind, size in found["remote"].items()]
+        print(f"{store.shown}: {'; '.join(remote)}")
 
 
 @store_app.command("check", short_help="Verify every package and record, and take out the bad ones.")
@@ -90,26 +88,34 @@ def check(place: Place = None, as_json: AsJson = False) -> None:
     """
     found: dict[str, Any] = {"good": 0, "set_aside": []}
     num_bad = 0
-    with opened(place) as kept:
-        if kept.directory is not None and kept.records is not None:
-            found["good"], found["set_aside"] = checked(kept.directory, kept.codec)
-            num_records, num_bad, damaged = kept.records.check()
-            found["records"] = {"good": num_records, "removed": num_bad}
+    with opened(place) as store:
+        if store.directory is not None:
+            with explained(store.records) as tier:
+                damaged = tier.backend.verify()
+            found["good"], bad = checked(store.packages)
+            num_good, bad_records = checked(store.records)
+            num_bad = len(bad_records)
+            found["records"] = {"good": num_good, "removed": num_bad}
             if damaged is not None:
-                found["set_aside"].append({"key": damaged, "why": "records: no database, or a damaged one"})
-        if kept.remote is not None:
-            found["remote"] = dict(zip(("good", "removed"), kept.remote.check(), strict=True))
+                bad.append((damaged, "records: no database, or a damaged one"))
+            found["set_aside"] = [{"key": key, "why": why} for key, why in bad]
+        if store.remote:
+            by_kind = [checked(tier) for tier in store.remote.values()]
+            found["remote"] = {
+                "good": sum(good for good, _ in by_kind),
+                "removed": sum(len(removed) for _, removed in by_kind),
+            }
     if as_json:
         print(json.dumps(found, indent=2))
     else:
         for finding in found["set_aside"]:
             print("set aside", finding["key"], *ascii_text(finding["why"]))
-        if kept.directory is not None:
+        if store.directory is not None:
             print(f"{found['good']} packages are good, {len(found['set_aside'])} files were set aside")
             print(f"{found['records']['good']} records are good, {num_bad} were removed")
-        if kept.remote is not None:
+        if store.remote:
             said = found["remote"]
-            print(f"{kept.remote.shown}: {said['good']} entries are good, {said['removed']} were removed")
+            print(f"{store.shown}: {said['good']} entries are good, {said['removed']} were removed")
     raise typer.Exit(1 if found["set_aside"] or num_bad or found.get("remote", {}).get("removed") else 0)
 
 
@@ -120,20 +126,22 @@ def gc(place: Place = None, as_json: AsJson = False) -> None:
     The budgets are MMCACHE_STORE_DISK_BYTES and MMCACHE_RECORDS_DISK_BYTES. Entries in Redis or Valkey expire by
     themselves.
     """
-    from vllm_mmcache.base.settings import load_settings
+    from vllm_mmcache.storage.backend import Usage
 
-    held_bytes = num_evicted = record_bytes = num_records = 0
-    with opened(place) as kept:
-        if kept.directory is not None and kept.directory.is_there():
-            held_bytes, num_evicted = kept.directory.sweep(load_settings().store_disk_bytes)
-        if kept.records is not None:
-            record_bytes, num_records = kept.records.sweep()
+    packages = records = Usage(0)
+    with opened(place) as store:
+        if store.directory is not None:
+            with explained(store.packages) as tier:
+                packages = tier.sweep()
+            with explained(store.records) as tier:
+                records = tier.sweep()
     if as_json:
-        records = {"held_bytes": record_bytes, "evicted": num_records}
-        print(json.dumps({"held_bytes": held_bytes, "evicted": num_evicted, "records": records}))
+        of_records = {"held_bytes": records.held_bytes or 0, "evicted": records.num_evicted}
+        found = {"held_bytes": packages.held_bytes or 0, "evicted": packages.num_evicted, "records": of_records}
+        print(json.dumps(found))
     else:
-        print(f"{num_evicted} files evicted, {held_bytes} bytes in use")
-        print(f"{num_records} records evicted, {record_bytes} bytes in use")
+        print(f"{packages.num_evicted} files evicted, {packages.held_bytes or 0} bytes in use")
+        print(f"{records.num_evicted} records evicted, {records.held_bytes or 0} bytes in use")
 
 
 @store_app.command("clear", short_help="Empty the store.")
@@ -143,40 +151,52 @@ def clear(place: Place = None, as_json: AsJson = False) -> None:
     It asks nothing. In Redis or Valkey it removes them for the other servers, too, that share it.
     """
     num_entries = 0
-    with opened(place, may_be_empty=place is None) as kept:
-        num_files = cleared(kept)
-        if kept.remote is not None:
-            num_entries = kept.remote.clear()
+    with opened(place, may_be_empty=place is None) as store:
+        num_files = cleared(store)
+        for part in store.remote.values():
+            with explained(part) as tier:
+                num_entries += tier.backend.clear()
     if as_json:
-        print(json.dumps({"removed": num_files} | ({"remote": num_entries} if kept.remote is not None else {})))
+        print(json.dumps({"removed": num_files} | ({"remote": num_entries} if store.remote else {})))
         return
-    if kept.directory is not None:
+    if store.directory is not None:
         print(f"{num_files} files removed")
-    if kept.remote is not None:
-        print(f"{kept.remote.shown}: {num_entries} entries removed")
+    if store.remote:
+        print(f"{store.shown}: {num_entries} entries removed")
 
 
 @dataclass(frozen=True)
-class Kept:
+class Store:
     """A store: features and records in a directory, both in Redis or Valkey, or all of it."""
 
-    directory: "Directory | None" = None
-    records: "DiskPlace | None" = None
-    remote: "RemoteStore | None" = None
-    codec: PlainCodec = PLAIN
+    directory: str | None
+    packages: "Tier | None"
+    """The features in the directory."""
+    records: "Tier | None"
+    """The records there."""
+    remote: dict[str, "Tier"]
+    """What is in Redis or Valkey, by kind."""
+
+    @property
+    def shown(self) -> str:
+        """What the Redis or Valkey is called."""
+        return next(iter(self.remote.values())).backend.where
 
 
 @contextmanager
-def opened(place: Path | None, *, may_be_empty: bool = False) -> Iterator[Kept]:
+def opened(place: Path | None, *, may_be_empty: bool = False) -> Iterator[Store]:
     """The store to work on; of a directory's two parts one may not be there.
 
-    Raises: StoreUnusable where there is no store, or where the system refuses.
+    Raises: StoreUnusable where there is no store, or where the system or the server refuses.
     """
     from vllm_mmcache.base.settings import load_settings, warn_of_unknown_variables
-    from vllm_mmcache.components.features.directory import Directory
-    from vllm_mmcache.storage.directories import is_ours
-    from vllm_mmcache.storage.records.database import Busy
-    from vllm_mmcache.storage.records.disk import DiskPlace
+    from vllm_mmcache.components.features.tiers import FEATURES
+    from vllm_mmcache.storage import encryption
+    from vllm_mmcache.storage.files import FileBackend
+    from vllm_mmcache.storage.open import tiers_at
+    from vllm_mmcache.storage.record_store import RECORDS
+    from vllm_mmcache.storage.sqlite import SqliteBackend
+    from vllm_mmcache.storage.tier import Tier
 
     settings = load_settings()
     warn_of_unknown_variables()
@@ -184,85 +204,70 @@ def opened(place: Path | None, *, may_be_empty: bool = False) -> Iterator[Kept]:
     if chosen is None and url is None:
         raise StoreUnusable(f"{STORE} asks for no store: use --dir PATH, or set it")
     codec = encryption.of(settings.store_key_file)
-    remote = None
+    store = Store(chosen, None, None, {})
     if url is not None:
         url = with_password(url, settings.store_password_file)
-        from vllm_mmcache.cli.store_remote import RemoteStore  # imports redis
-
-        remote = RemoteStore(url, codec)
-    if chosen is None:
-        yield Kept(remote=remote, codec=codec)
-        return
-    directory = Directory(chosen, settings.store_ttl)
-    records = DiskPlace(chosen, settings.records_disk_bytes, ttl_s=settings.store_ttl, codec=codec)
-    try:
-        if not any([directory.is_there(), is_ours(records.folder), remote is not None, may_be_empty]):
+        for name, kind in (("packages", FEATURES), ("records", RECORDS)):
+            (store.remote[name],) = tiers_at(None, url, settings, kind, timeout_s=REMOTE_TIMEOUT_S)
+    if chosen is not None:
+        files = FileBackend(chosen, FEATURES, settings.store_disk_bytes, ttl_s=settings.store_ttl)
+        file = SqliteBackend(chosen, RECORDS, settings.records_disk_bytes, ttl_s=settings.store_ttl)
+        store = Store(chosen, Tier(FEATURES, files, codec), Tier(RECORDS, file, codec), store.remote)
+        with explained(store.packages):
+            is_there = files.is_there() or file.is_there()
+        if not (is_there or store.remote or may_be_empty):
             raise StoreUnusable(
                 f"there is no store in {chosen}: `mmcache serve` and `mmcache store warm` make one; "
                 f"another is named with --dir, or {STORE}"
             )
-        yield Kept(directory, records, remote, codec)
-    except (Busy, sqlite3.Error) as error:
-        raise StoreUnusable(f"records in {chosen}: {error}: try again, or `mmcache store clear`") from None
-    except OSError as error:
-        raise StoreUnusable(f"{error.filename or chosen}: {error.strerror}: run this as the store's owner") from None
+    yield store
 
 
-def checked(directory: "Directory", codec: PlainCodec) -> tuple[int, list[dict[str, str]]]:
-    """How many packages are whole, and of each one that was not and is set aside, its name and why.
+@contextmanager
+def explained(tier: "Tier | None") -> Iterator["Tier"]:
+    """A tier to work on; where it refuses, that is a StoreUnusable which says what to do."""
+    from vllm_mmcache.storage.backend import Busy
 
-    What another key has encrypted, or another version of mmcache has written, is left alone.
-    """
-    from vllm_mmcache.components.features.lasting import name_of
-    from vllm_mmcache.components.features.package import unpack
-
-    num_good = 0
-    findings = []
-    for entry in directory.packages():
-        try:
-            with directory.open(entry.key, touch=False) as file:
-                if file is None:  # evicted meanwhile
-                    continue
-                source = codec.opened(file, bytes.fromhex(entry.key))
-                packed = bytearray(source.num_bytes)
-                source.read_into(0, memoryview(packed), 0.0)
-            identity, _, _ = unpack(packed)
-            if (name := name_of(identity, codec)) != entry.key:
-                raise StoreCorrupt(f"another package: its identity gives the key {name}")
-            num_good += 1
-        except (StoreKeyMismatch, StoreForeign):
-            continue
-        except StoreCorrupt as error:
-            directory.set_aside(entry.key)
-            findings.append({"key": entry.key, "why": str(error)})
-    return num_good, findings
+    assert tier is not None
+    try:
+        yield tier
+    except Busy as error:
+        raise StoreUnusable(f"{tier.where}: {error}: {tier.backend.remedy}") from None
+    except StoreUnusable:
+        raise
+    except tier.backend.failures as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise StoreUnusable(f"{error.filename}: {error.strerror}: run this as the store's owner") from None
+        raise StoreUnusable(f"{tier.where}: {tier.backend.recover(error)}: {tier.backend.remedy}") from None
 
 
-def cleared(kept: Kept) -> int:
+def cleared(store: Store) -> int:
     """Leave nothing of a store's directory but what is not ours; returns how many files went."""
-    if kept.directory is None or kept.records is None:
+    if store.directory is None:
         return 0
-    num_files = (kept.directory.clear() if kept.directory.is_there() else 0) + kept.records.remove()
+    num_files = 0
+    for part in (store.packages, store.records):
+        with explained(part) as tier:
+            num_files += tier.backend.clear()
     with suppress(OSError):  # it holds what is not ours, or is a mount
-        os.rmdir(kept.directory.root.parent)
+        os.rmdir(store.directory)
     return num_files
 
 
-def row(entry: "Entry", kept: Kept) -> dict[str, Any]:
+def row(entry: "EntryInfo", tier: "Tier") -> dict[str, Any]:
     """What `ls` says of one file; its record is only read, not checked."""
     from vllm_mmcache.components.features.package import read_head
 
     facts: dict[str, Any] = {
-        "key": entry.key,
+        "key": entry.name.hex(),
         "num_bytes": entry.num_bytes,
         "used": datetime.fromtimestamp(entry.used_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ"),
     }
-    assert kept.directory is not None
     try:
-        with kept.directory.open(entry.key, touch=False) as file:
+        with tier.backend.open(entry.name) as file:
             if file is None:
                 raise StoreCorrupt("it is gone")
-            record = read_head(kept.codec.opened(file, bytes.fromhex(entry.key)))
+            record = read_head(tier.codec.decrypt(entry.name, file))
     except (StoreCorrupt, OSError) as error:
         return {**facts, "content_id": f"? ({error})", "model": None, "dtype": None, "layout": None, "shape": None}
     identity = record.identity
@@ -274,6 +279,23 @@ def row(entry: "Entry", kept: Kept) -> dict[str, Any]:
         "layout": identity.layout,
         "shape": [record.shape.num_tokens, record.shape.width],
     }
+
+
+def sizes(part: "Tier | None") -> dict[str, int]:
+    """How many entries a tier has, and their bytes."""
+    with explained(part) as tier:
+        num, num_bytes = tier.backend.sizes()
+    return {"num": num, "num_bytes": num_bytes}
+
+
+def checked(part: "Tier | None") -> tuple[int, list[tuple[str, str]]]:
+    """How many entries of a tier are whole, and of each one that was not and is taken out, its name and why."""
+    from vllm_mmcache.components.features import tiers
+    from vllm_mmcache.storage import frame
+
+    with explained(part) as tier:
+        is_package = tier.kind is tiers.FEATURES
+        return tier.check(partial(tiers.check, codec=tier.codec) if is_package else frame.check)
 
 
 def ascii_text(*texts: str) -> list[str]:

@@ -14,12 +14,12 @@ there is a key.
 import os
 from collections.abc import Iterable, Iterator
 from struct import Struct
-from typing import Protocol
 
 from blake3 import blake3
 
 from vllm_mmcache.base.errors import StoreCorrupt, StoreKeyMismatch
 from vllm_mmcache.base.key_file import read_key
+from vllm_mmcache.storage.backend import Buffer, BytesEntry, Source
 
 MAGIC = b"mmcseal1"
 CHUNK_BYTES = 1024**2
@@ -29,24 +29,6 @@ HEAD_BYTES = len(MAGIC) + 8
 
 _PLACE = Struct("<QQ")
 _ENCRYPTED_CHUNK_BYTES = CHUNK_BYTES + NONCE_BYTES + TAG_BYTES
-
-Buffer = bytes | bytearray | memoryview
-
-
-class Source(Protocol):
-    """An entry of a tier, whose bytes can be read."""
-
-    num_bytes: int
-
-    def read_into(self, offset: int, buffer: memoryview, until: float) -> None:
-        """Fill `buffer` with the bytes from `offset` on.
-
-        until: the time, by time.monotonic(), at which a read that waits gives up. Raises: StoreCorrupt where there are
-        fewer bytes; what the tier raises.
-        """
-
-    def is_current(self) -> bool:
-        """Whether the entry is still the one that was read."""
 
 
 class PlainCodec:
@@ -60,27 +42,27 @@ class PlainCodec:
         """How many bytes an entry has whose content has `content_bytes`."""
         return content_bytes
 
-    def parts(self, name: bytes, content: Iterable[Buffer], content_bytes: int) -> Iterator[Buffer]:
+    def encrypt(self, name: bytes, content: Iterable[Buffer], content_bytes: int) -> Iterator[Buffer]:
         """Encrypts the content of the entry `name`, in parts; each is valid until the next one comes."""
         yield from content
 
-    def opened(self, source: Source, name: bytes) -> Source:
+    def decrypt(self, name: bytes, source: Source) -> Source:
         """The content of the entry `name`.
 
         Reading it raises StoreKeyMismatch if it was encrypted with another key, and StoreCorrupt if it is damaged.
         """
         return _Plain(source)
 
-    def encrypt(self, name: bytes, content: bytes) -> bytes:
+    def encrypt_bytes(self, name: bytes, content: bytes) -> bytes:
         """The entry `name` with this content, as bytes."""
         entry = bytearray()
-        for part in self.parts(name, [content], len(content)):
+        for part in self.encrypt(name, [content], len(content)):
             entry += part
         return bytes(entry)
 
-    def decrypt(self, name: bytes, entry: bytes) -> bytes:
-        """The content of the entry `name` with these bytes. Raises: as reading what `opened` returns."""
-        source = self.opened(_Bytes(entry), name)
+    def decrypt_bytes(self, name: bytes, entry: Buffer) -> bytes:
+        """The content of the entry `name` with these bytes. Raises: as reading what `decrypt` returns."""
+        source = self.decrypt(name, BytesEntry(entry))
         content = bytearray(source.num_bytes)
         source.read_into(0, memoryview(content), 0.0)
         return bytes(content)
@@ -117,24 +99,24 @@ class AesGcmCodec(PlainCodec):
         """The content's bytes, those of the head, and NONCE_BYTES + TAG_BYTES for each chunk of CHUNK_BYTES."""
         return HEAD_BYTES + content_bytes + _num_chunks(content_bytes) * (NONCE_BYTES + TAG_BYTES)
 
-    def parts(self, name: bytes, content: Iterable[Buffer], content_bytes: int) -> Iterator[Buffer]:
+    def encrypt(self, name: bytes, content: Iterable[Buffer], content_bytes: int) -> Iterator[Buffer]:
         """Encrypts the content: the head, then for each chunk a nonce, the AES-256-GCM text and the tag.
 
         A chunk is bound to `name`, its number and `content_bytes`. It is written over the memory of the one before it.
         """
         yield self._head
         # Used again and again: memory that is new takes longer to get than to encrypt.
-        room = memoryview(bytearray(min(content_bytes, CHUNK_BYTES) + NONCE_BYTES + TAG_BYTES))
+        buffer = memoryview(bytearray(min(content_bytes, CHUNK_BYTES) + NONCE_BYTES + TAG_BYTES))
         for index, chunk in enumerate(_chunks(content, min(content_bytes, CHUNK_BYTES))):
-            encrypted = room[: len(chunk) + NONCE_BYTES + TAG_BYTES]
+            encrypted = buffer[: len(chunk) + NONCE_BYTES + TAG_BYTES]
             encrypted[:NONCE_BYTES] = nonce = os.urandom(NONCE_BYTES)
             place = name + _PLACE.pack(index, content_bytes)
             self._cipher.encrypt_into(nonce, chunk, place, encrypted[NONCE_BYTES:])
             yield encrypted
 
-    def opened(self, source: Source, name: bytes) -> Source:
+    def decrypt(self, name: bytes, source: Source) -> Source:
         """The content of an encrypted source. It is decrypted as it is read, which raises as in PlainCodec."""
-        return _Opened(source, name, self)
+        return _Decrypted(source, name, self)
 
     def has_other_key(self, first: bytes) -> bool:
         """Whether it begins with MAGIC but not with this key's head. What is not encrypted has no other key."""
@@ -177,11 +159,8 @@ class _Plain:
         if offset == 0 and PLAIN.has_other_key(bytes(buffer[: len(MAGIC)])):
             raise StoreKeyMismatch("encrypted: MMCACHE_STORE_KEY_FILE names the key")
 
-    def is_current(self) -> bool:
-        return self._source.is_current()
 
-
-class _Opened:
+class _Decrypted:
     """The content of an encrypted source, from any offset; keeps the chunk that was read last."""
 
     def __init__(self, source: Source, name: bytes, key: AesGcmCodec) -> None:
@@ -192,7 +171,7 @@ class _Opened:
         self._is_possible = self.num_bytes >= 0 and num_chunks == _num_chunks(self.num_bytes)
         if not self._is_possible:
             self.num_bytes = 0
-        self._room = memoryview(bytearray(min(source.num_bytes, HEAD_BYTES + _ENCRYPTED_CHUNK_BYTES)))
+        self._buffer = memoryview(bytearray(min(source.num_bytes, HEAD_BYTES + _ENCRYPTED_CHUNK_BYTES)))
         self._content = memoryview(bytearray(min(self.num_bytes, CHUNK_BYTES)))
         self._last = -1, self._content[:0]
 
@@ -207,15 +186,12 @@ class _Opened:
             buffer[: len(piece)] = piece
             buffer, offset = buffer[len(piece) :], offset + len(piece)
 
-    def is_current(self) -> bool:
-        return self._source.is_current()
-
     def _chunk(self, index: int, until: float) -> memoryview:
         if self._last[0] != index:
             # The head comes with the first one.
             start = HEAD_BYTES + index * _ENCRYPTED_CHUNK_BYTES if index else 0
             end = min(HEAD_BYTES + (index + 1) * _ENCRYPTED_CHUNK_BYTES, self._source.num_bytes)
-            encrypted = self._room[: max(0, end - start)]
+            encrypted = self._buffer[: max(0, end - start)]
             self._source.read_into(start, encrypted, until)
             if not index:
                 self._key.check_head(bytes(encrypted[:HEAD_BYTES]))
@@ -227,20 +203,6 @@ class _Opened:
             self._key.open_chunk(self._name, index, self.num_bytes, encrypted, content)
             self._last = index, content
         return self._last[1]
-
-
-class _Bytes:
-    """A source in memory."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-        self.num_bytes = len(content)
-
-    def read_into(self, offset: int, buffer: memoryview, until: float) -> None:
-        buffer[:] = self._content[offset : offset + len(buffer)]
-
-    def is_current(self) -> bool:
-        return True
 
 
 def of(key_file: str | None) -> PlainCodec:
@@ -257,16 +219,16 @@ def _chunks(content: Iterable[Buffer], chunk_bytes: int) -> Iterator[memoryview]
 
     Each part is written over the memory of the one before it.
     """
-    room = memoryview(bytearray(chunk_bytes))
+    buffer = memoryview(bytearray(chunk_bytes))
     held = num_chunks = 0
     for part in content:
         rest = memoryview(part)
         while rest:
             taken = rest[: chunk_bytes - held]
-            room[held : held + len(taken)] = taken
+            buffer[held : held + len(taken)] = taken
             held, rest = held + len(taken), rest[len(taken) :]
             if held == chunk_bytes:
-                yield room
+                yield buffer
                 held, num_chunks = 0, num_chunks + 1
     if held or not num_chunks:
-        yield room[:held]
+        yield buffer[:held]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of records, and the frames in which their values are stored. Any process, any thread.
+"""The keys of small values, and the frames in which the values are stored. Any process, any thread.
 
 A frame is `mmcr`, one byte of format, a BLAKE3 digest over key and value, and the value. It shows whether the value was
 cut, changed, moved to another key or written in another format. The digest depends on no secret: whoever can write to
@@ -7,6 +7,8 @@ the place where records are stored can write a valid frame, and must be as trust
 """
 
 from blake3 import blake3
+
+from vllm_mmcache.base.errors import StoreCorrupt
 
 MAX_VALUE_BYTES = 64 * 1024
 """A larger value is not kept."""
@@ -44,6 +46,12 @@ def unframe(key: bytes, framed: bytes) -> bytes | None:
     """The value in a frame; None for anything that is no whole frame for `key`."""
     value = framed[HEAD_BYTES:]
     return value if framed[:HEAD_BYTES] == _MAGIC + _digest(key, value) else None
+
+
+def check(key: bytes, framed: bytes | bytearray) -> None:
+    """Raises: StoreCorrupt for anything that is no whole frame for `key`."""
+    if unframe(key, bytes(framed)) is None:
+        raise StoreCorrupt("no whole record of this key")
 
 
 def _digest(key: bytes, value: bytes) -> bytes:

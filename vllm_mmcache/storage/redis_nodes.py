@@ -28,8 +28,8 @@ from vllm_mmcache.base.errors import StoreCorrupt
 from vllm_mmcache.base.redis_connect import checked, client_of, first_host
 from vllm_mmcache.base.remote_url import Host
 from vllm_mmcache.base.store_url import error_without_secrets
-from vllm_mmcache.storage.breaker import Breaker
-from vllm_mmcache.storage.deadline import DeadlineExceeded
+from vllm_mmcache.storage.backend import DeadlineExceeded, PartUnavailable
+from vllm_mmcache.storage.breaker import CircuitBreaker
 
 logger = logging.getLogger("vllm.mmcache")
 T = TypeVar("T")
@@ -47,22 +47,19 @@ SLOTS_EVERY_S = 0.5
 _MAX_LINE_BYTES = 1024
 
 
-class NodeAway(Exception):
-    """The node that has an entry does not serve, or the entry's slot is moving to another node. Other nodes serve."""
+class RedisEntry:
+    """The value of one key, read over a connection of its own.
 
-    def __init__(self, message: str, *, is_new: bool) -> None:
-        super().__init__(message)
-        self.is_new = is_new
-        """Whether it was asked; False while it rests."""
+    Units: slow_s is after how long a read that trickles is given up, ttl_s how long a value lives after its last use.
+    """
 
+    written_s = 0.0
 
-class Value:
-    """The value of one key, read over a connection of its own."""
-
-    def __init__(self, connection: Any, name: str, slow_s: float) -> None:
+    def __init__(self, connection: Any, name: str, slow_s: float, ttl_s: int) -> None:
         self._connection = connection
         self._name = name
         self._slow_s = slow_s
+        self._ttl_s = ttl_s
         self._first = b""
         self.num_bytes = self._number()
 
@@ -83,6 +80,19 @@ class Value:
             return False
         again = memoryview(bytearray(len(self._first)))
         return again[: self._get(0, again, math.inf)] == self._first
+
+    def mark_used(self) -> None:
+        """As OpenEntry says; a server that may only be read is read all the same."""
+        try:
+            if self._ttl_s:
+                self._connection.send_command("EXPIRE", self._name, self._ttl_s)
+            else:
+                self._connection.send_command("PERSIST", self._name)
+            self._answer(b":")
+        except redis.ResponseError:  # it may only be read
+            pass
+        except Exception:  # the answer may still come: nobody must take it for another one
+            self._connection.disconnect()
 
     def _number(self) -> int:
         self._connection.send_command("STRLEN", self._name)
@@ -150,7 +160,7 @@ class Nodes:
         self._said = said
         self._whole_url = url
         self._clients: dict[Host, redis.Redis] = {}
-        self._breakers: dict[Host, Breaker] = {}
+        self._breakers: dict[Host, CircuitBreaker] = {}
         # By slot: the node that has it; empty where this is no cluster, as far as is known.
         self._owners: list[Host | None] = []
         self._members: tuple[Host, ...] = ()
@@ -164,15 +174,15 @@ class Nodes:
     def run(self, name: str, ask: Callable[["redis.Redis"], T], *, again: bool = True) -> T:
         """Call `ask` with the client of the node that has the entry `name`, and return what it returns.
 
-        again: whether `ask` may be called a second time, if the slot has moved to another node. Raises: NodeAway; what
-        redis-py raises.
+        again: whether `ask` may be called a second time, if the slot has moved to another node.
+        Raises: PartUnavailable; what redis-py raises.
         """
         return self._run(name, ask, again)[1]
 
     @contextmanager
-    def open(self, name: str, slow_s: float) -> Iterator[Value | None]:
+    def open(self, name: str, slow_s: float, ttl_s: int) -> Iterator[RedisEntry | None]:
         """The value of the entry `name`, over a connection of its own; None if there is none. Raises: as `run`."""
-        host, (held, value) = self._run(name, lambda client: _take(client, name, slow_s), True)
+        host, (held, value) = self._run(name, lambda client: _take(client, name, slow_s, ttl_s), True)
         with held, self._minded(host):
             yield value if value.num_bytes else None
 
@@ -210,16 +220,16 @@ class Nodes:
     def _run(self, name: str, ask: Callable[["redis.Redis"], T], again: bool) -> tuple[Host, T]:
         host = self._host_of(name)
         for is_last in (not again, True):
-            if self._owners and self._breaker(host).resting():
+            if self._owners and self._breaker(host).is_open():
                 self._read_slots_soon()
-                raise NodeAway(f"node {_words(host)} is left alone", is_new=False)
+                raise PartUnavailable(f"node {_words(host)} is left alone", is_new=False)
             try:
                 with self._minded(host):
                     return host, ask(self._client(host))
             except MovedError as moved:
                 host = self._learn(moved, host)
                 if is_last:
-                    raise NodeAway(f"its slot has moved to {_words(host)}", is_new=True) from None
+                    raise PartUnavailable(f"its slot has moved to {_words(host)}", is_new=True) from None
         raise AssertionError  # the last one returns or raises
 
     @contextmanager
@@ -237,11 +247,11 @@ class Nodes:
             if not self._owners:
                 raise
             if not isinstance(error, (AskError, TryAgainError)):
-                self._breaker(host).failed(self._text_of(error))
-            raise NodeAway(self._text_of(error), is_new=True) from None
+                self._breaker(host).record_failure(self._text_of(error))
+            raise PartUnavailable(self._text_of(error), is_new=True) from None
         else:
             if self._owners:
-                self._breaker(host).worked()
+                self._breaker(host).record_success()
 
     def _text_of(self, error: Exception) -> str:
         """The text of an error, without secrets."""
@@ -260,9 +270,9 @@ class Nodes:
     def _connect(self, host: Host, **options: Any) -> "redis.Redis":
         return client_of(self._url, host, self._options | options)
 
-    def _breaker(self, host: Host) -> Breaker:
+    def _breaker(self, host: Host) -> CircuitBreaker:
         if (breaker := self._breakers.get(host)) is None:
-            made = Breaker(f"{self._said}, node {_words(host)}", NODE_REST_S, LONGEST_REST_S)
+            made = CircuitBreaker(f"{self._said}, node {_words(host)}", NODE_REST_S, LONGEST_REST_S)
             breaker = self._breakers.setdefault(host, made)
         return breaker
 
@@ -286,7 +296,7 @@ class Nodes:
     def _read_slots(self) -> None:
         hosts = list(dict.fromkeys((*self._seeds, *self._members, *filter(None, self._owners))))
         random.shuffle(hosts)
-        hosts.sort(key=lambda host: host in self._breakers and self._breakers[host].resting())
+        hosts.sort(key=lambda host: host in self._breakers and self._breakers[host].is_open())
         errors = []
         try:
             for host in hosts:
@@ -331,23 +341,12 @@ class Nodes:
                 self._clients.pop(host).connection_pool.disconnect(inuse_connections=False)
 
 
-@contextmanager
-def open_value(client: "redis.Redis", name: str, slow_s: float) -> Iterator[Value | None]:
-    """This node's value of the entry `name`, over a connection of its own; None if it has none.
-
-    Raises: what redis-py raises.
-    """
-    held, value = _take(client, name, slow_s)
-    with held:
-        yield value if value.num_bytes else None
-
-
-def _take(client: "redis.Redis", name: str, slow_s: float) -> tuple["ExitStack[bool | None]", Value]:
+def _take(client: "redis.Redis", name: str, slow_s: float, ttl_s: int) -> tuple["ExitStack[bool | None]", RedisEntry]:
     """The value of the entry `name`, and the block within which its connection is held."""
     connection = client.connection_pool.get_connection()
     with ExitStack() as stack:
         stack.enter_context(_held(client, connection))
-        value = Value(connection, name, slow_s)
+        value = RedisEntry(connection, name, slow_s, ttl_s)
         return stack.pop_all(), value
     raise AssertionError  # the block above returns or raises
 
@@ -381,10 +380,3 @@ def _text(value: Any) -> str:
 
 def _words(host: Host) -> str:
     return f"{host[0]}:{host[1]}"
-
-
-FIRST_REST_S = 5.0
-
-
-# No request waits for a write, and several megabytes into a busy server take their time.
-WRITE_TIMEOUT_S = 1.0

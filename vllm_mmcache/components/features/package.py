@@ -21,7 +21,7 @@ from blake3 import blake3
 from vllm_mmcache.base.errors import StoreCorrupt, StoreForeign
 from vllm_mmcache.components.features.identity import FORMAT as FORMAT_NUMBER
 from vllm_mmcache.components.features.identity import Identity
-from vllm_mmcache.storage.encryption import Source
+from vllm_mmcache.storage.backend import Buffer, Source
 
 _FORMATS = "vllm-mmcache features "
 FORMAT = f"{_FORMATS}{FORMAT_NUMBER}"
@@ -31,9 +31,6 @@ LENGTH = Struct("<Q")
 MAX_HEADER_BYTES = 1024**2
 DTYPES = {"bfloat16": ("BF16", 2), "float16": ("F16", 2), "float32": ("F32", 4), "float64": ("F64", 8)}
 """By torch's name: the name in safetensors, and bytes."""
-
-Buffer = bytes | bytearray | memoryview
-"""Bytes; a memoryview of one dimension, whose items are bytes."""
 
 _ALIGNMENT = 8
 # Below this, threads cost more than they save; above it, some of a machine's many cores are well spent.
@@ -141,6 +138,8 @@ class Check:
         self._checksum = ""
         self.num_head_bytes = len(self._asked.head())
         """Bytes that its head must have."""
+        self.num_bytes = shape.num_bytes
+        """Bytes of the features."""
 
     def begin(self, seen: Buffer, num_bytes: int) -> None:
         """Look at the first bytes of a package of `num_bytes` in all.

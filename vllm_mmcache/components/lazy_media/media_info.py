@@ -19,7 +19,7 @@ from vllm_mmcache.base import settings
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.metrics import table_sizes
-from vllm_mmcache.storage import records
+from vllm_mmcache.storage import record_store
 
 MAX_MM_HASHES = 16  # per record: a server sees one or two (model, processor arguments) per image
 RECORD_COST_BYTES = 6144  # a record with all its mm_hashes; measured in tests/media
@@ -93,11 +93,11 @@ class MediaInfo:
         with failsafe("media records"):
             value = None if self.name is None else self.packed()
             if self.name is not None and value is not None:
-                records.current().put(self.name, value)
+                record_store.current().put(self.name, value)
 
     def renew(self) -> None:
         """Keep it again if that was long ago: what is used must not go as one of the oldest."""
-        if time.monotonic() - self._kept_s > records.current().renew_s:
+        if time.monotonic() - self._kept_s > record_store.current().renew_s:
             self.keep()
 
     def packed(self) -> bytes | None:
@@ -133,7 +133,7 @@ def find(key: Key, table: Table = RECORDS, read: Callable[[bytes], MediaInfo | N
         record.renew()
         return record
     name = _name(key)
-    record = records.current().read(name, read or unpacked)
+    record = record_store.current().read(name, read or unpacked)
     if record is None:
         return None
     record.name = name
@@ -170,7 +170,7 @@ def unpacked(packed: bytes) -> MediaInfo | None:
 
 
 def _name(key: Key) -> bytes:
-    return records.key("image", key.content_id, repr(key.options))
+    return record_store.key("image", key.content_id, repr(key.options))
 
 
 def _is_text(question: object) -> TypeGuard[tuple[str, ...]]:

@@ -43,7 +43,7 @@ from vllm_mmcache.components.lazy_processing.vllm_processor import (
 from vllm_mmcache.components.lazy_processing.vllm_processor_facts import processor_facts
 from vllm_mmcache.content.digests import inputs_digest
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.storage import records
+from vllm_mmcache.storage import record_store
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -151,7 +151,7 @@ class ItemPreparer:
         if asked.media.origin is None or not may_defer() or self.cache.is_refuted(mm_hash):
             return None
         key = self._key(asked.modality, mm_hash)
-        processed = records.current().read(key, lambda record: self._restored(asked, inputs, record))
+        processed = record_store.current().read(key, lambda record: self._restored(asked, inputs, record))
         if processed is not None:
             counters.ITEMS_DEFERRED.add()
         return processed
@@ -250,11 +250,11 @@ class ItemPreparer:
                 return
             restored = None if record is None else self._restored(asked, inputs, record)
             if record is not None and restored is not None and are_equal(restored[1], updates):
-                records.current().put(self._key(asked.modality, mm_hash), record)
+                record_store.current().put(self._key(asked.modality, mm_hash), record)
                 self.cache.trust(mm_hash)
 
     def _key(self, modality: str, mm_hash: str) -> bytes:
-        return records.key("item", self._facts, modality, mm_hash)
+        return record_store.key("item", self._facts, modality, mm_hash)
 
 
 def item_facts(model_config: Any, processor: Any) -> dict[str, str]:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 
 from vllm_mmcache.base.estimate import Estimate
-from vllm_mmcache.components.features.counters import Counters
+from vllm_mmcache.components.features.tiers import FEATURES
+from vllm_mmcache.storage.tier_counts import TierCounts
 
 PROBE_EVERY_S = 30.0
 UNKNOWN_TOWER_S = 0.05
@@ -34,7 +35,7 @@ class CostModel:
     """Decides for each package how to ask a tier for it. Engine process: one thread asks, any thread tells `loaded`.
 
     tower: seconds of the vision tower by tokens, None while unknown. patience_s: how long the operator lets a request
-    wait for its packages, None to go by the tower's time; where it is set, every tier is waited for. counters: those of
+    wait for its packages, None to go by the tower's time; where it is set, every tier is waited for. counts: those of
     the tiers, which get the decisions, too.
 
     The estimates are for one image. Several images of a request load at once and share the bandwidth, so each takes
@@ -45,12 +46,12 @@ class CostModel:
         self,
         tower: Callable[[int], float | None],
         patience_s: float | None,
-        counters: Iterable[Counters] = (),
+        counts: Iterable[TierCounts] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tower = tower
         self._max_wait_s = patience_s
-        self._counters = {one.tier: one for one in counters}
+        self._counts = {one.tier: one for one in counts}
         self._clock = clock
         self._loads: dict[str, Estimate] = {}
         self._measured_at: dict[str, float] = {}  # by tier, when it was last measured, or is being measured
@@ -96,4 +97,4 @@ class CostModel:
         return TierChoice.PROBE
 
     def _count(self, tier: str, **amounts: float) -> None:
-        self._counters.setdefault(tier, Counters(tier)).add(**amounts)
+        self._counts.setdefault(tier, TierCounts(FEATURES, tier)).add(**amounts)

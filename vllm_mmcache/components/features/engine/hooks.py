@@ -22,10 +22,12 @@ from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.cost_model import CostModel
 from vllm_mmcache.components.features.engine.ram_tier import RamTier
-from vllm_mmcache.components.features.engine.store import Store, open_tiers
+from vllm_mmcache.components.features.engine.store import Store
 from vllm_mmcache.components.features.engine.transfers import Ranks
 from vllm_mmcache.components.features.engine.vllm_connector import TRANSIT_BYTES, Connector
+from vllm_mmcache.components.features.tiers import FEATURES
 from vllm_mmcache.hooking.hook import Hooks
+from vllm_mmcache.storage.open import open_tiers
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -63,9 +65,9 @@ def open_store(vllm_config: Any, told: Iterable[Mapping[str, Any]]) -> None:
         raise StoreUnusable("what the vision tower makes of an image is not the same in all ranks")
     in_force = settings.current()
     ranks = Ranks(arena, facts)
-    tiers = open_tiers(in_force)
+    tiers = open_tiers(in_force, FEATURES)
     tower = Estimate(arena.board["tower_s"][0])
-    costs = CostModel(tower.seconds, in_force.store_wait_s, [tier.counters for tier in tiers])
+    costs = CostModel(tower.seconds, in_force.store_wait_s, [tier.counts for tier in tiers])
     store = Store(arena, RamTier(arena.num_bytes, keeps=in_force.feature_ram_bytes > 0), tiers, costs)
     _opened[id(vllm_config)] = Connector(vllm_config, arena, ranks, store)
     logger.info(

@@ -11,7 +11,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from vllm_mmcache.base.lru import Size
-from vllm_mmcache.components.features.counters import Counters
+from vllm_mmcache.components.features.tiers import FEATURES
+from vllm_mmcache.storage.tier_counts import TierCounts
 
 ALIGN_BYTES = 4096
 
@@ -51,7 +52,7 @@ class RamTier:
     name = "ram"
 
     def __init__(self, num_bytes: int, keeps: bool = True) -> None:
-        self.counters = Counters(self.name)
+        self.counts = TierCounts(FEATURES, self.name)
         self._size = num_bytes // ALIGN_BYTES * ALIGN_BYTES
         self._keeps = keeps
         self._gaps: Gaps = [(0, self._size)] if self._size else []
@@ -65,12 +66,12 @@ class RamTier:
         with self._lock:
             slot = self._published(key)
             if slot is None:
-                self.counters.add(misses=1)
+                self.counts.add(misses=1)
                 return None
             self._slots.move_to_end(key)
             slot.num_holders += 1
             slot.is_used = True
-            self.counters.add(hits=1, read_bytes=slot.num_bytes)
+            self.counts.add(hits=1, read_bytes=slot.num_bytes)
             return slot
 
     def size(self) -> Size:
@@ -103,7 +104,7 @@ class RamTier:
                 return None
             start = self._room(slot.end)
             if start is None:
-                self.counters.add(dropped=1)
+                self.counts.add(dropped=1)
                 return None
             at = bisect_left(self._gaps, (start,))
             _, end = self._gaps.pop(at)
@@ -112,7 +113,7 @@ class RamTier:
                 self._gaps.insert(at, (slot.end, end))
             self._slots[key] = slot
             self._used_bytes += slot.end - slot.offset
-            self.counters.hold(self._used_bytes)
+            self.counts.hold(self._used_bytes)
             return slot
 
     def publish(self, slot: Slot) -> None:
@@ -121,7 +122,7 @@ class RamTier:
             if self._is_known(slot) and not slot.is_published:
                 slot.is_published = True
                 self._slots.move_to_end(slot.key)
-                self.counters.add(saved=1, saved_bytes=slot.num_bytes)
+                self.counts.add(saved=1, saved_bytes=slot.num_bytes)
 
     def discard(self, slot: Slot) -> None:
         """The caller releases what it did not fill; it is never found, and its room is free again.
@@ -173,7 +174,7 @@ class RamTier:
             del self._slots[slot.key]
         _give(self._gaps, slot.offset, slot.end)
         self._used_bytes -= slot.end - slot.offset
-        self.counters.hold(self._used_bytes)
+        self.counts.hold(self._used_bytes)
 
     def _require_held(self, slot: Slot) -> None:
         if slot.num_holders < 1:
@@ -200,7 +201,7 @@ class RamTier:
                 victims = [one for one in passed if low <= one.offset < low + size]
                 for one in victims:
                     self._let_go(one)
-                self.counters.add(evictions=len(victims))
+                self.counts.add(evictions=len(victims))
                 return low
         return None
 

@@ -7,23 +7,23 @@ written further by threads. Nothing here waits for a tier, and nothing here rais
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 
 from vllm_mmcache.base import background
-from vllm_mmcache.base.settings import Settings, store_in_use
+from vllm_mmcache.base.lru import Budget
 from vllm_mmcache.base.worker_threads import Threads
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.cost_model import CostModel, TierChoice
 from vllm_mmcache.components.features.engine.ram_tier import RamTier, Slot
 from vllm_mmcache.components.features.identity import Identity
-from vllm_mmcache.components.features.lasting import LastingTier
 from vllm_mmcache.components.features.message import SEAL_BYTES
 from vllm_mmcache.components.features.package import Shape
-from vllm_mmcache.components.features.writer import EXIT_S, Writer
+from vllm_mmcache.components.features.tiers import key_of, load, save
 from vllm_mmcache.metrics import table_sizes
-from vllm_mmcache.storage import encryption
+from vllm_mmcache.storage.tier import Tier
+from vllm_mmcache.storage.write_behind import EXIT_S, MOST_WAITING, WriteBehind
 
 MOST_READERS = 4  # threads that read from one tier; of two on one core, each would keep the other from its locks
 RENEW_S = 3600.0  # what is used in RAM for so long is marked as used in the tiers below, too
@@ -65,14 +65,14 @@ class Fetch:
 class Store:
     """Features by identity over the arena's RAM tier and the tiers below it, nearest first. Any thread."""
 
-    def __init__(self, arena: Arena, ram: RamTier, below: Sequence[LastingTier], costs: CostModel) -> None:
+    def __init__(self, arena: Arena, ram: RamTier, below: Sequence[Tier], costs: CostModel) -> None:
         self.ram = ram
         self.below = tuple(below)
         self.costs = costs
         self._arena = arena
         num_readers = background.busy_thread_limit(MOST_READERS)
         self._readers = {tier.name: Threads(f"read-{tier.name}", num_readers) for tier in below}
-        self._writers = {tier.name: Writer(tier, ram, arena.buffer) for tier in below}
+        self._writers = {tier.name: self._writer(tier) for tier in below}
         # In time for the one that would let go of it first.
         self._renew_s = min([RENEW_S, *(tier.ttl_s / 2 for tier in below if tier.ttl_s)])
         table_sizes.of_engine("features_ram", ram.size)
@@ -118,7 +118,7 @@ class Store:
                 slot.touched_s = monotonic()
                 slot.pending_tiers.update(tier.name for tier in self.below)
             for name in tuple(slot.pending_tiers):
-                self._writers[name].hand(identity, shape)
+                self._writers[name].submit(key_of(identity), (identity, shape))
         return slot
 
     def release(self, slot: Slot) -> None:
@@ -162,17 +162,17 @@ class Store:
         return all(closed)
 
     def counts(self) -> dict[str, dict[str, float]]:
-        """The counts of each tier, by the tier's name; see `counters.Counts`."""
-        tiers: list[RamTier | LastingTier] = [self.ram, *self.below]
-        return {tier.name: tier.counters.snapshot() for tier in tiers}
+        """The counts of each tier, by the tier's name; see storage/tier_counts.py."""
+        tiers: list[RamTier | Tier] = [self.ram, *self.below]
+        return {tier.name: tier.counts.snapshot() for tier in tiers}
 
     def _ask_from(self, fetch: Fetch, index: int) -> None:
         """Have the next tier asked that is worth it; without one the fetch is done."""
         for number, tier in enumerate(self.below[index:], index):
             if fetch.is_done or fetch.is_filled_by_rank or len(fetch.identity.identifier) > MAX_IDENTIFIER_CHARS:
                 break
-            if tier.resting():
-                tier.counters.add(misses=1)
+            if tier.is_open():
+                tier.counts.add(misses=1)
                 continue
             ask = self.costs.ask(tier.name, fetch.shape.num_tokens, fetch.shape.num_bytes, fetch.pixels_s)
             if ask is TierChoice.SKIP:
@@ -183,7 +183,7 @@ class Store:
                 fetch.passed_over.append(tier.name)
             if self._readers[tier.name].submit(self._loading(fetch, number)):
                 return
-            tier.counters.add(misses=1)
+            tier.counts.add(misses=1)
         with self._changed:
             if not fetch.is_filled_by_rank:
                 self._finish(fetch, "")
@@ -217,7 +217,7 @@ class Store:
         start = perf_counter()
         found = False
         try:
-            found = tier.load(identity, shape, reserve, monotonic() + LONGEST_LOAD_S)
+            found = load(tier, identity, shape, reserve, monotonic() + LONGEST_LOAD_S)
         finally:
             for slot in () if found else slots:
                 self.ram.discard(slot)
@@ -226,17 +226,42 @@ class Store:
             self._publish(slots[0], identity, shape, self.below[:index])
         return found
 
-    def _publish(self, slot: Slot, identity: Identity, shape: Shape, owed: Sequence[LastingTier]) -> None:
+    def _publish(self, slot: Slot, identity: Identity, shape: Shape, owed: Sequence[Tier]) -> None:
         slot.pending_tiers.update(tier.name for tier in owed)
         slot.touched_s = monotonic()
         self.ram.publish(slot)
         for tier in owed:
-            self._writers[tier.name].hand(identity, shape)
+            self._writers[tier.name].submit(key_of(identity), (identity, shape))
         self.ram.release(slot)
+
+    def _writer(self, tier: Tier) -> WriteBehind[tuple[Identity, Shape]]:
+        """The queue of names in front of a tier: what is let go from RAM before its turn is dropped.
+
+        What a tier did not take, since it was behind or left alone, it is owed: it is submitted again when the image
+        comes again.
+        """
+
+        def write(items: Mapping[bytes, tuple[Identity, Shape]]) -> None:
+            for identity, shape in items.values():
+                self._save(tier, identity, shape)
+
+        return WriteBehind(tier, write, budget=Budget(MOST_WAITING, 1), batch=Budget(1, 1))
+
+    def _save(self, tier: Tier, identity: Identity, shape: Shape) -> None:
+        slot = self.ram.hold_if_there(identity.key)
+        if slot is None:
+            tier.counts.add(dropped=1)
+            return
+        try:
+            is_kept = save(tier, identity, shape, self._arena.buffer(slot.offset, shape.num_bytes))
+            if is_kept or shape.num_bytes > tier.max_bytes:  # which it never takes
+                slot.pending_tiers.discard(tier.name)
+        finally:
+            self.ram.release(slot)
 
     def _reserve(self, identity: Identity, shape: Shape) -> Slot | None:
         if len(identity.identifier) > MAX_IDENTIFIER_CHARS:
-            self.ram.counters.add(dropped=1)
+            self.ram.counts.add(dropped=1)
             return None
         return self.ram.reserve(identity.key, shape.num_bytes + SEAL_BYTES)
 
@@ -246,30 +271,3 @@ class Store:
                 del self._fetches[fetch.identity.key]
                 fetch.is_done, fetch.source = True, source
             self._changed.notify_all()
-
-
-def open_tiers(settings: Settings) -> list[LastingTier]:
-    """The tiers below RAM that the settings name. A tier that can't be used now is used when it can be.
-
-    Raises: SettingsError for a URL that is none of Redis or Valkey, and for a key that can't be used.
-    """
-    directory, url = store_in_use(settings)
-    codec = encryption.of(settings.store_key_file)
-    below: list[LastingTier] = []
-    if directory is not None:
-        from vllm_mmcache.components.features.disk import DiskTier
-
-        below.append(DiskTier(directory, settings.store_disk_bytes, ttl_s=settings.store_ttl, codec=codec))
-    if url is not None:
-        from vllm_mmcache.components.features.remote import RemoteTier  # imports redis
-
-        below.append(
-            RemoteTier(
-                url,
-                ttl_s=settings.store_ttl,
-                max_bytes=settings.store_remote_max_bytes,
-                timeout_s=settings.store_remote_timeout_s,
-                codec=codec,
-            )
-        )
-    return below

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of the disk tier: one per package, a budget that several processes keep together, no index.
+"""Entries as files of a directory: one per entry, a budget that several processes keep together, no index.
 
-    <store>/features/            mode 0700, ours alone
+    <store>/features/            mode 0700, ours alone; the folder and the ending are the kind's
         lock                     flock of whoever changes the store; holds the account, the bytes in use, as text
         incoming                 the one file being written
-        ab/ab12....safetensors   a package under its key; the time of last use is its mtime
-        aside/                   the last few files that were no whole package
+        ab/ab12....safetensors   an entry under its name; the time of last use is its mtime
+        aside/                   the last few files that were no whole entry
 
 Every change but setting aside happens under the lock, so there is one writer, one unfinished file at most, and the
 account is never below the truth: it is raised before a file appears and lowered after files are gone. Readers take no
 lock; whoever changes the store waits for it for some seconds, since its holder may hang on another machine. No file is
-open between calls, so a fork shares nothing. Runs in the threads of the store and in the command line.
+open between calls, so a fork shares nothing. A disk that is full or read-only still serves what it holds. Any process,
+any thread.
 """
 
 import fcntl
@@ -18,43 +19,40 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_mmcache.base.errors import StoreCorrupt, StoreUnusable
+from vllm_mmcache.storage.backend import Backend, Buffer, EntryInfo, Usage
 from vllm_mmcache.storage.directories import is_ours
-from vllm_mmcache.storage.encryption import Buffer
+from vllm_mmcache.storage.kind import Kind
 
-SUFFIX = ".safetensors"
+DISK_REST_S = (30.0, 600.0)
 MAX_ASIDE = 16
+# One entry must not push all others out.
+SHARE = 4
 # A sweep evicts to below the budget by this part, so that not every write needs one: a sweep looks at every file.
 SLACK = 0.1
 LOCK_S = 5.0
 """Seconds that a change waits for the lock."""
 LOCK_POLL_S = 0.002
 
-_FILE = re.compile(r"[0-9a-f]{64}\.safetensors")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 
 
 @dataclass(frozen=True)
-class Entry:
+class File:
     """One file of the store. Units: used_s are seconds since the epoch."""
 
     path: Path
     num_bytes: int
     used_s: float
 
-    @property
-    def key(self) -> str:
-        """The key of the package, 64 hex digits: its file's name without the ending."""
-        return self.path.name.removesuffix(SUFFIX)
-
 
 class OpenFile:
-    """A package's file that is open for reading. Raises: StoreCorrupt for what is no file, or another user's."""
+    """An entry's file that is open for reading. Raises: StoreCorrupt for what is no file, or another user's."""
 
     def __init__(self, file: int, path: Path) -> None:
         seen = os.fstat(file)
@@ -64,6 +62,7 @@ class OpenFile:
         if seen.st_uid != os.geteuid():
             raise StoreCorrupt(f"a file of user {seen.st_uid}")
         self.num_bytes = seen.st_size
+        self.written_s = seen.st_mtime
         self._file = file
         self._path = path
 
@@ -78,107 +77,99 @@ class OpenFile:
             offset += num_bytes
 
     def is_current(self) -> bool:
-        """Whether the package's name still leads to this file."""
+        """Whether the entry's name still leads to this file."""
         try:
             return os.path.samestat(os.fstat(self._file), os.lstat(self._path))
         except FileNotFoundError:
             return False
 
+    def mark_used(self) -> None:
+        """Set the time of last use; on a read-only disk nothing happens."""
+        with suppress(OSError):
+            os.utime(self._file)
 
-class Directory:
-    """The store in the directory `place`. Raises: OSError from every method, where the system refuses.
 
-    ttl_s: seconds after their last use when files are removed by the next sweep; 0 for never.
+class FileBackend(Backend):
+    """The files of one kind below the directory `place`, up to `budget_bytes`, one entry up to a quarter of that.
+
+    Units: what was not used for `ttl_s` seconds is removed by the next sweep; 0 for never.
     """
 
-    def __init__(self, place: str | Path, ttl_s: int = 0) -> None:
-        self.root = Path(place) / "features"
-        self._ttl_s = ttl_s
+    tier = "disk"
+    failures = (OSError, StoreUnusable)
+    rest_s = DISK_REST_S
+    remedy = "run this as the store's owner"
+
+    def __init__(self, place: str | Path, kind: Kind, budget_bytes: int, *, ttl_s: int = 0) -> None:
+        self.where = str(place)
+        self.root = Path(place) / kind.name
+        self.budget_bytes: int = budget_bytes
+        self.max_bytes = budget_bytes // SHARE
+        self.ttl_s = ttl_s
+        self._suffix = kind.suffix
+        self._names = re.compile(rf"[0-9a-f]{{64}}{re.escape(kind.suffix)}")
         self._swept_by = 0  # process id
 
-    def path_of(self, key: str) -> Path:
-        """Where a package lies. `key` is 64 hex digits, never a client's text."""
-        return self.root / key[:2] / (key + SUFFIX)
+    def path_of(self, name: bytes) -> Path:
+        """Where an entry lies."""
+        digits = name.hex()
+        return self.root / digits[:2] / (digits + self._suffix)
 
     def is_there(self) -> bool:
-        """As `is_ours`, of the store's directory."""
+        """As `is_ours`, of the kind's directory."""
         return is_ours(self.root)
 
     @contextmanager
-    def open(self, key: str, *, touch: bool = True) -> Iterator["OpenFile | None"]:
-        """The file under `key`, with `touch` now the most recently used; None where there is none.
-
-        Raises: StoreCorrupt for what is no file; StoreUnusable as in `is_there`.
-        """
-        file = self._opened(key) if self.is_there() else None
+    def open(self, name: bytes) -> Iterator["OpenFile | None"]:
+        """As Backend says. Raises: StoreUnusable, too, as in `is_there`."""
+        file = self._opened(name) if self.is_there() else None
         if file is None:
             yield None
             return
         try:
-            opened = OpenFile(file, self.path_of(key))
-            if touch:
-                with suppress(OSError):  # read-only: served all the same
-                    os.utime(file)
-            yield opened
+            yield OpenFile(file, self.path_of(name))
         finally:
             os.close(file)
 
-    def renew(self, key: str) -> bool:
-        """Whether there is something under `key`, which is now the most recently used.
-
-        Raises: StoreUnusable as in `is_there`.
-        """
+    def touch(self, name: bytes) -> bool:
+        """As Backend says. Raises: StoreUnusable, too, as in `is_there`."""
         try:
             if self.is_there():
-                os.utime(self.path_of(key), follow_symlinks=False)
+                os.utime(self.path_of(name), follow_symlinks=False)
                 return True
         except FileNotFoundError:
             pass
         return False
 
-    def write(self, key: str, parts: Iterable[Buffer], num_bytes: int, budget_bytes: int) -> tuple[int, int]:
-        """Put a package of `num_bytes`, in parts that follow each other, under `key` for good, within the budget.
+    def put(self, name: bytes, parts: Iterable[Buffer], num_bytes: int) -> Usage:
+        """As Backend says. Raises: StoreUnusable, too, where the lock is not to be had, or the budget is too small."""
+        return self._put(name, parts, num_bytes, replaces=False)
 
-        A key that is there is only marked as used. Returns the bytes in use and the number of files evicted. The
-        package must fit into the budget. Raises: StoreUnusable, too, where the lock is not to be had.
-        """
-        path = self.path_of(key)
-        with self._locked(makes=True) as account:
-            held = _read_account(account)
-            evicted = 0
-            if self.renew(key):
-                return held or 0, evicted
-            # Once per process in any case: others may have put files here, or taken some away.
-            if held is None or self._swept_by != os.getpid() or held + num_bytes > budget_bytes:
-                held, evicted = self._sweep(budget_bytes, num_bytes)
-                self._swept_by = os.getpid()
-            _write_account(account, held + num_bytes)
-            try:
-                self._publish(path, parts)
-            except BaseException:
-                _write_account(account, held)
-                raise
-        return held + num_bytes, evicted
+    def put_many(self, entries: Mapping[bytes, bytes]) -> Usage:
+        """As Backend says."""
+        usage = Usage()
+        for name, content in entries.items():
+            later = self._put(name, [content], len(content), replaces=True)
+            usage = Usage(later.held_bytes, usage.num_evicted + later.num_evicted)
+        return usage
 
-    def sweep(self, budget_bytes: int) -> tuple[int, int]:
-        """Remove the unfinished file and what was not used for long, and evict until the budget holds.
-
-        Returns bytes in use, files evicted.
-        """
+    def sweep(self) -> Usage:
+        """As Backend says, and remove the unfinished file."""
+        if not self.is_there():
+            return Usage()
         with self._locked() as account:
             self._incoming.unlink(missing_ok=True)
-            held, evicted = self._sweep(budget_bytes, 0)
+            held, evicted = self._sweep(0)
             _write_account(account, held)
-        return held, evicted
+        return Usage(held, evicted)
 
     def clear(self) -> int:
-        """Remove every package and every file set aside, and all folders that hold nothing else then.
-
-        Returns the number of files.
-        """
+        """Remove every entry and every file set aside, and all folders that hold nothing else then."""
+        if not self.is_there():
+            return 0
         with self._locked() as account:
             self._incoming.unlink(missing_ok=True)
-            num_files = sum(_remove(entry.path) for entry in [*self.packages(), *self.aside()])
+            num_files = sum(_remove(file.path) for file in [*self.files(), *self.aside()])
             _write_account(account, 0)
             shards = [Path(found.path) for found in _scan(self.root) if _SHARD.fullmatch(found.name)]
             for folder in (*shards, self.root / "aside"):
@@ -188,24 +179,55 @@ class Directory:
             _remove_folder(self.root)
         return num_files
 
-    def packages(self) -> Iterator[Entry]:
-        """Every package's file, in no order."""
+    def scan(self) -> Iterator[EntryInfo]:
+        """As Backend says."""
+        for file in self.files():
+            yield EntryInfo(bytes.fromhex(file.path.name.removesuffix(self._suffix)), file.num_bytes, file.used_s)
+
+    def files(self) -> Iterator[File]:
+        """Every entry's file, in no order."""
         for shard in _scan(self.root):
             if _SHARD.fullmatch(shard.name) and shard.is_dir(follow_symlinks=False):
-                yield from _entries(Path(shard.path))
+                yield from self._files(Path(shard.path))
 
-    def aside(self) -> Iterator[Entry]:
+    def num_rejected(self) -> int:
+        """As Backend says."""
+        return sum(1 for _ in self.aside())
+
+    def aside(self) -> Iterator[File]:
         """Every file that was set aside, in no order."""
-        return _entries(self.root / "aside")
+        return self._files(self.root / "aside")
 
-    def set_aside(self, key: str) -> None:
-        """Move a file that is no whole package out of the way, and keep the last few such files for a look."""
-        target = self.root / "aside" / (key + SUFFIX)
+    def reject(self, name: bytes) -> None:
+        """Move a file that is no whole entry out of the way, and keep the last few such files for a look."""
+        path = self.path_of(name)
+        target = self.root / "aside" / path.name
         with suppress(FileNotFoundError):  # somebody else was faster, or has cleared the store
             target.parent.mkdir(mode=0o700, exist_ok=True)
-            os.replace(self.path_of(key), target)
-        for entry in sorted(self.aside(), key=lambda entry: entry.used_s)[:-MAX_ASIDE]:
-            _remove(entry.path)
+            os.replace(path, target)
+        for file in sorted(self.aside(), key=lambda file: file.used_s)[:-MAX_ASIDE]:
+            _remove(file.path)
+
+    def _put(self, name: bytes, parts: Iterable[Buffer], num_bytes: int, *, replaces: bool) -> Usage:
+        if num_bytes > self.budget_bytes:
+            raise StoreUnusable(f"{self.budget_bytes} bytes for {self.root} have no room for {num_bytes}")
+        path = self.path_of(name)
+        with self._locked(makes=True) as account:
+            held = _read_account(account)
+            evicted = 0
+            if not replaces and self.touch(name):
+                return Usage(held or 0)
+            # Once per process in any case: others may have put files here, or taken some away.
+            if held is None or self._swept_by != os.getpid() or held + num_bytes > self.budget_bytes:
+                held, evicted = self._sweep(num_bytes)
+                self._swept_by = os.getpid()
+            _write_account(account, held + num_bytes)
+            try:
+                self._publish(path, parts)
+            except BaseException:
+                _write_account(account, held)
+                raise
+        return Usage(held + num_bytes, evicted)
 
     @property
     def _incoming(self) -> Path:
@@ -261,8 +283,8 @@ class Directory:
                 raise StoreUnusable(f"{place} was held by another process for {LOCK_S:g} s: wait for it, or end it")
             time.sleep(LOCK_POLL_S)
 
-    def _opened(self, key: str) -> int | None:
-        path = self.path_of(key)
+    def _opened(self, name: bytes) -> int | None:
+        path = self.path_of(name)
         try:
             return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -272,21 +294,21 @@ class Directory:
                 raise StoreCorrupt("a symbolic link") from None
             raise
 
-    def _sweep(self, budget_bytes: int, needed_bytes: int) -> tuple[int, int]:
-        # Packages before aside: a file that is set aside meanwhile is counted twice rather than not at all.
-        packages = sorted(self.packages(), key=lambda entry: entry.used_s)
+    def _sweep(self, needed_bytes: int) -> tuple[int, int]:
+        # Entries before aside: a file that is set aside meanwhile is counted twice rather than not at all.
+        files = sorted(self.files(), key=lambda file: file.used_s)
         aside = list(self.aside())
-        held = sum(entry.num_bytes for entry in (*packages, *aside))
-        limit = budget_bytes if held + needed_bytes <= budget_bytes else budget_bytes * (1 - SLACK)
+        held = sum(file.num_bytes for file in (*files, *aside))
+        limit = self.budget_bytes if held + needed_bytes <= self.budget_bytes else self.budget_bytes * (1 - SLACK)
         evicted = 0
-        for entry in (*aside, *packages):
-            if held + needed_bytes > limit or self._is_over(entry):
-                evicted += _remove(entry.path)
-                held -= entry.num_bytes
+        for file in (*aside, *files):
+            if held + needed_bytes > limit or self._is_over(file):
+                evicted += _remove(file.path)
+                held -= file.num_bytes
         return held, evicted
 
-    def _is_over(self, entry: Entry) -> bool:
-        return 0 < self._ttl_s < time.time() - entry.used_s
+    def _is_over(self, file: File) -> bool:
+        return 0 < self.ttl_s < time.time() - file.used_s
 
     def _publish(self, path: Path, parts: Iterable[Buffer]) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -304,13 +326,12 @@ class Directory:
             raise
         _sync(path.parent)
 
-
-def _entries(folder: Path) -> Iterator[Entry]:
-    for file in _scan(folder):
-        with suppress(FileNotFoundError):
-            if _FILE.fullmatch(file.name) and not file.is_dir(follow_symlinks=False):
-                seen = file.stat(follow_symlinks=False)
-                yield Entry(Path(file.path), seen.st_size, seen.st_mtime)
+    def _files(self, folder: Path) -> Iterator[File]:
+        for found in _scan(folder):
+            with suppress(FileNotFoundError):
+                if self._names.fullmatch(found.name) and not found.is_dir(follow_symlinks=False):
+                    seen = found.stat(follow_symlinks=False)
+                    yield File(Path(found.path), seen.st_size, seen.st_mtime)
 
 
 def _scan(folder: Path) -> list["os.DirEntry[str]"]:

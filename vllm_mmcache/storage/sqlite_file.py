@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SQLite file that holds records in the store's directory, and a connection that follows when it is replaced.
+"""The SQLite file that holds small entries of one kind, and a connection that follows when the file is replaced.
 
-    <store>/records/                           mode 0700, ours alone
+    <store>/records/                           mode 0700, ours alone; the folder's name is the kind's
         records-v2-00000000-1b2c3d4e.sqlite    one table: key, frame, when it was written
         ...-journal                            SQLite's own
 
@@ -16,6 +16,7 @@ and whoever shortens such a file ends every process that has it mapped. Readers 
 which takes as long as copying it to the system: nothing waits for the disk. So a crash of the system may cost the file.
 """
 
+import functools
 import logging
 import math
 import os
@@ -30,29 +31,24 @@ from secrets import token_hex
 from time import monotonic
 from typing import TypeVar
 
+from vllm_mmcache.storage.backend import Busy
 from vllm_mmcache.storage.directories import is_ours
 
 logger = logging.getLogger("vllm.mmcache")
 
 FORMAT = 2
 """Of the file: raise it when the table or the way of using it changes. It is in the file's name, so that each version
-of mmcache has files of its own in a store; what a record means is in its key (storage/frame.py)."""
+of mmcache has files of its own in a store; what an entry means is in its key."""
 HUNG_S = 1.0
 """Work that takes longer hangs: nobody waits for its connection any more."""
 CACHE_KIB = 256
 
-_FILE = re.compile(rf"records-v{FORMAT}-([0-9]{{8}})-[0-9a-f]{{8}}\.sqlite")
-_FILE_OF_ANY_FORMAT = re.compile(r"records(-v[0-9]+)?-[0-9]{8}-[0-9a-f]{8}\.sqlite")
 _OWN_FILES = ("-journal", "-wal", "-shm")  # of SQLite, beside a file of any format
 _NO_DATABASE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR})
 # Of a process that has forked: its connections must not be used here, nor closed.
 _inherited: list[sqlite3.Connection] = []
 
 T = TypeVar("T")
-
-
-class Busy(Exception):
-    """Others use the connection, or keep the file locked, for too long."""
 
 
 class Database:
@@ -159,8 +155,9 @@ def names(folder: Path) -> list[str]:
     """
     if not is_ours(folder):
         return []
+    ours = _named(folder.name)
     with os.scandir(folder) as found:
-        return [entry.name for entry in found if _FILE.fullmatch(entry.name) and _is_own_file(entry)]
+        return [entry.name for entry in found if ours.fullmatch(entry.name) and _is_own_file(entry)]
 
 
 def _is_own_file(entry: "os.DirEntry[str]") -> bool:
@@ -174,7 +171,8 @@ def _is_own_file(entry: "os.DirEntry[str]") -> bool:
 def names_of_others(folder: Path) -> list[str]:
     """The names of the files of other formats. Raises: OSError, StoreUnusable."""
     found = os.listdir(folder) if is_ours(folder) else []
-    return [name for name in found if _FILE_OF_ANY_FORMAT.fullmatch(name) and not _FILE.fullmatch(name)]
+    of_any, ours = _named_in_any_format(folder.name), _named(folder.name)
+    return [name for name in found if of_any.fullmatch(name) and not ours.fullmatch(name)]
 
 
 def begin(folder: Path) -> str:
@@ -187,8 +185,8 @@ def begin(folder: Path) -> str:
         folder.mkdir(mode=0o700, exist_ok=True)
         is_ours(folder)
     former = sorted(names(folder))
-    number = int(former[-1].split("-")[2]) + 1 if former else 0
-    name = f"records-v{FORMAT}-{number:08}-{token_hex(4)}.sqlite"
+    number = int(former[-1].split("-")[-2]) + 1 if former else 0
+    name = f"{folder.name}-v{FORMAT}-{number:08}-{token_hex(4)}.sqlite"
     os.close(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     for older in former[:-1]:
         remove(folder / older)
@@ -257,6 +255,17 @@ def check_format(version: int) -> None:
     """Raises: sqlite3.DatabaseError for a file that has our name, and is not what we wrote."""
     if version != FORMAT:
         raise sqlite3.DatabaseError(f"its user_version is {version}, expected {FORMAT}")
+
+
+@functools.cache
+def _named(kind: str) -> re.Pattern[str]:
+    """The names of the files of a kind in this format."""
+    return re.compile(rf"{re.escape(kind)}-v{FORMAT}-[0-9]{{8}}-[0-9a-f]{{8}}\.sqlite")
+
+
+@functools.cache
+def _named_in_any_format(kind: str) -> re.Pattern[str]:
+    return re.compile(rf"{re.escape(kind)}(-v[0-9]+)?-[0-9]{{8}}-[0-9a-f]{{8}}\.sqlite")
 
 
 def _with_own_files(file: Path) -> list[Path]:

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A queue in front of a tier, and the one thread that writes what is in it, so that no request waits for a write.
+
+The thread also has the tier remove what is over its time or over the budget, when it starts and from time to time. What
+comes while it is far behind is dropped and counted. No tier waits for another: each has a queue of its own.
+"""
+
+import atexit
+import math
+import threading
+from collections.abc import Callable, Mapping
+from time import monotonic
+from typing import Generic, TypeVar
+
+from vllm_mmcache.base import background
+from vllm_mmcache.base.lru import Budget, Size
+from vllm_mmcache.storage.tier import Tier
+
+EXIT_S = 5.0  # for what is still to be written when the process ends
+MOST_WAITING = 65_536
+TIDY_S = 3600.0  # between two looks for what is over; a quarter of the tier's ttl_s, where that is less
+
+T = TypeVar("T")
+
+
+class WriteBehind(Generic[T]):
+    """Hands items to `write` in the order of arrival, some at a time.
+
+    write: called by the thread with items by key; must not raise. budget: how many items may wait, and their bytes.
+    batch: the most that `write` gets at once. cost: the bytes of an item; None where they are held elsewhere.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        write: Callable[[Mapping[bytes, T]], None],
+        *,
+        budget: Budget,
+        batch: Budget,
+        cost: Callable[[T], int] | None = None,
+    ) -> None:
+        self.tier = tier
+        self._write = write
+        self._budget = budget
+        self._batch = batch
+        self._cost = cost or (lambda item: 0)
+        self._counts_bytes = cost is not None
+        self._changed = threading.Condition()
+        self._waiting: dict[bytes, T] = {}  # in order of arrival
+        self._waiting_bytes = 0
+        self._written: dict[bytes, T] = {}  # being written now
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        if tier.ttl_s:
+            with self._changed:
+                self._start()
+
+    def submit(self, key: bytes, item: T) -> None:
+        """Have an item written, instead of one that waits under the same key; never waits.
+
+        An item that is being written is not written twice. One that finds no room is dropped.
+        """
+        with self._changed:
+            if self._written.get(key) == item and key not in self._waiting:
+                return
+            former = self._waiting.get(key)
+            more_bytes = self._cost(item) - (0 if former is None else self._cost(former))
+            is_full = former is None and len(self._waiting) >= self._budget.entries
+            if self._closed or is_full or self._waiting_bytes + more_bytes > self._budget.size_bytes:
+                self.tier.counts.add(dropped=1)
+                return
+            self._waiting[key] = item
+            self._waiting_bytes += more_bytes
+            self._start()
+            self._changed.notify_all()
+
+    def size(self) -> Size:
+        """What waits or is being written, and what may."""
+        num_entries = len(self._waiting) + len(self._written)
+        return (
+            Size(num_entries, self._waiting_bytes, self._budget.size_bytes) if self._counts_bytes else Size(num_entries)
+        )
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was submitted is written or given up. Returns False after `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and not self._written, timeout_s)
+
+    def forget(self) -> None:
+        """Leave what is waiting."""
+        with self._changed:
+            self._waiting.clear()
+            self._waiting_bytes = 0
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> bool:
+        """Flush, then take no more and end the thread, all within `timeout_s`. Returns what `flush` did."""
+        deadline = monotonic() + timeout_s
+        flushed = self.flush(timeout_s)
+        with self._changed:
+            self._closed = True
+            self.tier.counts.add(dropped=len(self._waiting))
+        self.forget()
+        if self._thread is not None:
+            self._thread.join(max(0.0, deadline - monotonic()))
+        atexit.unregister(self.close)
+        return flushed
+
+    def _start(self) -> None:
+        if self._thread is None:
+            name = f"mmcache-{self.tier.kind.name}-{self.tier.name}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+            # A thread that works on memory while the interpreter ends can take the process down.
+            atexit.register(self.close, EXIT_S)
+
+    def _run(self) -> None:
+        background.lower_priority()
+        pause_s = min(TIDY_S, self.tier.ttl_s / 4) if self.tier.ttl_s else None
+        tidied = -math.inf
+        while True:
+            if pause_s is not None and monotonic() - tidied > pause_s:
+                self.tier.tidy()
+                tidied = monotonic()
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed, pause_s)
+                if self._closed:
+                    return
+                if not self._waiting:
+                    continue
+                self._written = self._take()
+            self._write(self._written)
+            with self._changed:
+                self._written = {}
+                self._changed.notify_all()
+
+    def _take(self) -> dict[bytes, T]:
+        batch: dict[bytes, T] = {}
+        num_bytes = 0
+        while self._waiting and num_bytes < self._batch.size_bytes and len(batch) < self._batch.entries:
+            key = next(iter(self._waiting))
+            batch[key] = self._waiting.pop(key)
+            num_bytes += self._cost(batch[key])
+        self._waiting_bytes -= num_bytes
+        return batch
