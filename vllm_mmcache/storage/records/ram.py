@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from vllm_mmcache.base.lru import Size
 
-ENTRY_BYTES = 320  # what an entry takes beside its value's bytes; measured in tests/records
+ENTRY_BYTES = 320  # what an entry takes beside its value's bytes; test_records.py measures it
 
 
 class Entry(NamedTuple):
