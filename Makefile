@@ -60,7 +60,7 @@ lint: $(STAMP)  ## ruff check, ruff format --check, mypy over package, tools, te
 
 check-upstream: $(STAMP)  ## compare every replaced vLLM symbol with the versions it was written for
 	@$(BIN)/python -m mmcache_tools.check_upstream $(ARGS)
-	@$(BIN)/python -m pytest -q tests/patches -k wheel
+	@$(BIN)/python -m pytest -q tests/system/patches -k wheel
 
 upstream-tests: $(STAMP)  ## vLLM's own tests with and without the plugin; VLLM_SRC=/path/to/its/sources (about 20 minutes)
 	@$(BIN)/python -m pip install --quiet --editable '.[cpu,dev,upstream]'

@@ -11,7 +11,7 @@ from vllm.utils import hashing
 from vllm.v1.core import kv_cache_utils
 
 from benchmarks.results import Result, medians
-from tests.block_keys.requests import Prompt, make_request, our_hasher, stock_hasher
+from tests.support.vllm_requests import Prompt, make_request, our_hasher, stock_hasher
 
 
 def measure(options: Namespace) -> Result:

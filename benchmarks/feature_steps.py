@@ -25,7 +25,7 @@ from mmcache_tools.harness.engines import ZooRig
 from benchmarks.replays import started
 from benchmarks.results import Result, run_worker
 from benchmarks.servers import stored
-from tests.engine_configuration import CONFIGURATIONS
+from tests.support.engine_configuration import CONFIGURATIONS
 from vllm_mmcache.base import background, settings
 from vllm_mmcache.components.features.engine.vllm_connector import Connector
 from vllm_mmcache.components.features.package import Shape

@@ -13,7 +13,7 @@ from mmcache_tools.harness.engines import EngineConfig, EnginePool
 from vllm import SamplingParams
 
 from benchmarks.results import Result, medians, run_worker
-from tests.observe.observing import assistant, observed, picture, system, user, words
+from tests.support.observing import assistant, observed, picture, system, user, words
 from vllm_mmcache.base import status
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.results import Action, Result, medians
-from tests.features.packages import identity
+from tests.support.packages import identity
 from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.lasting import name_of
 from vllm_mmcache.components.features.package import Shape

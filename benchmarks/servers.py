@@ -50,7 +50,7 @@ def zoo_server(
 @contextlib.contextmanager
 def running_valkey(nice: int = 0) -> Iterator[Any]:
     """A Valkey or Redis server of that niceness. Raises: RuntimeError where none is installed."""
-    from tests.features.conftest import Server, server_binary
+    from tests.support.store_server import Server, server_binary
 
     binary = server_binary()
     if binary is None:

@@ -4,7 +4,7 @@
     python -m scripts.composes_page [--run FEATURE ... | --run] [--engine v1]
 
 `--run` runs the named features, or all of them if it names none, and records the results in docs/composes.json. Without
-`--run`, nothing is run and the page is written from the committed results. tests/composes/features.py lists the
+`--run`, nothing is run and the page is written from the committed results. tests/engine/composes/features.py lists the
 features.
 """
 
@@ -25,8 +25,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 from scripts.matrix import REPO, commit
-from tests.composes.features import BY_NAME, COMPONENT_NAMES, FEATURES, Feature
-from tests.composes.running import judge, run
+from tests.engine.composes.features import BY_NAME, COMPONENT_NAMES, FEATURES, Feature
+from tests.engine.composes.running import judge, run
 
 USUAL = ("properties", "system-out", "system-err")  # of a test that passed, in JUnit's format
 RESULTS = REPO / "docs" / "composes.json"

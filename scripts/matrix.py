@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make matrix`: the tests on each vLLM and each engine; the results go to docs/matrix.json and docs/matrix.md.
 
-    python -m scripts.matrix [--vllm 0.33] [--engine v2-async] [--tests tests/exactness ...]
+    python -m scripts.matrix [--vllm 0.33] [--engine v2-async] [--tests tests/engine/exactness ...]
 
 One run of pytest for each environment, engine and folder of tests, in a process of its own, with TEST_MATRIX=1: every
 scenario on every family. On model runner V2 those that start an engine. A run replaces its own row; the others stay, so
@@ -48,7 +48,7 @@ component that works in the engine is on by default only where the tests about i
 `make matrix` runs all tests, which takes hours. `ARGS` chooses a part, which replaces only its own rows of the results:
 
 ```bash
-make matrix ARGS="--vllm 0.33 --engine v2-async --tests tests/exactness"
+make matrix ARGS="--vllm 0.33 --engine v2-async --tests tests/engine/exactness"
 make matrix ARGS="--page-only"    # run nothing, and write this page from the committed results
 ```
 
@@ -70,12 +70,12 @@ LIMITS = """
 """
 # The folders whose tests must have passed on an engine before a component is on by default there.
 EVIDENCE: dict[str, tuple[str, ...]] = {
-    "block_keys": ("tests/exactness", "tests/block_keys"),
-    "image_spans": ("tests/exactness", "tests/image_spans"),
-    "resumed_images": ("tests/exactness", "tests/resumed_images"),
-    "image_checkpoints": ("tests/exactness", "tests/image_checkpoints"),
-    "metrics": ("tests/observe",),
-    "features": ("tests/exactness", "tests/features"),
+    "block_keys": ("tests/engine/exactness", "tests/engine/block_keys"),
+    "image_spans": ("tests/engine/exactness", "tests/engine/image_spans"),
+    "resumed_images": ("tests/engine/exactness", "tests/engine/resumed_images"),
+    "image_checkpoints": ("tests/engine/exactness", "tests/engine/image_checkpoints"),
+    "metrics": ("tests/engine/observe",),
+    "features": ("tests/engine/exactness", "tests/engine/features"),
 }
 PROBE = """
 import json

@@ -24,16 +24,20 @@ NUM_LINES = 25  # of the output of a part that failed
 
 
 TESTS = {  # how many times CI's size, and which
-    "properties": (15, "tests/block_keys/test_sharing.py tests/image_extraction/test_extract.py"
-                       " tests/features/test_package.py tests/features/test_store.py tests/identity/test_identifiers.py"
-                       " tests/image_spans/attention/test_spans.py tests/image_spans/test_spans.py"
-                       " tests/image_checkpoints/test_positions.py"),
-    "fuzz": (80, "tests/fuzz/test_random.py"),
-    "planted": (95, "tests/planted/test_decoders.py"),
-    "random-load": (10, "tests/exactness/test_random.py"),
-    "random-load-checkpoints": (3, "tests/image_checkpoints/test_checkpoints.py -k mixed_requests"),
-    "preemption-gemma3": (10, "tests/image_spans/test_atomic.py"),
-    "records": (3, "tests/observe/test_random.py"),
+    "properties": (15, "tests/unit/components/block_keys/test_sharing.py"
+                       " tests/unit/components/features/engine/test_store.py"
+                       " tests/unit/components/features/test_package.py"
+                       " tests/unit/components/identity/test_identifiers.py"
+                       " tests/unit/components/image_extraction/test_extract.py"
+                       " tests/unit/components/image_spans/test_attention_spans.py"
+                       " tests/unit/components/image_spans/test_spans.py"
+                       " tests/unit/components/image_checkpoints/test_positions.py"),
+    "fuzz": (80, "tests/system/fuzz/test_random.py"),
+    "planted": (95, "tests/system/planted/test_decoders.py"),
+    "random-load": (10, "tests/engine/exactness/test_random.py"),
+    "random-load-checkpoints": (3, "tests/engine/image_checkpoints/test_checkpoints.py -k mixed_requests"),
+    "preemption-gemma3": (10, "tests/engine/image_spans/test_atomic.py"),
+    "records": (3, "tests/engine/observe/test_random.py"),
 }  # fmt: skip
 PARTS = (*TESTS, "load", "memory", "chaos")  # the last are benchmarks, each of which counts as one test
 

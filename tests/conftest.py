@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.engine_configuration import CHOSEN
-from tests.no_processes import no_processes
-from tests.sizes import LARGER_FAMILIES, WHOLE, larger, scaled
+from tests.support.engine_configuration import CHOSEN
+from tests.support.no_processes import no_processes
+from tests.support.sizes import LARGER_FAMILIES, WHOLE, larger, scaled
 
 if TYPE_CHECKING:
     from mmcache_tools.harness.engines import EnginePool
@@ -50,7 +50,6 @@ if not WHOLE:
 ANSWERS = ("block_keys", "composes", "exactness", "identity", "image_checkpoints", "image_spans", "resumed_images",
            "speculative")  # fmt: skip
 SHARE_SERVERS = ("deployments", "image_extraction")
-assert all(Path(__file__).with_name(name).is_dir() for name in (*ANSWERS, *SHARE_SERVERS))
 
 # What keeps a test out of the fast lane: its marks, and fixtures that start a program or an engine.
 SLOWER = ("engine", "gpu", "interpreter", "process", "slow")
@@ -104,7 +103,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def folder(item: pytest.Item) -> str:
-    return item.path.relative_to(Path(__file__).parent).parts[0]
+    """The component or topic: the folder below unit, engine, system or lab."""
+    return item.path.relative_to(Path(__file__).parent).parts[1]
 
 
 def engine_of(item: pytest.Item) -> str:

@@ -194,7 +194,7 @@ def environments(platform: str) -> dict[str, dict[str, str]]:
     """What the model runners need on a platform: on the CPU the second has Triton's interpreter, as in tests."""
     if platform != "cpu":
         return {}
-    from tests.engine_configuration import CONFIGURATIONS
+    from tests.support.engine_configuration import CONFIGURATIONS
 
     names = {"V1": "v1", "V2": "v2-async"}
     return {runner: {"TEST_ENGINE": one, **CONFIGURATIONS[one].environment()} for runner, one in names.items()}

@@ -43,7 +43,7 @@ def findings(config: Any, platform: str | None, is_identity_on: bool) -> list[di
 
 
 def _of_lmcache(transfer: Any) -> str:
-    """What its names say too little of. tests/connectors/test_vllm_facts.py looks whether vLLM still has it so."""
+    """What its names say too little of. tests/unit/cli/test_connectors.py looks whether vLLM still has it so."""
     if transfer.has_connector(LMCACHE_MP):
         return (
             f"{LMCACHE_MP} finds KV by token ids alone, which are the same for all pictures of one size: wrong answers"

@@ -14,7 +14,7 @@ from vllm_mmcache.base import settings, tenant
 from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.metrics import table_sizes
 
-TEXT_COST_BYTES = 512  # two digests of 32 bytes, their objects and the table's slot; measured in tests/media
+TEXT_COST_BYTES = 512  # two digests of 32 bytes, their objects and the table's slot; test_lru.py measures it
 
 
 def _budget() -> Budget:

@@ -60,7 +60,7 @@ def needs_hook(vllm_config: Any, only: str) -> bool:
 def wrong_in_vllm(vllm_config: Any) -> str:
     """What vLLM's own code answers wrongly in a configuration; empty where nothing is known.
 
-    Source: vLLM 51571, shown by tests/speculative/test_hybrid_prefix.py; patches/ has a mend.
+    Source: vLLM 51571, shown by tests/engine/speculative/test_hybrid_prefix.py; patches/ has a mend.
     """
     # Without prefix caching there are no states at blocks' ends to go on from; V2 counts by request, not by row.
     has_states = vllm_config.model_config.is_hybrid and vllm_config.cache_config.enable_prefix_caching

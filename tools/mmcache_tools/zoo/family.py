@@ -12,7 +12,7 @@ from mmcache_tools.zoo.configs import ZooOptions
 
 @dataclass(frozen=True)
 class Draw:
-    """Standard deviations of the random weights, tuned so that pictures move the output (tests/zoo checks it)."""
+    """Standard deviations of the random weights, tuned so that pictures move the output (tests/lab/zoo checks it)."""
 
     embedding: float = 1.0
     matrix: float = 0.08

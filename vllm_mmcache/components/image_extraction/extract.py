@@ -6,7 +6,7 @@ taken out if the parsed request has it in a place of an image and it is base64; 
 So what is left to the application is the same request, or, where anything is odd, the same bytes.
 
 The application parses the rest again, so all this must save more than it takes: images must be a good part of the body,
-and the rest of few elements (`python -m tests.image_extraction.bad_bodies` has the times).
+and the rest of few elements (`python -m tests.support.bad_bodies` has the times).
 """
 
 import json

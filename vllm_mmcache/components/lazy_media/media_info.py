@@ -22,7 +22,7 @@ from vllm_mmcache.metrics import table_sizes
 from vllm_mmcache.storage import record_store
 
 MAX_MM_HASHES = 16  # per record: a server sees one or two (model, processor arguments) per image
-RECORD_COST_BYTES = 6144  # a record with all its mm_hashes; measured in tests/media
+RECORD_COST_BYTES = 6144  # a record with all its mm_hashes; test_lru.py measures it
 FORMAT = 2  # of what is kept; any other is a miss
 MAX_PIXELS = 1 << 30  # of an image that is kept; vLLM takes no more than 179 million by itself (VLLM_MAX_IMAGE_PIXELS)
 

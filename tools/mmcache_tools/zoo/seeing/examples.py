@@ -2,8 +2,8 @@
 """Conversations as tensors for training, equal to what the chat template and the Qwen3-VL processor make of them.
 
 One conversation teaches all its answers at once: labels are the tokens of every assistant turn up to its end of turn.
-Short ones are padded on the right, where causal attention never looks, so no mask is needed. tests/zoo compares all of
-it with the real processor and Transformers' own positions.
+Short ones are padded on the right, where causal attention never looks, so no mask is needed. tests/lab/zoo compares all
+of it with the real processor and Transformers' own positions.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from vllm_mmcache.metrics import table_sizes
 
 MAX_VALUES = 1 << 36  # of all frames of a video that is kept, one for each pixel
 MAX_METADATA_BYTES = 16384  # of text; it names each frame that was taken, so this is some 3,000 of them
-RECORD_COST_BYTES = media_info.RECORD_COST_BYTES + MAX_METADATA_BYTES  # measured in tests/media
+RECORD_COST_BYTES = media_info.RECORD_COST_BYTES + MAX_METADATA_BYTES  # test_lru.py measures it
 
 _Number = Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | Annotated[float, Meta(ge=-1e9, le=1e9)]
 _Plain = bool | _Number | Annotated[str, Meta(max_length=256)] | None

@@ -27,7 +27,7 @@ from vllm_mmcache.components.observe.record.pending import PendingRequests
 from vllm_mmcache.components.observe.record.store import RecordStore
 from vllm_mmcache.metrics import counters, table_sizes
 
-RECORD_BYTES, SEGMENT_BYTES = 4096, 1024  # what a record that was read takes; tests/observe measures
+RECORD_BYTES, SEGMENT_BYTES = 4096, 1024  # what a record that was read takes; test_recorder.py measures it
 LAG_S = 0.1  # from the first output to the record, unless somebody asks for it
 MOST_ARRIVED = 1024
 _ANSWER_COST_BYTES = 250

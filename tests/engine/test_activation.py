@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that nothing was proven on runs without the components."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine_configuration import CHOSEN
+from vllm_mmcache.base import status
+from vllm_mmcache.hooking import installer
+from vllm_mmcache.lifecycle.registry import FIRST
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
+
+pytestmark = pytest.mark.usefixtures("no_role")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_stays_installed() -> Iterator[None]:
+    """The roles taken on here end, and what they have installed is undone.
+
+    What vLLM has had the plugin register stays, since it asks once in a process.
+    """
+    before, states = set(installer._installed), dict(status._states)
+    yield
+    status._states.clear()
+    status._states.update(states)
+    status._refresh()
+    for group in reversed([group for group in installer._installed if group not in {*before, FIRST.name}]):
+        installer.undo(group)
+
+
+@pytest.mark.engine
+def test_an_engine_without_proof_runs_without_the_components(tmp_path: Path) -> None:
+    """A real engine whose runner nobody tried: it says which components are off, and answers."""
+    program = f"""
+import json, pathlib
+from vllm_mmcache.base import status
+from vllm_mmcache.hooking import installer
+from vllm_mmcache.lifecycle import tested_engines
+tested_engines.TABLE[:] = []
+from mmcache_tools.harness.engines import EngineConfig, EnginePool
+from vllm_mmcache.prove.conversations import one, picture, user
+from vllm_mmcache.lifecycle.registry import COMPONENTS
+pool = EnginePool(pathlib.Path({str(tmp_path)!r}))
+rig = pool.get(EngineConfig("qwen2-vl"))
+ask = user(picture(1), "What is it?")
+answers = [one(rig, ask), one(rig, ask)]
+same = answers[0].token_ids == answers[1].token_ids
+states = {{component: state.state for component, state in status.in_force().items()}}
+proven = tested_engines.ENGINE_COMPONENTS
+members = [(component, hook) for component in proven for hook in COMPONENTS[component].all_hooks()]
+replaced = [component for component, hook in members if installer.is_replaced(hook.target)]
+print(json.dumps([same, answers[1].num_cached_tokens, states, rig.features is None, replaced]))
+pool.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | CHOSEN.environment() | {"VLLM_LOGGING_LEVEL": "INFO"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    same, num_cached, states, without_features, replaced = json.loads(done.stdout.splitlines()[-1])
+    assert same
+    assert num_cached > 0
+    assert without_features
+    assert not replaced
+    unneeded = {"image_spans", "resumed_images"} if CHOSEN.runner == 2 else {"image_spans"}
+    assert {component: states[component] for component in ENGINE_COMPONENTS} == {
+        component: "unneeded" if component in unneeded else "off" for component in ENGINE_COMPONENTS
+    }
+    said = done.stdout + done.stderr
+    assert "block_keys (not yet proven on vLLM" in said

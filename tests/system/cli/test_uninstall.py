@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mmcache uninstall` leaves nothing of ours: in a real directory, with real proofs, and a hook that was installed."""
+
+import importlib
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.support.packages import BUDGET_BYTES, SHAPE, features, identity
+from tests.support.store_server import Server, running_server, server
+from tests.system.storage.features.test_remote import tier_at
+from vllm_mmcache.cli.uninstall import uninstall
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.lifecycle import user_proofs
+from vllm_mmcache.storage import records
+from vllm_mmcache.storage.records.disk import DiskPlace
+
+__all__ = ["running_server", "server"]
+
+repair = importlib.import_module("vllm_mmcache.environment.repair")  # the package has a function of that name
+
+PLACE = user_proofs.ProofScope(
+    vllm="0.32.0",
+    platform="cpu",
+    runner=1,
+    scheduling="sync",
+    torch="2.13",
+    mmcache="0.1",
+    device="cpu",
+    architecture="A",
+    tensor_parallel=1,
+    pipeline_parallel=1,
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine on which nothing of ours is anywhere but below this folder."""
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    (tmp_path / "site").mkdir()
+    monkeypatch.setattr(repair, "site_packages", lambda: tmp_path / "site")
+    monkeypatch.delenv("MMCACHE_STORE", raising=False)
+    return tmp_path
+
+
+def fill(place: Path) -> None:
+    """Features and records, with all that comes with them."""
+    tier = DiskTier(place, BUDGET_BYTES)
+    for number in (0, 1):
+        assert tier.save(identity(number), SHAPE, features())
+    tier.directory.set_aside(identity(1).key)
+    kept = DiskPlace(place, BUDGET_BYTES)
+    kept.save({records.key("test", "a"): b"value"})
+    kept.close()
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def install_hook() -> None:
+    repair.install_hook("2.13+cpu", "0.28+cu130")
+    module, _ = repair.hook_files()
+    compiled = Path(importlib.util.cache_from_source(str(module)))
+    compiled.parent.mkdir()
+    compiled.write_bytes(b"compiled")
+    repair.stamp_path().write_text("{}")
+
+
+def test_nothing_is_left(
+    home: Path, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(home / "xdg_cache_home" / "mmcache")
+    fill(home / "chosen")
+    monkeypatch.setenv("MMCACHE_STORE", f"{home / 'chosen'} {server.url}")
+    user_proofs.add(PLACE, ["features"], "test", [])
+    install_hook()
+    other = tier_at(server.url, timeout_s=60)
+    assert other.save(identity(0), SHAPE, features())
+    assert len(files(home)) > 10
+
+    uninstall()
+
+    assert files(home) == []
+    assert not list(home.rglob("mmcache"))
+    assert not (home / "chosen").exists()
+    said = capsys.readouterr().out
+    assert "removed 1 proofs\nremoved the start-up hook for torchvision\n" in said
+    assert f"left {server.url}, which others may use" in said
+    assert "pip uninstall vllm-mmcache" in said
+    assert server.client.dbsize() == 1
+
+    uninstall()
+    assert "removed" not in capsys.readouterr().out
+
+
+def test_what_is_not_ours_stays(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(home / "xdg_cache_home" / "mmcache")
+    strangers = [home / "site" / "other.pth", home / "xdg_state_home" / "mmcache" / "notes"]
+    for stranger in strangers:
+        stranger.parent.mkdir(parents=True, exist_ok=True)
+        stranger.write_text("mine")
+    user_proofs.add(PLACE, ["features"], "test", [])
+    uninstall()
+    assert sorted(files(home)) == sorted(strangers)
+
+
+def test_a_store_that_may_not_be_touched_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = home / "xdg_cache_home" / "mmcache"
+    fill(place)
+    (place / "features").rename(home / "elsewhere")
+    (place / "features").symlink_to(home / "elsewhere")
+    uninstall()
+    assert f"left {place}: " in capsys.readouterr().out
+    assert files(home / "elsewhere")

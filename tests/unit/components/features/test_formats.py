@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores that several versions of mmcache use: what this format's versions wrote is read, other formats are left be."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.packages import BUDGET_BYTES, features, identity, load
+from vllm_mmcache.components.features import identity as identities
+from vllm_mmcache.components.features import package
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.package import Shape
+from vllm_mmcache.components.lazy_media import hooks
+from vllm_mmcache.components.lazy_media.video import hooks as video_loader
+from vllm_mmcache.components.lazy_processing import vllm_item_record
+from vllm_mmcache.storage import frame, records
+
+STORES = Path(__file__).parent / "stores"
+"""Packages 1 and 2 of SMALL, as earlier versions have left them, in the folder of their format."""
+SMALL = Shape(4, 8, "bfloat16")
+
+
+@contextmanager
+def next_version(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Features are of the next format within."""
+    number = identities.FORMAT + 1
+    with monkeypatch.context() as version:
+        version.setattr(identities, "MAGIC", identities.MAGIC.replace(b"%d" % (number - 2), b"%d" % (number - 1)))
+        version.setattr(package, "FORMAT", package.FORMAT.replace(str(number - 1), str(number)))
+        yield
+
+
+def test_what_an_earlier_version_of_this_format_wrote_is_read(tmp_path: Path) -> None:
+    """Raising the format needs a reason: it makes every store of a user's worthless."""
+    root = tmp_path / "features"
+    shutil.copytree(STORES / f"format-{identities.FORMAT}", root)
+    for folder in (root, *root.iterdir()):
+        folder.chmod(0o700)
+    tier = DiskTier(tmp_path, BUDGET_BYTES)
+    assert [load(tier, number, SMALL) for number in (1, 2)] == [bytes(features(number, SMALL)) for number in (1, 2)]
+    assert load(tier, 3, SMALL) is None
+
+
+def test_the_format_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = identity().key
+    with next_version(monkeypatch):
+        assert identities.Identity(**vars_of(identity())).key != before
+
+
+def vars_of(one: identities.Identity) -> dict[str, str]:
+    return {name: getattr(one, name) for name in one.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    "module", [identities, frame, hooks, video_loader, vllm_item_record], ids=lambda module: str(module.__name__)
+)
+def test_each_kind_has_a_number_and_its_rule(module: object) -> None:
+    """What is kept carries the number of its kind; beside each stands when it must be raised."""
+    text = Path(str(module.__file__)).read_text()  # type: ignore[attr-defined]
+    assert re.search(r'^FORMAT = [0-9]+\n"""[^"]*raise it when', text, re.MULTILINE)
+
+
+def test_records_of_another_framing_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = records.key("image", "a")
+    monkeypatch.setattr(frame, "_KEY_CONTEXT", f"vllm-mmcache record key {frame.FORMAT + 1}")
+    assert records.key("image", "a") != before

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which groups of the KV cache hold a state, as the rules tell them apart."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_mmcache.components.image_checkpoints.rules import state_in
+
+
+@pytest.mark.parametrize(
+    ("is_hybrid", "is_v2", "drafter", "said"),
+    [
+        (False, False, None, "None"),
+        (True, False, None, "None"),
+        (False, False, "ngram", "None"),
+        (False, True, "ngram", "off: not shown to be right with speculative decoding by ngram on model runner V2"),
+        (False, True, "eagle", "None"),
+        (False, False, "mtp", "off: not shown to be right with speculative decoding by mtp"),
+        (True, False, "ngram", "off: wrong prefix hits of Mamba states are reported with speculative"),
+    ],
+)
+def test_hybrids_and_other_drafters_have_none(is_hybrid: bool, is_v2: bool, drafter: str | None, said: str) -> None:
+    takes_images = SimpleNamespace(get_limit_per_prompt=lambda modality: 999)
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        model_config=SimpleNamespace(is_hybrid=is_hybrid, multimodal_config=takes_images),
+        speculative_config=SimpleNamespace(method=drafter) if drafter else None,
+        kv_transfer_config=None,
+        use_v2_model_runner=is_v2,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+    )
+    assert str(state_in(config)).startswith(said)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of which images attend both ways: with the mask of the reference form it is Transformers' own mask."""
+
+import importlib
+from types import SimpleNamespace
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from tests.unit.components.image_spans.test_attention_spans import Span, layouts
+from vllm_mmcache.base import settings
+from vllm_mmcache.base.errors import CausalImages
+from vllm_mmcache.components.image_spans import rules
+from vllm_mmcache.components.image_spans.hooks_worker import check_model
+from vllm_mmcache.components.image_spans.reference_attention import allowed
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+def of_transformers(model_type: str, length: int, spans: list[Span], window: int) -> dict[str, torch.Tensor]:
+    """Transformers' masks of a prompt with images at these spans, by kind of layer; bool (length, length)."""
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    config = AutoConfig.for_model(
+        f"{model_type}_text", sliding_window=window, num_hidden_layers=2, layer_types=[*KINDS]
+    )
+    if model_type == "gemma4":
+        config.use_bidirectional_attention = "vision"
+    config._attn_implementation = "eager"
+    ids = torch.full((1, length), -1)
+    for number, (first, last) in enumerate(spans):
+        ids[0, first : last + 1] = number
+    masks = module.create_masks_for_vision_model(
+        config=config,
+        inputs_embeds=torch.zeros(1, length, 8),
+        attention_mask=torch.ones(1, length, dtype=torch.bool),
+        past_key_values=None,
+        position_ids=torch.arange(length)[None],
+        block_sequence_ids=ids,
+    )
+    return {kind: masks[kind][0, 0] == 0 for kind in KINDS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", list(rules.SERVED))
+@hypothesis.settings(deadline=None)  # the first call imports the model
+@given(layout=layouts(), window=st.integers(2, 12))
+def test_table_and_mask_are_those_of_transformers(model_type: str, layout: tuple[int, list[Span]], window: int) -> None:
+    length, spans = layout
+    masks = of_transformers(model_type, length, spans, window)
+    for kind in KINDS:
+        sliding = kind == "sliding_attention"
+        seen = spans if rules.are_bidirectional(model_type, sliding) else []
+        assert torch.equal(masks[kind], allowed(0, length, seen, window if sliding else 0)), kind
+
+
+@pytest.mark.parametrize(("model_type", "other"), [("gemma3", "gemma4"), ("gemma4", "gemma3")])
+def test_the_other_model_has_another_mask(model_type: str, other: str) -> None:
+    """Negative control: full layers tell the two apart."""
+    masks = of_transformers(model_type, 8, [(2, 5)], 4)
+    seen: list[Span] = [(2, 5)] if rules.are_bidirectional(other, False) else []
+    assert not torch.equal(masks["full_attention"], allowed(0, 8, seen, 0))
+
+
+def test_an_unknown_model_has_no_images_both_ways() -> None:
+    assert not rules.are_bidirectional("molmo2", False)
+    assert not rules.are_bidirectional("molmo2", True)
+
+
+def model(model_type: str, tokens: int = 0, window: int | None = None, marked: bool = True) -> SimpleNamespace:
+    """What the guard reads of vLLM's ModelConfig."""
+    return SimpleNamespace(
+        is_mm_prefix_lm=marked,
+        hf_config=SimpleNamespace(model_type=model_type, mm_tokens_per_image=tokens),
+        hf_text_config=SimpleNamespace(sliding_window=window),
+    )
+
+
+@pytest.mark.parametrize("model_type", ["bagel", "gemma4_unified", "molmo2", "moondream3"])
+def test_unknown_models_are_refused(model_type: str) -> None:
+    with pytest.raises(CausalImages, match=rf"{model_type}.* does not know in which layers .*ALLOW_CAUSAL_IMAGES=1"):
+        check_model(model(model_type))
+
+
+def test_paligemma_is_refused_with_its_own_reason() -> None:
+    with pytest.raises(CausalImages, match="whole prompt attends both ways"):
+        check_model(model("paligemma"))
+
+
+def test_an_image_must_fit_the_window_where_the_runner_drops_it() -> None:
+    check_model(model("gemma3", tokens=64, window=64))
+    with pytest.raises(CausalImages, match="an image has 65 tokens"):
+        check_model(model("gemma3", tokens=65, window=64))
+
+
+def test_what_is_served_or_not_marked_passes() -> None:
+    check_model(model("gemma4", window=16))
+    check_model(model("paligemma", marked=False))  # a text-only deployment
+    check_model(model("qwen3_vl", marked=False))
+
+
+def test_the_setting_lets_everything_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_current", settings.load_settings({"allow_causal_images": True}))
+    check_model(model("paligemma"))

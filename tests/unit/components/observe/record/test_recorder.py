@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an API server keeps of requests until their outcome comes, and what a record takes."""
+
+import tracemalloc
+
+import msgspec
+import pytest
+
+from vllm_mmcache.base import settings
+from vllm_mmcache.components.observe.record import pending, wire
+from vllm_mmcache.components.observe.record.pending import UNKNOWN, PendingRequests, RequestSnapshot
+from vllm_mmcache.components.observe.record.recorder import RECORD_BYTES, SEGMENT_BYTES, Recorder
+from vllm_mmcache.components.observe.record.schema import Reason
+from vllm_mmcache.metrics import counters
+
+
+def asked(name: str = "r", num_answers: int = 1, turns: int = 3, images: int = 0) -> RequestSnapshot:
+    spans = [(10 + 20 * index, 16, f"image {index}") for index in range(images)]
+    length = 20 * (turns + images) + 20
+    return RequestSnapshot(
+        request_id=name, time_s=1.0, prompt_tokens=length, lora="", salt="", num_answers=num_answers,
+        turns=[0, *(length - 20 * turn for turn in range(turns - 1, 0, -1))], roles=["user"] * turns,
+        answers=[], spans=spans, layers=[UNKNOWN] * images,
+    )  # fmt: skip
+
+
+def outcome(ticket: str, request: RequestSnapshot, reused: int = 16) -> str:
+    missed = request.prompt_tokens - reused
+    said = wire.Outcome(
+        ticket=ticket, id=ticket, reused_tokens=reused, external_tokens=0, block_tokens=16, engine=0,
+        groups=[], nearest=None, features={}, causes=[wire.Cause(Reason.NEW_CONTENT, reused, missed, reused, {})],
+    )  # fmt: skip
+    return wire.pack_outcome(said)
+
+
+def test_an_id_may_have_any_character() -> None:
+    for name in ("r", "", "a b\nc", "1 [2]\n", "\u00e9\x00"):
+        notes = wire.Notes([0, 5], ["user", ""], [2**64 - 1], [(1, 2, "i")], [("c", "", 3, 4)])
+        ticket, request_id, text = wire.open_notes(wire.pack("a-7", name, notes))
+        assert (ticket, request_id, wire.read_notes(text)) == ("a-7", name, notes)
+
+
+def test_each_answer_takes_its_request_once() -> None:
+    waiting = PendingRequests()
+    one, two = waiting.add(asked("one")), waiting.add(asked("two", num_answers=2))
+    assert [waiting.take(name) is not None for name in (one, one, two, two, two, "")] == [
+        True, False, True, True, False, False,
+    ]  # fmt: skip
+
+
+def test_a_client_can_not_choose_the_id_of_a_record() -> None:
+    """Two requests with one X-Request-Id have a record each, and no id of ours is an id that came from outside."""
+    recorder = Recorder()
+    for reused in (16, 32):
+        request = asked("chatcmpl-mine")
+        recorder.note(outcome(recorder.waiting.add(request), request, reused))
+    recorder.read_notes()
+    assert [record.reused_tokens for record in recorder.store.named("chatcmpl-mine")] == [32, 16]
+    first = recorder.store.recent(2)[1]
+    taken = asked(first.id)
+    recorder.note(outcome(recorder.waiting.add(taken), taken))
+    recorder.read_notes()
+    assert recorder.store.named(first.id) == [first]
+    assert len(recorder.store) == 3
+
+
+def test_waiting_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending, "MOST_WAITING", 3)
+    waiting = PendingRequests()
+    numbers = [waiting.add(asked(str(index))) for index in range(5)]
+    assert [waiting.take(number) is not None for number in numbers] == [False, False, True, True, True]
+
+
+def test_an_outcome_without_its_request_is_counted_only() -> None:
+    recorder = Recorder()
+    recorder.note(outcome("99", asked()))
+    recorder.note("no outcome at all")
+    number = recorder.waiting.add(asked("known"))
+    recorder.note(outcome(number, asked("known")))
+    assert [record.request_id for record in recorder.store.recent(9)] == ["known"]
+    assert recorder.store.totals().requests == 2
+
+
+def test_what_a_record_takes() -> None:
+    """The store counts a record for what it takes when it was read, within a factor of two."""
+    for images in (0, 20):
+        recorder, request = Recorder(), asked(turns=30, images=images)
+        record_id = recorder.waiting.add(request)
+        recorder.note(outcome(record_id, request))
+        recorder.read_notes()
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        record = recorder.store.get(record_id)
+        taken = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        assert record is not None
+        assert len(record.segments) >= 30
+        assert 0.5 < recorder.store.size_bytes / taken < 2, (recorder.store.size_bytes, taken)
+        assert recorder.store.size_bytes >= RECORD_BYTES + SEGMENT_BYTES * 30
+
+
+@pytest.mark.parametrize("across_salts", [True, False])
+def test_metrics_tell_no_reason_that_comes_from_other_salts(
+    across_salts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More read /metrics than have the admin key; where records are compared across salts, a reason is about others."""
+    told = []
+    monkeypatch.setattr(settings, "_current", settings.Settings(observe_across_salts=across_salts))
+    monkeypatch.setattr(counters.PROMPT_TOKENS, "add", lambda *values: told.append(values))
+    recorder, request = Recorder(), asked()
+    causes = [wire.Cause(Reason.OTHER_SALT, 16, 20, 16, {}), wire.Cause(Reason.TEXT_DIFFERS, 36, 44, 36, {})]
+    packed = wire.unpack_outcome(outcome(recorder.waiting.add(request), request))
+    recorder._record(wire.pack_outcome(msgspec.structs.replace(packed, causes=causes)))
+    reasons = (
+        [(64, "computed", "")] if across_salts else [(20, "computed", "other_salt"), (44, "computed", "text_differs")]
+    )
+    assert told == [(16, "reused", ""), *reasons]
+    assert recorder.store.totals().missed_tokens == {Reason.OTHER_SALT: 20, Reason.TEXT_DIFFERS: 44}, "behind the key"

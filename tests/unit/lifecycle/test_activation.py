@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which components are on: by setting, by configuration, by where the component was tested, by what fits."""
+
+import copy
+import logging
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mmcache_tools.zoo import build_cached
+
+from tests.support.engine_configuration import CHOSEN
+from vllm_mmcache.base import config_payload, settings, status
+from vllm_mmcache.base.errors import HookError
+from vllm_mmcache.base.role import ROLES
+from vllm_mmcache.base.status import ON, State
+from vllm_mmcache.hooking import installer
+from vllm_mmcache.lifecycle import activation, config_rules, tested_engines, user_proofs
+from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, COMPONENTS, FIRST, parts
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Engine, Row
+
+pytestmark = pytest.mark.usefixtures("no_role")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_stays_installed() -> Iterator[None]:
+    """The roles taken on here end, and what they have installed is undone.
+
+    What vLLM has had the plugin register stays, since it asks once in a process.
+    """
+    before, states = set(installer._installed), dict(status._states)
+    yield
+    status._states.clear()
+    status._states.update(states)
+    status._refresh()
+    for group in reversed([group for group in installer._installed if group not in {*before, FIRST.name}]):
+        installer.undo(group)
+
+
+@pytest.fixture(scope="module")
+def configurations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """vLLM's own for two models: images of one attend as text does, of the other both ways."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    root = tmp_path_factory.mktemp("zoo")
+    return {
+        family: EngineArgs(str(build_cached(family, root)), dtype="float32", enforce_eager=True).create_engine_config()
+        for family in ("qwen3-vl", "gemma3")
+    }
+
+
+def decide(
+    component: str, configurations: dict[str, Any], family: str = "gemma3", engine: Engine | None = None
+) -> State:
+    vllm_config = configurations[family]
+    engine = engine or activation.engine_here(vllm_config)
+    own, _ = activation.own_proofs(engine, vllm_config)
+    return activation.decide(component, engine, vllm_config, own)
+
+
+def chosen(values: dict[str, Any]) -> settings.Settings:
+    return settings.Settings(**values)
+
+
+def test_every_component_and_seam_belongs_together() -> None:
+    assert all(name in parts(role) for name, component in COMPONENTS.items() for role in component.on_install)
+    assert set(COMPONENT_NAMES) <= set(settings.Settings.model_fields)
+    assert all(
+        COMPONENT_NAMES.index(one.needs) < COMPONENT_NAMES.index(component)
+        for component, one in COMPONENTS.items()
+        if one.needs
+    )
+    assert set(COMPONENT_NAMES) == {component for role in ROLES for component in parts(role)}
+
+
+@pytest.mark.parametrize("component", COMPONENT_NAMES)
+def test_settings_decide_first(component: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_current", chosen({component: False}))
+    asked = (
+        f"MMCACHE_{component.upper()}=1 switches it on"
+        if COMPONENTS[component].opt_in
+        else f"switched off by the setting {component}"
+    )
+    assert decide(component, configurations) == State("off", asked)
+
+
+@pytest.mark.parametrize("component", ENGINE_COMPONENTS)
+def test_proof_decides_where_no_setting_does(
+    component: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tested_engines, "TABLE", [])
+    if component == "resumed_images" and CHOSEN.runner == 2:
+        assert decide(component, configurations).state == "unneeded"
+        return
+    off = decide(component, configurations)
+    assert off.state == "off"
+    assert f"MMCACHE_{component.upper()}=1 switches it on" in off.reason
+    monkeypatch.setattr(settings, "_current", chosen({component: True}))
+    assert decide(component, configurations) == ON
+    monkeypatch.setattr(settings, "_current", settings.Settings(unproven=True))
+    assert decide(component, configurations) == ON
+    monkeypatch.setattr(settings, "_current", chosen({"unproven": True, component: False}))
+    assert decide(component, configurations).state == "off"
+
+
+def test_the_runner_is_part_of_the_proof(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = activation.engine_here(configurations["gemma3"])
+    monkeypatch.setattr(tested_engines, "TABLE", [Row(here, ENGINE_COMPONENTS, "a test")])
+    assert decide("features", configurations) == ON
+    other = replace(here, scheduling="sync" if here.scheduling == "async" else "async")
+    assert "not yet proven" in decide("features", configurations, engine=other).reason
+
+
+def test_a_proof_of_the_users_own_counts(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On the engine, device and versions that it is of, for the same architecture, and nowhere else."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(tested_engines, "TABLE", [])
+    assert decide("features", configurations).state == "off"
+    place = user_proofs.ProofScope.of(configurations["gemma3"])
+    user_proofs.add(place, ["features"], "a test", [])
+    assert decide("features", configurations) == ON
+    assert decide("block_keys", configurations).state == "off"
+    assert decide("features", configurations, "qwen3-vl").state == "off"
+    user_proofs.forget()
+    user_proofs.add(replace(place, device="another"), ["features"], "a test", [])
+    assert decide("features", configurations).state == "off"
+
+
+def test_what_is_ignored_of_the_users_proofs_is_said(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    def is_warning(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING and record.name.startswith("vllm.mmcache")
+
+    def said() -> str:
+        caplog.clear()
+        activation.activate("api", configurations["gemma3"])
+        return " ".join(record.getMessage() for record in caplog.records if is_warning(record))
+
+    assert said() == ""
+    place = user_proofs.ProofScope.of(configurations["gemma3"])
+    user_proofs.add(replace(place, vllm="0.31.0"), ["features"], "a test", [])
+    assert said() == "", "a proof is not asked for where the component is on anyway"
+    monkeypatch.setattr(tested_engines, "TABLE", [])
+    assert "a proof of features for vLLM 0.31.0 does not hold for vLLM" in said()
+    user_proofs.path().write_text("{")
+    assert "proofs.json is ignored: it is not JSON" in said()
+
+
+def test_the_users_proofs_are_read_once(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(tested_engines, "TABLE", [])
+    user_proofs.add(user_proofs.ProofScope.of(configurations["gemma3"]), ["features", "metrics"], "a test", [])
+    reads, read = [], user_proofs.read
+    monkeypatch.setattr(user_proofs, "read", lambda: reads.append("read") or read())
+    for role in ROLES:
+        activation.activate(role, configurations["gemma3"])
+        assert reads.pop() == "read"
+        assert not reads
+    assert status.of("worker")["features"] == ON == status.of("api")["metrics"]
+    assert activation.predict(configurations["gemma3"])["features"] == ON
+    assert reads == ["read"]
+
+
+def test_the_configuration_says_what_a_component_can_do(configurations: dict[str, Any]) -> None:
+    assert decide("image_spans", configurations, "gemma3") == ON
+    assert decide("image_spans", configurations, "qwen3-vl").state == "unneeded"
+
+
+def test_a_deployment_without_images(configurations: dict[str, Any]) -> None:
+    """The components that are about images alone have nothing to do; the others are as with images."""
+    with_images = configurations["gemma3"]
+    without = copy.deepcopy(with_images)
+    assert without.model_config.multimodal_config.get_limit_per_prompt("image") > 0
+    without.model_config.multimodal_config.language_model_only = True
+    alone = {"resumed_images", "image_checkpoints", "features", "lazy_media", "image_extraction", "lazy_processing"}
+    for component in COMPONENT_NAMES:
+        found = config_rules.state_in(COMPONENTS[component], without)
+        if component in alone:
+            assert found == State("unneeded", "this deployment takes no images")
+            assert found != config_rules.state_in(COMPONENTS[component], with_images)
+        else:
+            assert found == config_rules.state_in(COMPONENTS[component], with_images)
+
+
+def test_a_component_steps_aside_where_vllm_does_the_same(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The split of a vLLM that stops at the last multimodal feature by itself (56818) reads where that ends."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    assert decide("image_checkpoints", configurations) == ON
+
+    def _mamba_block_aligned_split(self: Any, request: Any, num_new_tokens: int) -> int:
+        return min(num_new_tokens, request.mm_final_end)
+
+    monkeypatch.setattr(Scheduler, "_mamba_block_aligned_split", _mamba_block_aligned_split)
+    found = decide("image_checkpoints", configurations)
+    assert found.state == "unneeded"
+    assert found.reason.startswith("vLLM has its own")
+
+
+@pytest.mark.parametrize("component", [name for name, one in COMPONENTS.items() if one.superseded_by])
+def test_a_component_steps_aside(
+    component: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This vLLM does not do it itself; where all the symbols are there, the component steps aside and names them."""
+    for symbol in COMPONENTS[component].superseded_by:
+        assert decide(component, configurations) == ON  # with a part of them, too
+        module, _, path = symbol.partition(":")
+        monkeypatch.setattr(".".join([module, path]), print, raising=False)
+    assert decide(component, configurations) == State(
+        "unneeded", f"vLLM has its own: {', '.join(COMPONENTS[component].superseded_by)}"
+    )
+
+
+def test_settings_travel_beside_the_configuration(configurations: dict[str, Any]) -> None:
+    """Pickled and copied, also to processes without us; what it says, and vLLM's hash of it, stay as they are."""
+    vllm_config = copy.deepcopy(configurations["qwen3-vl"])
+    vllm_config.additional_config = {"of": "another plugin"}
+    before = vllm_config.compute_hash()
+    assert config_payload.carried(vllm_config) is None
+    assert "has no mmcache" in config_rules.why_absent("worker", vllm_config)
+    config_payload.carry(vllm_config, settings.load_settings({"features": False}))
+    for one in (pickle.loads(pickle.dumps(vllm_config)), copy.deepcopy(vllm_config)):
+        assert config_payload.carried(one) == {"features": False}
+        assert one.additional_config == {"of": "another plugin"}
+        assert one.compute_hash() == before
+        assert config_rules.why_absent("worker", one) == ""
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **misfits: str) -> list[str]:
+    """Installs nothing, but for the components named fails so; returns what is asked for, as it goes on."""
+    asked: list[str] = []
+
+    def fake(group: str, members: Any, version: str) -> installer.Outcome:
+        asked.append(group)
+        reason = misfits.get(group.partition(" ")[0], "")
+        return installer.Outcome(group, "off" if reason else "on", reason)
+
+    monkeypatch.setattr(activation, "_install", fake)
+    return asked
+
+
+def test_a_role_gets_its_own_part(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = install(monkeypatch)
+    for role in ROLES:
+        activation.activate(role, configurations["gemma3"])
+        on = {component for component, state in status.of(role).items() if state == ON}
+        assert set(status.of(role)) == set(parts(role))
+        assert f"report ({role})" in asked
+        assert {f"{component} ({role})" for component in on} | {f"report ({role})"} == {
+            a for a in asked if f"({role})" in a
+        }
+    assert "observe (api)" not in asked
+    assert status.is_on("image_spans")
+
+
+def test_a_component_needs_another(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, lazy_media="symbol changed")
+    activation.activate("api", configurations["gemma3"])
+    assert status.of("api")["lazy_media"] == State("off", "symbol changed")
+    assert status.of("api")["image_extraction"] == State("off", "needs lazy_media, which is off")
+    predicted = activation.predict(configurations["gemma3"])
+    assert predicted["image_extraction"] == ON, "which fits here"
+
+
+def test_nothing_is_on_where_nobody_could_say_so(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, report="symbol changed")
+    activation.activate("engine", configurations["gemma3"])
+    assert set(status.of("engine").values()) == {State("off", "symbol changed")}
+
+
+def test_what_is_foreseen_comes_true(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    for vllm_config in configurations.values():
+        predicted = activation.predict(vllm_config)
+        for role in ROLES:
+            activation.activate(role, vllm_config)
+        found = {
+            component: [status.of(role)[component] for role in ROLES if component in status.of(role)]
+            for component in COMPONENT_NAMES
+        }
+        assert predicted == {component: states[0] for component, states in found.items()}
+        assert all(len(set(states)) == 1 for states in found.values())
+
+
+def test_required_salts_need_the_component(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Off by mismatch: an error that says what it means; where salts are required, no start."""
+    install(monkeypatch, identity="symbol changed")
+    monkeypatch.setattr(activation, "stop", lambda: None)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.ERROR, "vllm.mmcache"):
+        activation.activate("api", configurations["qwen3-vl"])
+    assert "identity is off (symbol changed): uuids of clients are trusted" in caplog.text
+    monkeypatch.setattr(settings, "_current", settings.Settings(require_salt=True))
+    with pytest.raises(HookError, match=r"require_salt is set, but identity is off \(symbol changed\)"):
+        activation.activate("api", configurations["qwen3-vl"])
+    activation.activate("engine", configurations["qwen3-vl"])  # has no part of it
+    install(monkeypatch)
+    activation.activate("api", configurations["qwen3-vl"])
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_a_store_that_others_can_reach_is_a_warning(
+    is_trusted: bool,
+    configurations: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of the API server, once."""
+    install(monkeypatch)
+    monkeypatch.setenv("MMCACHE_STORE", "redis://u:secret@cache")
+    chosen = settings.load_settings({"store_trusted_network": is_trusted})
+    monkeypatch.setattr(settings, "_current", chosen)
+    with caplog.at_level(logging.WARNING, "vllm.mmcache"):
+        for role in ROLES:
+            activation.activate(role, configurations["qwen3-vl"])
+    said = [line for line in caplog.messages if "open to others" in line]
+    assert len(said) == (0 if is_trusted else 1)
+    assert all("redis://***@cache has no TLS" in line and "MMCACHE_STORE_KEY_FILE" in line for line in said)

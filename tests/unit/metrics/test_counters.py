@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters: many threads, and what prometheus shows, in one process."""
+
+import threading
+
+import pytest
+
+from vllm_mmcache.base import status
+from vllm_mmcache.base.failsafe import failsafe
+from vllm_mmcache.metrics import counters, transport
+
+
+def test_threads() -> None:
+    counter = counters.Counter("test_threads", "A test.")
+    threads = [threading.Thread(target=lambda: [counter.add(0.5) for _ in range(1000)]) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counter.value == 4000
+
+
+def test_prometheus_shows_them() -> None:
+    from prometheus_client import REGISTRY
+
+    counters.register()
+    before = REGISTRY.get_sample_value("mmcache:bytes_lifted_total")
+    assert before is not None
+    counters.BYTES_LIFTED.add(7)
+    assert REGISTRY.get_sample_value("mmcache:bytes_lifted_total") == before + 7
+
+
+def test_seconds_are_counted_when_the_block_fails() -> None:
+    counter = counters.Counter("test_seconds", "A test.")
+    with pytest.raises(ValueError, match="no"), counter.seconds():
+        raise ValueError("no")
+    assert 0 < counter.value < 1
+
+
+def test_bookkeeping_never_fails_a_request(log: pytest.LogCaptureFixture) -> None:
+    """One log line per component, with the traceback; what follows goes on."""
+    for _ in range(3):
+        with failsafe("a component"):
+            raise KeyError("lost")
+    assert [record.message for record in log.records] == [
+        "mmcache: bookkeeping of a component failed; requests go on without it"
+    ]
+
+
+def test_a_worker_takes_its_counts_once_and_leaves_what_the_engine_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the two are one process."""
+    monkeypatch.setitem(status._is_on, "metrics", True)
+    monkeypatch.setattr(transport, "_counted", {})
+    monkeypatch.setattr(transport, "_feature_sources", {})
+    transport.note_feature_source("an image", "ram")
+    assert transport.take_worker_counts() is None
+    transport.count("tower_images", 2.0)
+    assert transport.take_worker_counts() == {"tower_images": 2.0}
+    assert transport.take_worker_counts() is None
+    assert transport.take_feature_source("an image") == "ram"
+    assert transport.take_feature_source("an image") == ""
