@@ -7,11 +7,41 @@ import time
 from pathlib import Path
 
 from vllm_mmcache.components.features.identity import Identity
-from vllm_mmcache.components.features.lasting import LastingTier
+from vllm_mmcache.components.features import tiers
 from vllm_mmcache.components.features.package import Shape, pack
+from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
+from vllm_mmcache.storage.files import FileBackend
+from vllm_mmcache.storage.redis_backend import RedisBackend
+from vllm_mmcache.storage.tier import Tier
 
 BUDGET_BYTES = 64 * 1024**2
 SHAPE = Shape(16, 64, "bfloat16")
+
+
+def file_tier(
+    place: str | Path,
+    budget_bytes: int = BUDGET_BYTES,
+    *,
+    ttl_s: int = 0,
+    rest_s: tuple[float, float] | None = None,
+    codec: PlainCodec = PLAIN,
+) -> Tier:
+    """A tier of packages in a directory."""
+    return Tier(tiers.FEATURES, FileBackend(place, tiers.FEATURES, budget_bytes, ttl_s=ttl_s), codec, rest_s)
+
+
+def redis_tier(
+    url: str,
+    *,
+    ttl_s: int = 0,
+    timeout_s: float = 5.0,
+    max_bytes: int = BUDGET_BYTES,
+    rest_s: tuple[float, float] | None = None,
+    codec: PlainCodec = PLAIN,
+) -> Tier:
+    """A tier of packages in Redis or Valkey."""
+    backend = RedisBackend(url, tiers.FEATURES, ttl_s=ttl_s, timeout_s=timeout_s, max_bytes=max_bytes)
+    return Tier(tiers.FEATURES, backend, codec, rest_s)
 
 
 def identity(number: object = 0) -> Identity:
@@ -28,17 +58,17 @@ def packed(number: int = 0, shape: Shape = SHAPE) -> bytes:
     return pack(identity(number), shape, features(number, shape))
 
 
-def save(tier: LastingTier, number: int, shape: Shape = SHAPE) -> bool:
+def save(tier: Tier, number: int, shape: Shape = SHAPE) -> bool:
     """Save the package of that number."""
-    return tier.save(identity(number), shape, features(number, shape))
+    return tiers.save(tier, identity(number), shape, features(number, shape))
 
 
-def load(tier: LastingTier, number: object, shape: Shape = SHAPE, seconds: float = 60) -> bytes | None:
+def load(tier: Tier, number: object, shape: Shape = SHAPE, seconds: float = 60) -> bytes | None:
     """What the tier has for that number, read into memory that holds other bytes, and has other bytes around it."""
     room = bytearray(b"\xa5" * (shape.num_bytes + 16))
     asked = identity(number)
     until = time.monotonic() + seconds
-    filled = tier.load(asked, shape, lambda: memoryview(room)[8:-8], until)
+    filled = tiers.load(tier, asked, shape, lambda: memoryview(room)[8:-8], until)
     assert room[:8] == room[-8:] == b"\xa5" * 8
     return bytes(room[8:-8]) if filled else None
 

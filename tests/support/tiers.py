@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the store put below its RAM: a lasting tier in memory that hangs, fails and rests as told."""
+"""What the tests of the store put below its RAM: a tier in memory that hangs, fails and is left alone as told."""
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.ram_tier import RamTier, Slot
 from vllm_mmcache.components.features.identity import Identity
-from vllm_mmcache.components.features.lasting import LastingTier
 from vllm_mmcache.components.features.package import Shape
-from vllm_mmcache.storage.breaker import Breaker
+from vllm_mmcache.components.features.tiers import FEATURES
+from vllm_mmcache.storage.backend import Backend, Buffer, BytesEntry, EntryInfo, Usage
+from vllm_mmcache.storage.breaker import CircuitBreaker
+from vllm_mmcache.storage.kind import Kind
+from vllm_mmcache.storage.tier import Tier
 
 LONG_S = 120
 """Of waiting for what must come, however busy the machine is."""
@@ -23,20 +26,6 @@ def within(seconds: float, seen: Callable[[], object]) -> bool:
     while not seen() and time.monotonic() < until:
         time.sleep(0.002)
     return bool(seen())
-
-
-class Bytes:
-    """A package that lies in memory."""
-
-    def __init__(self, packed: bytes) -> None:
-        self._packed = packed
-        self.num_bytes = len(packed)
-
-    def read_into(self, offset: int, buffer: memoryview, until: float) -> None:
-        buffer[:] = self._packed[offset : offset + len(buffer)]
-
-    def is_current(self) -> bool:
-        return True
 
 
 class Gate:
@@ -62,51 +51,85 @@ class Gate:
         assert self._open.wait(LONG_S)
 
 
-class MemoryTier(LastingTier):
-    """Keeps packages in a dict; `packages` has them in the order of writing."""
+class MemoryBackend(Backend):
+    """Keeps entries in a dict, in the order of writing; reading and writing wait at gates, and raise what is set."""
 
     failures = (OSError,)
+    rest_s = 1e6, 1e6
+    remedy = "wait"
 
     def __init__(self, name: str = "memory", max_bytes: int = 1 << 30) -> None:
-        self.name = name
+        self.tier = self.where = name
         self.max_bytes = max_bytes
-        super().__init__(*_breakers(name))
-        self.packages: dict[str, bytes] = {}
+        self.entries: dict[bytes, bytes] = {}
         self.reading, self.writing = Gate(), Gate()
         self.broken: type[Exception] | None = None
         """What reading and writing raise."""
 
-    def rest(self) -> None:
-        """Take nothing, until `wake`."""
-        self._writing.failed(OSError("resting"))
-        self._reading.failed(OSError("resting"))
-
-    def wake(self) -> None:
-        self._reading, self._writing = _breakers(self.name)
-
     @contextmanager
-    def _open(self, name: str) -> Iterator[Bytes | None]:
+    def open(self, name: bytes) -> Iterator[BytesEntry | None]:
         self.reading.pass_through()
         if self.broken is not None:
             raise self.broken("broken")
-        packed = self.packages.get(name)
-        yield None if packed is None else Bytes(packed)
+        content = self.entries.get(name)
+        yield None if content is None else BytesEntry(content)
 
-    def _renew(self, name: str) -> bool:
-        return name in self.packages
+    def touch(self, name: bytes) -> bool:
+        return name in self.entries
 
-    def _write(self, name: str, parts: Iterable[bytes | bytearray | memoryview], num_bytes: int) -> None:
+    def put(self, name: bytes, parts: Iterable[Buffer], num_bytes: int) -> Usage:
         self.writing.pass_through()
         if self.broken is not None:
             raise self.broken("broken")
-        self.packages[name] = b"".join(map(bytes, parts))
+        self.entries[name] = b"".join(map(bytes, parts))
+        return Usage()
 
-    def _reject(self, name: str) -> None:
-        del self.packages[name]
+    def put_many(self, entries: Mapping[bytes, bytes]) -> Usage:
+        for name, content in entries.items():
+            self.put(name, [content], len(content))
+        return Usage()
+
+    def reject(self, name: bytes) -> None:
+        del self.entries[name]
+
+    def scan(self) -> Iterator[EntryInfo]:
+        return (EntryInfo(name, len(content)) for name, content in self.entries.items())
+
+    def clear(self) -> int:
+        num_entries = len(self.entries)
+        self.entries.clear()
+        return num_entries
 
 
-def _breakers(name: str) -> tuple[Breaker, Breaker]:
-    return Breaker(f"{name} (reading)", 1e6, 1e6), Breaker(f"{name} (writing)", 1e6, 1e6)
+class MemoryTier(Tier):
+    """A tier over a MemoryBackend; `packages` has what was written by name in base 16, in the order of writing."""
+
+    def __init__(self, name: str = "memory", max_bytes: int = 1 << 30, kind: Kind = FEATURES) -> None:
+        self.memory = MemoryBackend(name, max_bytes)
+        super().__init__(kind, self.memory)
+        self.reading, self.writing = self.memory.reading, self.memory.writing
+
+    @property
+    def packages(self) -> dict[str, bytes]:
+        return {name.hex(): content for name, content in self.memory.entries.items()}
+
+    @property
+    def broken(self) -> type[Exception] | None:
+        """What reading and writing raise."""
+        return self.memory.broken
+
+    @broken.setter
+    def broken(self, kind: type[Exception] | None) -> None:
+        self.memory.broken = kind
+
+    def open_breakers(self) -> None:
+        """Take nothing, until `close_breakers`."""
+        self._writing.record_failure(OSError("off"))
+        self._reading.record_failure(OSError("off"))
+
+    def close_breakers(self) -> None:
+        self._reading = CircuitBreaker(f"{self.name} (reading)", 1e6, 1e6)
+        self._writing = CircuitBreaker(f"{self.name} (writing)", 1e6, 1e6)
 
 
 def fill(ram: RamTier, arena: Arena, identity: Identity, shape: Shape, features: bytes | memoryview) -> Slot:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.tiers import LONG_S
 from tests.unit.components.lazy_media.test_hooks import FILES, image_io, mm_hash
 from tests.unit.components.lazy_media.test_restarts import is_known, restart, store
-from vllm_mmcache.storage import records
+from vllm_mmcache.storage import record_store
 
 __all__ = ["store"]
 
@@ -47,7 +47,7 @@ def test_another_process_knows_it(store: Path, tmp_path: Path) -> None:
 
     first = image_io({}).load_bytes(content)
     expected = [mm_hash(first), *first.size, "RGB", 0]
-    assert records.current().flush(LONG_S)
+    assert record_store.current().flush(LONG_S)
     assert asked() == expected
     # The control: settings that this image was not opened with.
     assert asked(image_mode="L")[3:] == ["L", 1]

@@ -166,9 +166,9 @@ def test_a_tier_that_hangs(
         asked.until(2)
         assert runs.new() == 1
         assert within(LONG_S, lambda: gate.num_waiting == 1)
-        assert not tier.resting()
+        assert not tier.is_open()
         is_known_to_hang(monkeypatch)
-        assert tier.resting()
+        assert tier.is_open()
         for number in (624, 625):
             asked.ask(question(number))
             asked.step(2)

@@ -21,7 +21,7 @@ from vllm_mmcache.components.lazy_media.video.video_info import VIDEOS
 from vllm_mmcache.components.lazy_processing.vllm_pixels import PixelMaker
 from vllm_mmcache.prove.answers import assert_equals_answer
 from vllm_mmcache.prove.conversations import assistant, filler, picture, user
-from vllm_mmcache.storage import records
+from vllm_mmcache.storage import record_store
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 
@@ -32,7 +32,7 @@ ONE = pytest.mark.parametrize("config", [pytest.param(EngineConfig("qwen3-vl"), 
 @pytest.fixture(autouse=True)
 def unknown() -> None:
     """Nothing is known of any image."""
-    records.current().clear()
+    record_store.current().clear()
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -22,7 +22,7 @@ from vllm_mmcache.components.lazy_media.media_info import RECORDS
 from vllm_mmcache.content.base64_image import CONTENT_IDS
 from vllm_mmcache.prove.answers import assert_equals_answer
 from vllm_mmcache.prove.conversations import picture, user
-from vllm_mmcache.storage import records
+from vllm_mmcache.storage import record_store
 
 pytestmark = pytest.mark.engine
 
@@ -51,14 +51,14 @@ class Servers:
         rig.make_cold()
         (cold,) = rig.ask(TALK)  # an image without a file has neither record nor the file's name
         assert_equals_answer(asking.answers[0], cold, rig.tolerance, "a cold run")
-        assert records.current().flush(LONG_S)
+        assert record_store.current().flush(LONG_S)
         assert rig.features.flush(LONG_S)
         return work
 
     def stop(self) -> None:
         """End the server; the next one is another process, which has read nothing."""
         self._pool.close()
-        records.close()
+        record_store.close()
         RECORDS.clear()
         CONTENT_IDS.clear()
         for cached in (*vars(processor).values(), *vars(registry).values()):

@@ -16,7 +16,7 @@ from tests.system.storage.records.test_disk import change, file_of
 from vllm_mmcache.cli import serve
 from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.remote import INCOMING, PREFIX, RemoteTier
-from vllm_mmcache.storage import records
+from vllm_mmcache.storage import record_store
 from vllm_mmcache.storage.records.disk import DiskPlace
 from vllm_mmcache.storage.records.remote import PREFIX as RECORDS
 from vllm_mmcache.storage.records.remote import RemotePlace
@@ -83,7 +83,7 @@ def test_records(tmp_path: Path) -> None:
     """They are listed, checked, shrunk and cleared with the features, and where there are no features, too."""
     place = str(tmp_path / "store")
     kept = DiskPlace(place, BUDGET_BYTES)
-    keys = [records.key("test", str(number)) for number in range(400)]
+    keys = [record_store.key("test", str(number)) for number in range(400)]
     kept.save(dict.fromkeys(keys, b"value" * 100))
     assert "400 records" in mmcache("store", "ls", "--dir", place).stdout
     listed = json.loads(mmcache("store", "ls", "--dir", place, "--json").stdout)["records"]
@@ -178,7 +178,7 @@ def test_clear_leaves_what_is_not_ours(tier: DiskTier, tmp_path: Path) -> None:
 @pytest.fixture
 def both(server: Server, tmp_path: Path) -> dict[str, Any]:
     """The variables of a store in a directory and in Valkey, each with one package and one record; and others' keys."""
-    key = records.key("test", "a")
+    key = record_store.key("test", "a")
     for tier in (DiskTier(tmp_path / "store", BUDGET_BYTES), remote_tier(server)):
         assert tier.save(identity(0), SHAPE, features())
     for kept in (DiskPlace(tmp_path / "store", BUDGET_BYTES), RemotePlace(server.url, ttl_s=3600, timeout_s=60)):

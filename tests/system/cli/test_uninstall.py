@@ -13,7 +13,7 @@ from tests.system.storage.features.test_remote import tier_at
 from vllm_mmcache.cli.uninstall import uninstall
 from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.lifecycle import user_proofs
-from vllm_mmcache.storage import records
+from vllm_mmcache.storage import record_store
 from vllm_mmcache.storage.records.disk import DiskPlace
 
 __all__ = ["running_server", "server"]
@@ -52,7 +52,7 @@ def fill(place: Path) -> None:
         assert tier.save(identity(number), SHAPE, features())
     tier.directory.set_aside(identity(1).key)
     kept = DiskPlace(place, BUDGET_BYTES)
-    kept.save({records.key("test", "a"): b"value"})
+    kept.save({record_store.key("test", "a"): b"value"})
     kept.close()
 
 

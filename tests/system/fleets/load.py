@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from tests.support.packages import features, load, save
-from vllm_mmcache.components.features.lasting import LastingTier
+from vllm_mmcache.storage.tier import Tier
 
 NUM_THREADS = 4
 NUM_PACKAGES = 60
@@ -17,7 +17,7 @@ NUM_PACKAGES = 60
 class Load:
     """Of all threads since the last `mark`; the whole is in `total`."""
 
-    tier: LastingTier
+    tier: Tier
     hits: int = 0
     misses: int = 0
     wrong: int = 0

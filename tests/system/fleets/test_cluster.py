@@ -18,11 +18,11 @@ from tests.system.fleets.conftest import MakeCluster
 from tests.system.fleets.load import NUM_PACKAGES, Load
 from tests.system.storage.features.test_remote import LARGE, after_piece
 from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
-from vllm_mmcache.storage import records
+from vllm_mmcache.storage import record_store
 from vllm_mmcache.storage.records.remote import RemotePlace
 
 NUMBERS = range(24)
-KEYS = [records.key("test", str(number)) for number in NUMBERS]
+KEYS = [record_store.key("test", str(number)) for number in NUMBERS]
 
 
 def tier_at(url: str, timeout_s: float = TIMEOUT_S, rest_s: float = 5.0) -> RemoteTier:
@@ -42,7 +42,7 @@ def test_features_are_kept_on_all_nodes(cluster: Cluster) -> None:
     assert [load(replica, number) for number in NUMBERS] == [bytes(features(number)) for number in NUMBERS]
     assert load(replica, "another") is None
     for one in (tier, replica):
-        assert one.counters.snapshot()["errors"] == 0
+        assert one.counts.snapshot()["errors"] == 0
 
 
 def test_records_are_kept_on_all_nodes(cluster: Cluster) -> None:
@@ -121,10 +121,10 @@ def test_a_dead_node_without_a_replica_costs_its_own_entries_alone(
         save(tier, lost)
         assert [load(tier, number) for number in kept] == [bytes(features(number)) for number in kept]
         asked += 1
-    counts = tier.counters.snapshot()
+    counts = tier.counts.snapshot()
     assert asked > 30
     assert counts["errors"] < 10 < counts["dropped"]  # it is tried now and then
-    assert not tier.resting()
+    assert not tier.is_open()
     assert len(caplog.messages) == 2, caplog.messages  # reading, writing
     assert all(f"node 127.0.0.1:{dead.port} is off" in line for line in caplog.messages)
 
@@ -145,7 +145,7 @@ def test_a_slot_that_moves(make_cluster: MakeCluster) -> None:
     source.client.execute_command("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
     assert load(tier, 0) is None
     assert not save(tier, 0)
-    assert not tier.resting()
+    assert not tier.is_open()
     for server in (target, source):
         server.client.execute_command("CLUSTER SETSLOT", slot, "NODE", ids[target])
     assert load(tier, 0) == features(0)

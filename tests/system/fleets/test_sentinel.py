@@ -59,7 +59,7 @@ def test_sentinels_that_are_gone(watched: Watched, gone: str) -> None:
     before = time.monotonic()
     assert load(new, 0) == (features(0) if gone == "first" else None)
     assert time.monotonic() - before < 3
-    assert new.resting() == (gone == "all")
+    assert new.is_open() == (gone == "all")
 
 
 def test_a_name_that_sentinel_does_not_know(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:

@@ -37,8 +37,8 @@ import vllm_mmcache.components.lazy_media.video.video_info
 import vllm_mmcache.components.observe.record.recorder
 import vllm_mmcache.content.placeholders
 from vllm_mmcache.metrics import table_sizes
-from vllm_mmcache.storage import records
-records.current()
+from vllm_mmcache.storage import record_store
+record_store.current()
 print(*table_sizes._server)
 """
 

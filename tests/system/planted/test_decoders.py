@@ -24,7 +24,7 @@ from tests.support.store_server import TIMEOUT_S, Server
 from tests.unit.components.lazy_processing.test_vllm_item_record import MAX_TOKENS, file_of, opened, processor_of
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.features.disk import DiskTier
-from vllm_mmcache.components.features.lasting import LastingTier, name_of
+from vllm_mmcache.storage.tier import Tier, name_of
 from vllm_mmcache.components.features.package import pack
 from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
 from vllm_mmcache.components.lazy_media.hooks import KnownImage
@@ -35,7 +35,7 @@ from vllm_mmcache.components.lazy_processing import prepare
 from vllm_mmcache.components.lazy_processing.prepare import ItemPreparer, ItemRequest
 from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
 from vllm_mmcache.components.lazy_processing.vllm_processor import inputs_of, process
-from vllm_mmcache.storage import records
+from vllm_mmcache.storage import record_store
 from vllm_mmcache.storage.encryption import PLAIN
 from vllm_mmcache.storage.frame import frame, unframe
 from vllm_mmcache.storage.records.ram import Entry
@@ -73,23 +73,23 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Marker]:
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running_server: Server) -> Iterator[records.Records]:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running_server: Server) -> Iterator[record_store.Records]:
     """Records in all places."""
     running_server.client.flushall()
     store = f"{tmp_path / 'store'} {running_server.url}"
     values: dict[str, Any] = {"store": store, "store_remote_timeout_s": TIMEOUT_S, "store_ttl": 0}
     chosen = settings.Settings(**values)
     monkeypatch.setattr(settings, "_current", chosen)
-    records.close()
+    record_store.close()
     RECORDS.clear()
     VIDEOS.clear()
-    yield records.current()
-    records.close()
+    yield record_store.current()
+    record_store.close()
     RECORDS.clear()
     VIDEOS.clear()
 
 
-def plant(store: records.Records, place: str, framed: dict[bytes, bytes]) -> None:
+def plant(store: record_store.Records, place: str, framed: dict[bytes, bytes]) -> None:
     """Have these frames lie in a place by their keys; in RAM what is in them, which is all that lies there."""
     if place == "ram":
         for key, content in framed.items():
@@ -104,7 +104,7 @@ def assert_misses(
     place: str, num: int, key_of: Callable[[int], bytes], hostile_value: Callable[[Random], bytes], read: Read
 ) -> None:
     """Plant so many, and ask for each."""
-    store = records.current()
+    store = record_store.current()
     used_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     before = store.counts()[place]
     for start in range(0, num, AT_ONCE):
@@ -131,7 +131,7 @@ def assert_misses(
 
 def assert_hit(place: str, key: bytes, good: bytes, read: Callable[[], object]) -> None:
     """The control."""
-    store = records.current()
+    store = record_store.current()
     before = store.counts()[place]
     plant(store, place, {key: frame(key, good)})
     assert read() is not None
@@ -174,7 +174,7 @@ def items(tmp_path_factory: pytest.TempPathFactory) -> Items:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_items(
-    place: str, items: Items, marker: Marker, store: records.Records, monkeypatch: pytest.MonkeyPatch
+    place: str, items: Items, marker: Marker, store: record_store.Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "may_defer", lambda: True)
     assert_hit(place, items.key("good"), items.good, lambda: items.read("good"))
@@ -195,7 +195,7 @@ def key_of(number: object) -> Key:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_images(place: str, marker: Marker, store: records.Records) -> None:
+def test_images(place: str, marker: Marker, store: record_store.Records) -> None:
     good = IMAGE.packed()
     assert good is not None
     assert_hit(place, _name(key_of("good")), good, lambda: find(key_of("good")))
@@ -211,7 +211,7 @@ def test_images(place: str, marker: Marker, store: records.Records) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_videos(place: str, marker: Marker, store: records.Records) -> None:
+def test_videos(place: str, marker: Marker, store: record_store.Records) -> None:
     record = videos.record_of((4, 64, 96, 3), METADATA)
     good = None if record is None else record.packed()
     assert good is not None
@@ -235,7 +235,7 @@ def test_videos(place: str, marker: Marker, store: records.Records) -> None:
 def test_packages(place: str, marker: Marker, tmp_path: Path, running_server: Server) -> None:
     """Of features, in files and in Valkey."""
     running_server.client.flushall()
-    tier: LastingTier = DiskTier(tmp_path / "store", BUDGET_BYTES)
+    tier: Tier = DiskTier(tmp_path / "store", BUDGET_BYTES)
     if place == "remote":
         tier = RemoteTier(running_server.url, ttl_s=0, timeout_s=TIMEOUT_S, max_bytes=BUDGET_BYTES)
     assert save(tier, -1)
@@ -248,7 +248,7 @@ def test_packages(place: str, marker: Marker, tmp_path: Path, running_server: Se
         begun = time.perf_counter()
         assert load(tier, number) is None, f"case {number} is a hit"
         assert time.perf_counter() - begun < LONGEST_S
-    counts = tier.counters.snapshot()
+    counts = tier.counts.snapshot()
     assert counts["set_aside"] == num
     assert counts["hits"] == counts["errors"] == 0
     write(tier, name_of(identity(0), PLAIN), pack(identity(0), SHAPE, features(0)), running_server)
@@ -256,7 +256,7 @@ def test_packages(place: str, marker: Marker, tmp_path: Path, running_server: Se
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - used_bytes < MOST_RSS_BYTES
 
 
-def write(tier: LastingTier, name: str, packed: bytes, server: Server) -> None:
+def write(tier: Tier, name: str, packed: bytes, server: Server) -> None:
     if isinstance(tier, DiskTier):
         file = tier.directory.path_of(name)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

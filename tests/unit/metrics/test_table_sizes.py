@@ -139,7 +139,7 @@ def test_tables_of_the_engine(tmp_path: Path) -> None:
     ram.reserve("a", ALIGN_BYTES + 1)
     assert ram.size() == Size(1, 2 * ALIGN_BYTES, 4 * ALIGN_BYTES)
     disk = DiskTier(tmp_path, 1 << 20)
-    disk.counters.hold(77)
+    disk.counts.hold(77)
     writer = Writer(disk, ram, lambda offset, num_bytes: memoryview(b""))
     writer._waiting |= dict.fromkeys("ab", (identity(0), SHAPE))
     assert writer.size() == Size(2)

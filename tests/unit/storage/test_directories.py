@@ -14,7 +14,7 @@ from vllm_mmcache.base.errors import StoreUnusable
 from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.storage import directories, records
 from vllm_mmcache.storage.directories import is_ours
-from vllm_mmcache.storage.records import database
+from vllm_mmcache.storage.record_store import database
 from vllm_mmcache.storage.records.disk import DiskPlace
 
 KEY = records.key("test")
@@ -148,7 +148,7 @@ def test_files_of_other_users_are_not_read(tmp_path: Path) -> None:
     os.chown(file, 12345, -1)
     widen(tmp_path)
     assert load(tier, 0) is None
-    assert tier.counters.snapshot()["set_aside"] == 1
+    assert tier.counts.snapshot()["set_aside"] == 1
     place = DiskPlace(tmp_path, BUDGET_BYTES)
     assert place.get(KEY) is None
     place.save({KEY: b"ours"})

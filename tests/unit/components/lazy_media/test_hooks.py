@@ -25,7 +25,7 @@ from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle.registry import COMPONENTS
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove.pictures import ellipses
-from vllm_mmcache.storage import records
+from vllm_mmcache.storage import record_store
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "RGB": {},
@@ -42,7 +42,7 @@ def component() -> Iterator[None]:
     """The group installed, with nothing known; stock outside of the block."""
     CONTENT_IDS.clear()
     RECORDS.clear()
-    records.close()
+    record_store.close()
     outcome = installer.install("lazy_media", COMPONENTS["lazy_media"].all_hooks(), vllm_version())
     assert outcome.state == "on", outcome.reason
     try:
@@ -177,7 +177,7 @@ def test_images_are_known_to_their_tenant_alone() -> None:
     try:
         for load in (lambda loader: loader.load_bytes(content), lambda loader: loader.load_base64("image/png", text)):
             RECORDS.clear()
-            records.close()
+            record_store.close()
             seen = [(salt, lazy(salt, load)) for salt in (None, "a", "b", None, "a", "b")]
             assert [known for _, known in seen] == [False] * 3 + [True] * 3
         assert len(CONTENT_IDS) == 3

@@ -24,7 +24,7 @@ from vllm_mmcache.components.lazy_media.lazy_image import LazyImage
 from vllm_mmcache.components.lazy_media.media_info import RECORDS, Key, MediaInfo, _name, admit, find, unpacked
 from vllm_mmcache.content.base64_image import CONTENT_IDS
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.storage import records
+from vllm_mmcache.storage import record_store
 from vllm_mmcache.storage.frame import frame
 
 NO_RECORDS = [
@@ -46,8 +46,8 @@ NO_RECORDS = [
 
 def restart() -> None:
     """A process that knows nothing, and what was kept for it."""
-    assert records.current().flush(LONG_S)
-    records.close()
+    assert record_store.current().flush(LONG_S)
+    record_store.close()
     CONTENT_IDS.clear()
     RECORDS.clear()
 
@@ -229,12 +229,12 @@ def test_what_is_used_for_long_is_written_again(monkeypatch: pytest.MonkeyPatch)
     key = Key(b"content", ("options",))
     admit(key, MediaInfo((3, 4), "RGB", None))
     assert find(key) is not None
-    assert records.current().flush(LONG_S)
-    saved = records.current().counts()["disk"]["saved"]
+    assert record_store.current().flush(LONG_S)
+    saved = record_store.current().counts()["disk"]["saved"]
     record = RECORDS.get(key)
     assert record is not None
-    record._kept_s -= records.RENEW_S
+    record._kept_s -= record_store.RENEW_S
     for _ in range(3):
         assert find(key) is record
-    assert records.current().flush(LONG_S)
-    assert records.current().counts()["disk"]["saved"] == saved + 1
+    assert record_store.current().flush(LONG_S)
+    assert record_store.current().counts()["disk"]["saved"] == saved + 1

@@ -25,7 +25,7 @@ from vllm_mmcache.components.lazy_processing.vllm_item import defer, is_deferred
 from vllm_mmcache.components.lazy_processing.vllm_item_record import digest_of, encode
 from vllm_mmcache.components.lazy_processing.vllm_pixels import PixelMaker, Refuted
 from vllm_mmcache.components.lazy_processing.vllm_processor import inputs_of, process, updates_of
-from vllm_mmcache.storage import records
+from vllm_mmcache.storage import record_store
 
 SIZE = (200, 120)
 OTHER = (96, 96)
@@ -126,7 +126,7 @@ def test_a_size_that_is_not_the_images(tmp_path: Path, monkeypatch: pytest.Monke
         assert record.name is not None
         planted = MediaInfo(OTHER, "RGB", record.io_config).packed()
         assert planted is not None
-        records.current().put(record.name, planted)
+        record_store.current().put(record.name, planted)
         restart()
         media = image_io({}).load_bytes(content)
         assert isinstance(media.media, LazyImage)
@@ -150,7 +150,7 @@ def test_a_record_beyond_what_vllm_opens(tmp_path: Path, monkeypatch: pytest.Mon
         planted = MediaInfo((20_000, 20_000), "RGB", record.io_config).packed()
         assert record.name is not None
         assert planted is not None
-        records.current().put(record.name, planted)
+        record_store.current().put(record.name, planted)
         restart()
         assert image_io({}).load_bytes(content).size == SIZE
     restart()

@@ -27,7 +27,7 @@ from vllm_mmcache.components.lazy_media.media_info import MediaInfo
 from vllm_mmcache.components.lazy_processing import prepare, vllm_processor_facts
 from vllm_mmcache.components.lazy_processing.prepare import item_facts
 from vllm_mmcache.content.digests import inputs_digest
-from vllm_mmcache.storage import records
+from vllm_mmcache.storage import record_store
 
 MAX_PIXELS = 64 * 64
 
@@ -218,9 +218,9 @@ def kept_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     monkeypatch.setattr(settings, "_current", settings.Settings(store=str(tmp_path / "store")))
     monkeypatch.setattr(status, "is_on", lambda component: True)
     monkeypatch.setattr(status, "is_on_everywhere", lambda component: True)
-    records.close()
+    record_store.close()
     yield
-    records.close()
+    record_store.close()
 
 
 RESTARTS: dict[str, tuple[Callable[[Made], object], str]] = {
@@ -240,8 +240,8 @@ def test_a_record_is_used_by_a_server_with_the_same_processor_alone(name: str, m
     """Two servers on one store, without their engines: what each renderer does with one image."""
     change, done = RESTARTS[name]
     assert what_is_done(made) == "run"
-    assert records.current().flush(10.0)
-    records.close()
+    assert record_store.current().flush(10.0)
+    record_store.close()
     change(made)
     assert what_is_done(made) == done
 

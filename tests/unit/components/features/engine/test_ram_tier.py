@@ -33,7 +33,7 @@ def use(tier: RamTier, key: str) -> Slot:
 
 
 def held(tier: RamTier) -> float:
-    return tier.counters.snapshot()["held_bytes"]
+    return tier.counts.snapshot()["held_bytes"]
 
 
 def test_the_one_used_longest_ago_goes_first() -> None:
@@ -45,7 +45,7 @@ def test_the_one_used_longest_ago_goes_first() -> None:
     assert [tier.has(key) for key in "abcd"] == [True, False, True, True]
     assert use(tier, "a") is first
     assert tier.find("b") is None
-    counts = tier.counters.snapshot()
+    counts = tier.counts.snapshot()
     assert (counts["hits"], counts["misses"], counts["read_bytes"]) == (2, 1, 2 * PAGE)
     assert (counts["saved"], counts["saved_bytes"], counts["evictions"]) == (4, 4 * PAGE, 1)
     assert (counts["held_bytes"], counts["dropped"]) == (3 * PAGE, 0)
@@ -63,7 +63,7 @@ def test_what_is_held_stays() -> None:
     tier.release(slot)
     assert tier.reserve("d", 2 * PAGE) is None  # still held once
     assert tier.has("c")  # and nothing went for what could not be
-    assert tier.counters.snapshot()["dropped"] == 1
+    assert tier.counts.snapshot()["dropped"] == 1
     tier.release(slot)
     assert tier.reserve("d", 2 * PAGE) is not None
     assert not tier.has("a")
@@ -82,7 +82,7 @@ def test_only_published_slots_are_found() -> None:
     again = keep(tier, "a")
     assert tier.has("a")
     assert tier.reserve("a", 5) is None  # published
-    assert tier.counters.snapshot()["dropped"] == 0
+    assert tier.counts.snapshot()["dropped"] == 0
     assert use(tier, "a") is again
 
 
@@ -110,7 +110,7 @@ def test_only_neighbours_make_room() -> None:
     assert wall is not None
     keep(tier, "big", 3 * PAGE)  # b and a are older, and lie on the wrong side
     assert [tier.has(key) for key in "abcdef"] == [True, True, True, False, False, False]
-    assert tier.counters.snapshot()["evictions"] == 3
+    assert tier.counts.snapshot()["evictions"] == 3
     assert tier.reserve("bigger", 4 * PAGE) is None
     assert tier.has("big")
     tier.release(wall)
@@ -148,7 +148,7 @@ def test_too_large_or_no_memory() -> None:
     for num_bytes in (0, PAGE - 1):
         none = RamTier(num_bytes)
         assert none.reserve("a", 1) is None
-        assert none.counters.snapshot()["dropped"] == 1
+        assert none.counts.snapshot()["dropped"] == 1
 
 
 def test_clear() -> None:
@@ -291,7 +291,7 @@ class Places(RuleBasedStateMachine):
 
     @invariant()
     def accounts_are_exact(self) -> None:
-        counts = self.tier.counters.snapshot()
+        counts = self.tier.counts.snapshot()
         assert {name: counts[name] for name in self.counts} == self.counts
         assert counts["held_bytes"] == PAGE * sum(len(self.pages(slot)) for slot in self.live())
         assert all(self.tier.has(key) for key in self.published)
@@ -346,7 +346,7 @@ def test_threads() -> None:
         thread.join()
     sys.setswitchinterval(interval_s)
     assert not wrong
-    counts = tier.counters.snapshot()
+    counts = tier.counts.snapshot()
     assert min(counts["hits"], counts["evictions"]) > 100
     tier.clear()
     assert held(tier) == 0

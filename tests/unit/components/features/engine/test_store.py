@@ -24,7 +24,7 @@ from vllm_mmcache.components.features.engine.cost_model import CostModel
 from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES, RamTier, Slot
 from vllm_mmcache.components.features.engine.store import MAX_IDENTIFIER_CHARS, Store
 from vllm_mmcache.components.features.identity import Identity
-from vllm_mmcache.components.features.lasting import LastingTier
+from vllm_mmcache.storage.tier import Tier
 from vllm_mmcache.components.features.package import Shape
 
 Open = Callable[..., Store]
@@ -37,14 +37,14 @@ def opened() -> Iterator[Open]:
     made: list[tuple[Store, Arena]] = []
 
     def open_store(
-        *below: LastingTier,
+        *below: Tier,
         num_bytes: int = ARENA_BYTES,
         keeps: bool = True,
         tower: Callable[[int], float | None] = lambda num_tokens: None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> Store:
         arena = Arena.create(num_bytes, 1)
-        counters = [tier.counters for tier in below]
+        counters = [tier.counts for tier in below]
         one = Store(arena, RamTier(num_bytes, keeps), below, CostModel(tower, None, counters, clock))
         made.append((one, arena))
         return one
@@ -217,12 +217,12 @@ def test_what_came_from_below_is_owed_to_what_lies_above(opened: Open) -> None:
 def test_what_a_tier_is_owed_is_handed_over_when_the_image_comes_again(opened: Open) -> None:
     away, there = MemoryTier("away"), MemoryTier("there")
     store = opened(away, there)
-    away.rest()
+    away.open_breakers()
     assert put(store, 0)
     assert put(store, 1)
     assert store.flush(LONG_S)
     assert (len(away.packages), len(there.packages)) == (0, 2)
-    away.wake()
+    away.close_breakers()
     assert store.flush(LONG_S)
     assert not away.packages  # nobody came
     assert found(store, 0) == features(0)
@@ -239,13 +239,13 @@ def test_a_resting_tier_is_passed(opened: Open) -> None:
     store = opened(resting, other)
     for tier in (resting, other):
         save(tier, 0)
-    resting.rest()
+    resting.open_breakers()
     assert fetched(store, 0) == features(0)
     assert counts(store, "hits") == {"ram": 1, "resting": 0, "other": 1}
     assert counts(store, "misses") == {"ram": 0, "resting": 1, "other": 0}
 
 
-def learn(store: Store, tier: LastingTier, seconds: float) -> None:
+def learn(store: Store, tier: Tier, seconds: float) -> None:
     store.costs.loaded(tier.name, SHAPE.num_bytes, seconds)
 
 
@@ -355,7 +355,7 @@ def test_a_load_that_raises_after_all_leaves_nothing_behind(opened: Open, caplog
     assert fetched(store, 0) == features(0)
     assert within(LONG_S, lambda: "a job of read-raises failed" in caplog.text)
     assert fetched(store, 1) is None
-    assert store.ram.counters.snapshot()["held_bytes"] == ALIGN_BYTES
+    assert store.ram.counts.snapshot()["held_bytes"] == ALIGN_BYTES
 
 
 def test_what_does_not_arrive_whole_leaves_nothing_behind(opened: Open) -> None:
@@ -364,7 +364,7 @@ def test_what_does_not_arrive_whole_leaves_nothing_behind(opened: Open) -> None:
     save(tier, 0)
     tier.packages[identity(0).key] = packed(0)[:-1] + b"x"
     assert fetched(store, 0) is None
-    assert store.ram.counters.snapshot()["held_bytes"] == 0
+    assert store.ram.counts.snapshot()["held_bytes"] == 0
     assert counts(store, "set_aside")["memory"] == 1
     save(tier, 0)  # the control
     assert fetched(store, 0) == features(0)
@@ -611,14 +611,14 @@ class Uses(RuleBasedStateMachine):
         # A load whose place a rank had taken is waited for by nobody else, and writes into the same arena.
         assert within(LONG_S, lambda: not any(readers._since for readers in self.store._readers.values()))
         self.store.ram.clear()
-        assert self.store.ram.counters.snapshot()["held_bytes"] == 0
+        assert self.store.ram.counts.snapshot()["held_bytes"] == 0
 
     def teardown(self) -> None:
         try:
             self.end()
             for number in range(10):
                 assert load(self.tier, number) in (None, features(number)), number
-            every = self.tier.counters.snapshot()
+            every = self.tier.counts.snapshot()
             assert every["set_aside"] == every["errors"] == 0
         finally:
             self.arena.close()

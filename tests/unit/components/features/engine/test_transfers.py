@@ -71,7 +71,7 @@ class Engine:
         return seen
 
     def held_bytes(self) -> float:
-        return self.store.ram.counters.snapshot()["held_bytes"]
+        return self.store.ram.counts.snapshot()["held_bytes"]
 
     def close(self) -> None:
         self.copying.close()

@@ -34,7 +34,7 @@ from vllm_mmcache.hooking import installer
 from vllm_mmcache.hooking.subclasses import RendererMixin, derived
 from vllm_mmcache.lifecycle.registry import COMPONENTS
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.storage import records
+from vllm_mmcache.storage import record_store
 
 FRAMES = videos.frames("a video", 12)
 FILE = videos.mp4(FRAMES)
@@ -103,7 +103,7 @@ class videos_component:  # noqa: N801 -- a context manager
 def forget() -> None:
     """Nothing is known of any video."""
     VIDEOS.clear()
-    records.current().clear()
+    record_store.current().clear()
 
 
 @pytest.fixture(autouse=True)
