@@ -300,7 +300,9 @@ class Tier:
                 if entry is None:
                     return None
                 written_s = entry.written_s
-                framed = bytearray(min(entry.num_bytes, most_bytes))
+                if entry.num_bytes > most_bytes:
+                    raise StoreCorrupt("longer than a value can be")
+                framed = bytearray(entry.num_bytes)
                 entry.read_into(0, memoryview(framed), time.monotonic() + GET_S)
             content = unframe(name, self.codec.decrypt_bytes(name, framed))
         except Busy:
