@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from vllm_mmcache.components.features.writer import Writer
 
 from tests.support.packages import SHAPE, features, identity, packed
 from tests.support.tiers import LONG_S, MemoryTier, fill
@@ -13,7 +14,6 @@ from vllm_mmcache.components.features import writer as module
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES, RamTier, Slot
 from vllm_mmcache.components.features.package import unpack
-from vllm_mmcache.components.features.writer import Writer
 
 SLOTS = 8
 

@@ -8,6 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from vllm_mmcache.storage.records import MAX_VALUE_BYTES, Records
+from vllm_mmcache.storage.records.disk import DiskPlace
+from vllm_mmcache.storage.records.place import Place
+from vllm_mmcache.storage.records.ram import ENTRY_BYTES, Entry, Ram
+from vllm_mmcache.storage.records.writer import MOST_WAITING_BYTES
 
 from tests.support.memory import traced
 from tests.support.store_server import TIMEOUT_S, Server
@@ -15,11 +20,6 @@ from tests.support.tiers import LONG_S
 from vllm_mmcache.base import settings
 from vllm_mmcache.metrics import table_sizes
 from vllm_mmcache.storage import records
-from vllm_mmcache.storage.records import MAX_VALUE_BYTES, Records
-from vllm_mmcache.storage.records.disk import DiskPlace
-from vllm_mmcache.storage.records.place import Place
-from vllm_mmcache.storage.records.ram import ENTRY_BYTES, Entry, Ram
-from vllm_mmcache.storage.records.writer import MOST_WAITING_BYTES
 
 KEYS = [records.key("test", str(number)) for number in range(1000)]
 
