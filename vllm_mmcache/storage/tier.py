@@ -19,7 +19,16 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from vllm_mmcache.base.errors import StoreCorrupt, StoreForeign, StoreKeyMismatch
 from vllm_mmcache.base.lru import Size
-from vllm_mmcache.storage.backend import Backend, Buffer, Busy, DeadlineExceeded, PartUnavailable, Source, Usage
+from vllm_mmcache.storage.backend import (
+    Backend,
+    Buffer,
+    Busy,
+    BytesEntry,
+    DeadlineExceeded,
+    PartUnavailable,
+    Source,
+    Usage,
+)
 from vllm_mmcache.storage.breaker import CircuitBreaker
 from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
 from vllm_mmcache.storage.frame import HEAD_BYTES, MAX_VALUE_BYTES, frame, unframe
@@ -87,6 +96,7 @@ class Tier:
         self._reading = CircuitBreaker(f"{self.where} (reading)", *(rest_s or backend.rest_s))
         # Apart: what a full disk or server holds can still be read.
         self._writing = CircuitBreaker(f"{self.where} (writing)", *(rest_s or backend.rest_s))
+        self._most_value_bytes = codec.num_bytes(HEAD_BYTES + MAX_VALUE_BYTES)  # of an entry with a small value
         self._loads: dict[object, float] = {}  # on their way: when each should give up
 
     @property
@@ -293,15 +303,17 @@ class Tier:
 
     def _get(self, key: bytes) -> Value | None:
         name = self.codec.name(key)
-        most_bytes = self.codec.num_bytes(HEAD_BYTES + MAX_VALUE_BYTES)
         content, written_s = None, 0.0
         try:
             with self.backend.open(name) as entry:
                 if entry is None:
                     return None
                 written_s = entry.written_s
-                framed = bytearray(min(entry.num_bytes, most_bytes))
-                entry.read_into(0, memoryview(framed), time.monotonic() + GET_S)
+                if isinstance(entry, BytesEntry):
+                    framed = entry.content[: self._most_value_bytes]
+                else:
+                    framed = bytearray(min(entry.num_bytes, self._most_value_bytes))
+                    entry.read_into(0, memoryview(framed), time.monotonic() + GET_S)
             content = unframe(name, self.codec.decrypt_bytes(name, framed))
         except Busy:
             return None

@@ -141,7 +141,7 @@ def test_tables_of_the_engine(tmp_path: Path) -> None:
     assert ram.size() == Size(1, 2 * ALIGN_BYTES, 4 * ALIGN_BYTES)
     disk = file_tier(tmp_path, 1 << 20)
     disk.counts.hold(77)
-    writer = WriteBehind[int](disk, lambda items: None, budget=Budget(9, 9), batch=Budget(1, 1))
+    writer = WriteBehind[bytes, int](disk, lambda items: None, budget=Budget(9, 9), batch=Budget(1, 1))
     writer._waiting |= {b"a": 1, b"b": 2}
     assert writer.size() == Size(2)
     assert disk.size() == Size(None, 77, 1 << 20)
