@@ -74,9 +74,9 @@ class WriteBehind(Generic[K, T]):
     def size(self) -> Size:
         """What waits or is being written, and what may."""
         num_entries = len(self._waiting) + len(self._written)
-        return (
-            Size(num_entries, self._waiting_bytes, self._budget.size_bytes) if self._counts_bytes else Size(num_entries)
-        )
+        if self._cost is None:
+            return Size(num_entries)
+        return Size(num_entries, self._waiting_bytes, self._budget.size_bytes)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was submitted is written or given up. Returns False after `timeout_s`."""
