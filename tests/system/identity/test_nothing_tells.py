@@ -30,7 +30,7 @@ from tests.support.store_server import server_binary
 from tests.support.target import MODEL, Target, fresh, png, url_of
 from tests.system.cli.test_commands import mmcache
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.answers]
 
 SIZE = (128, 128)
 ARGS = (
