@@ -309,10 +309,12 @@ class Tier:
                 if entry is None:
                     return None
                 written_s = entry.written_s
+                if entry.num_bytes > self._most_value_bytes:
+                    raise StoreCorrupt("longer than a value can be")
                 if isinstance(entry, BytesEntry):
-                    framed = entry.content[: self._most_value_bytes]
+                    framed = entry.content
                 else:
-                    framed = bytearray(min(entry.num_bytes, self._most_value_bytes))
+                    framed = bytearray(entry.num_bytes)
                     entry.read_into(0, memoryview(framed), time.monotonic() + GET_S)
             content = unframe(name, self.codec.decrypt_bytes(name, framed))
         except Busy:
