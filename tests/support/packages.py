@@ -6,8 +6,8 @@ import random
 import time
 from pathlib import Path
 
-from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features import tiers
+from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.package import Shape, pack
 from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
 from vllm_mmcache.storage.files import FileBackend
