@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernel refuses a process, also root: files beyond a size, and changes of what is not writable."""
+
+import ctypes
+import os
+import resource
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_CAPABILITY_VERSION = 0x20080522
+_CAP_DAC_OVERRIDE = 1
+
+
+@contextmanager
+def limited_files(num_bytes: int) -> Iterator[None]:
+    """No file grows beyond so many bytes within: writing fails, as on a disk that is full. Of the whole process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def unwritable(folder: Path) -> Iterator[None]:
+    """This thread can't change what is in the folder, nor anything below it, within."""
+    paths = [folder, *folder.rglob("*")]
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in paths}
+    for path in paths:
+        path.chmod(0o500 if path.is_dir() else 0o400)
+    try:
+        with _without_root():
+            yield
+    finally:
+        for path, mode in modes.items():
+            path.chmod(mode)
+
+
+@contextmanager
+def _without_root() -> Iterator[None]:
+    """Modes count for this thread, as for any user."""
+    if os.geteuid() != 0:
+        yield
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice
+
+    def ask(function: str) -> None:
+        if getattr(libc, function)(header, sets):
+            raise OSError(ctypes.get_errno(), function)
+
+    ask("capget")
+    effective = sets[0]
+    sets[0] = effective & ~(1 << _CAP_DAC_OVERRIDE)
+    ask("capset")
+    try:
+        yield
+    finally:
+        sets[0] = effective
+        ask("capset")
