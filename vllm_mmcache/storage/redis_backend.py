@@ -65,11 +65,16 @@ class RedisBackend(Backend):
         return self._nodes.open(self.name_of(name), self._slow_s, self.ttl_s)
 
     def touch(self, name: bytes) -> bool:
-        """As Backend says."""
-        entry, ttl_s = self.name_of(name), self.ttl_s
-        if ttl_s:
-            return bool(self._writing_nodes.run(entry, lambda client: client.expire(entry, ttl_s)))
-        return bool(self._writing_nodes.run(entry, lambda client: client.persist(entry) or client.exists(entry)))
+        """As Backend says. An entry of no bytes is none: it is never found, so it must be written over."""
+        entry = self.name_of(name)
+
+        def mark(client: "redis.Redis") -> bool:
+            with client.pipeline(transaction=False) as together:
+                _ = together.expire(entry, self.ttl_s) if self.ttl_s else together.persist(entry)
+                together.strlen(entry)
+                return bool(together.execute()[1])
+
+        return self._writing_nodes.run(entry, mark)
 
     def put(self, name: bytes, parts: Iterable[Buffer], num_bytes: int) -> Usage:
         """As Backend says."""
