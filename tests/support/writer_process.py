@@ -8,8 +8,9 @@ import random
 import sys
 from pathlib import Path
 
-from vllm_mmcache.components.features import directory as module
 from vllm_mmcache.components.features.directory import Directory
+
+from vllm_mmcache.components.features import directory as module
 
 module.LOCK_S = 60.0  # others have it for as long as a busy machine takes
 
