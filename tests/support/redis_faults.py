@@ -58,15 +58,17 @@ def server_that(answer: Callable[[socket.socket], object]) -> Iterator[str]:
         listening.shutdown(socket.SHUT_RDWR)
 
 
-def trickling(stored: bytes, part_bytes: int, part_s: float) -> Callable[[socket.socket], object]:
-    """A server that has `stored` under every key, and gives it slowly."""
+def trickling(
+    stored: bytes, part_bytes: int, part_s: float, expire: bytes = b":1\r\n"
+) -> Callable[[socket.socket], object]:
+    """A server that has `stored` under every key, and gives it slowly; `expire` is its answer to EXPIRE."""
 
     def answer(connection: socket.socket) -> None:
         while request := connection.recv(4096):
             if b"STRLEN" in request:
                 connection.sendall(b":%d\r\n" % len(stored))
             elif b"EXPIRE" in request:
-                connection.sendall(b":1\r\n")
+                connection.sendall(expire)
             elif b"GETRANGE" in request:
                 start, end = (int(number) for number in request.split(b"\r\n")[-4::2])
                 asked = stored[start : end + 1]
