@@ -310,9 +310,10 @@ def during(place: Place, what: Callable[[int], object]) -> Iterator[None]:
         yield
 
 
-def flipped(entry: bytes, at: int) -> bytes:
+def flipped(entry: bytes, at: int, bit: int = 0) -> bytes:
+    """The entry with one bit changed, of the byte at that place."""
     changed = bytearray(entry)
-    changed[at] ^= 1
+    changed[at] ^= 1 << bit
     return bytes(changed)
 
 
@@ -601,7 +602,9 @@ class StorageContract:
 
     # The backend's own methods, which the command line uses.
 
-    def test_before_the_first_entry(self, place: Place, contents: Contents, tier: Tier) -> None:
+    def test_before_the_first_entry(self, place: Place, contents: Contents, opened: Callable[..., Tier]) -> None:
+        """Whatever is asked for, nothing is made."""
+        tier = opened(ttl_s=TTL_S)
         backend = tier.backend
         assert [*backend.scan()] == []
         assert (backend.sizes(), backend.num_rejected(), backend.verify()) == ((0, 0), 0, None)

@@ -58,7 +58,7 @@ class Gate:
 class MemoryBackend(Backend):
     """Keeps entries in a dict, in the order of writing; reading and writing wait at gates, and raise what is set."""
 
-    failures = (OSError,)
+    failures: tuple[type[Exception], ...] = (OSError,)
     rest_s = 1e6, 1e6
     remedy = "wait"
 
@@ -97,7 +97,7 @@ class MemoryBackend(Backend):
         del self.entries[name]
 
     def scan(self) -> Iterator[EntryInfo]:
-        return (EntryInfo(name, len(content)) for name, content in self.entries.items())
+        return (EntryInfo(name, len(content)) for name, content in list(self.entries.items()))
 
     def clear(self) -> int:
         num_entries = len(self.entries)

@@ -300,17 +300,16 @@ class Tier:
                 if entry is None:
                     return None
                 written_s = entry.written_s
-                framed = bytearray(min(entry.num_bytes, most_bytes))
-                with suppress(StoreCorrupt):
-                    entry.read_into(0, memoryview(framed), time.monotonic() + GET_S)
-                    content = unframe(name, self.codec.decrypt_bytes(name, framed))
-                if content is None and not entry.is_current():
-                    return None  # replaced or removed meanwhile: nothing is known of what lies there now
+                if entry.num_bytes > most_bytes:
+                    raise StoreCorrupt("longer than a value can be")
+                framed = bytearray(entry.num_bytes)
+                entry.read_into(0, memoryview(framed), time.monotonic() + GET_S)
+            content = unframe(name, self.codec.decrypt_bytes(name, framed))
         except Busy:
             return None
         except DeadlineExceeded:
             raise TimeoutError("a value took too long") from None  # so the next request does not wait, too
-        except StoreCorrupt:  # what lies there is none that can be opened
+        except StoreCorrupt:
             pass
         if content is None:  # whoever puts this key next writes over it
             self.counts.add(**{self.kind.rejected: 1})

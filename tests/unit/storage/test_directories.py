@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.storage.records.disk import DiskPlace
 
 from tests.support.packages import BUDGET_BYTES, features, load, save
 from vllm_mmcache.base.errors import StoreUnusable
-from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.storage import directories, records
 from vllm_mmcache.storage.directories import is_ours
 from vllm_mmcache.storage.record_store import database
-from vllm_mmcache.storage.records.disk import DiskPlace
 
 KEY = records.key("test")
 
