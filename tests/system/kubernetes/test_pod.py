@@ -107,28 +107,27 @@ STORE = """
 import logging, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from tests.support.packages import features, load, save
-from vllm_mmcache.storage import breaker, records
-from vllm_mmcache.components.features.disk import DiskTier
+from tests.support.packages import features, file_tier, load, save
+from tests.support.tiers import record_tier
+from vllm_mmcache.storage import breaker, frame
 from vllm_mmcache.components.features.package import Shape
-from vllm_mmcache.storage.records.disk import DiskPlace
 
 logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
 ahead_s = 0
 breaker.time = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s)
 volume = Path(sys.argv[1]) / "volume"
 store = volume / "store"
-tier, place = DiskTier(store, 1 << 30), DiskPlace(store, 1 << 30)
+tier, records = file_tier(store, 1 << 30), record_tier(store, 1 << 30)
 shape = Shape(256, 64, "bfloat16")
-key = records.key("test")
+key = frame.key("test")
 
 def use(number):
     '''Whether a package and a record are kept, each; what is kept is right.'''
     found = save(tier, number, shape)
     assert not found or load(tier, number, shape) == features(number, shape)
-    place.save({key: b"%d" % number})
-    entry = place.get(key)
-    return found, entry is not None and entry.value == b"%d" % number
+    records.put_many({key: b"%d" % number})
+    hit = records.get(key, bytes)
+    return found, hit is not None and hit[1] == b"%d" % number
 """
 
 FULL = """

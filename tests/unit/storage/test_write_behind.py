@@ -21,7 +21,7 @@ class Queue:
     def __init__(self, tier: MemoryTier, budget: Budget = PLENTY, batch: Budget = PLENTY) -> None:
         self.tier = tier
         self.batches: list[Batch] = []
-        self.waiting = WriteBehind[bytes](tier, self._write, budget=budget, batch=batch, cost=len)
+        self.waiting = WriteBehind[bytes, bytes](tier, self._write, budget=budget, batch=batch, cost=len)
 
     def _write(self, items: Mapping[bytes, bytes]) -> None:
         self.batches.append(list(items.items()))
@@ -144,7 +144,7 @@ def test_one_that_would_take_too_much_does_not_replace_what_waits(tier: MemoryTi
 
 def test_items_whose_bytes_are_held_elsewhere(tier: MemoryTier) -> None:
     """Their number alone counts."""
-    waiting = WriteBehind[str](tier, lambda items: None, budget=Budget(2, 1), batch=Budget(1, 1))
+    waiting = WriteBehind[bytes, str](tier, lambda items: None, budget=Budget(2, 1), batch=Budget(1, 1))
     assert waiting.size() == Size(0)
     waiting.submit(b"a", "item")
     assert waiting.close(LONG_S)

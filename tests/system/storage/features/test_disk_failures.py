@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from vllm_mmcache.components.features.disk import DiskTier
 
 from tests.support.packages import BUDGET_BYTES, features, load, save
-from vllm_mmcache.components.features.disk import DiskTier
 
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
 

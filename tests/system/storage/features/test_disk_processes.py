@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from vllm_mmcache.components.features.disk import DiskTier
 
 from tests.support.packages import features, held_bytes, identity, load, packed, save
-from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.package import Shape, unpack
 
 pytestmark = pytest.mark.process

@@ -12,25 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.support.packages import BUDGET_BYTES, SHAPE, features, identity, load, packed, save
-from tests.support.store_server import TIMEOUT_S, Server
-from tests.support.tiers import LONG_S
-from tests.system.cli.test_commands import mmcache
-from vllm_mmcache.base.settings import load_settings
 from vllm_mmcache.components.features.disk import DiskTier
-from vllm_mmcache.components.features.engine.store import open_tiers
 from vllm_mmcache.components.features.lasting import LastingTier, name_of
-from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
-from vllm_mmcache.storage import records
-from vllm_mmcache.storage.encryption import CHUNK_BYTES, PLAIN, AesGcmCodec, PlainCodec
 from vllm_mmcache.storage.records import MAX_VALUE_BYTES, Records
 from vllm_mmcache.storage.records.disk import DiskPlace
 from vllm_mmcache.storage.records.place import Place
 from vllm_mmcache.storage.records.ram import Entry
 from vllm_mmcache.storage.records.remote import PREFIX as RECORDS
 from vllm_mmcache.storage.records.remote import RemotePlace
+
+from tests.support.packages import BUDGET_BYTES, SHAPE, features, identity, load, packed, save
+from tests.support.store_server import TIMEOUT_S, Server
+from tests.support.tiers import LONG_S
+from tests.system.cli.test_commands import mmcache
+from vllm_mmcache.base.settings import load_settings
+from vllm_mmcache.components.features.engine.store import open_tiers
+from vllm_mmcache.components.features.package import Shape
+from vllm_mmcache.storage import records
+from vllm_mmcache.storage.encryption import CHUNK_BYTES, PLAIN, AesGcmCodec, PlainCodec
 
 KEY, OTHER = AesGcmCodec(b"k" * 32), AesGcmCodec(b"o" * 32)
 LARGE = Shape(4096, 1536, "bfloat16")  # twelve chunks

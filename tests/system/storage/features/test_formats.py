@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
+from vllm_mmcache.components.features.disk import DiskTier
 
 from tests.support.packages import BUDGET_BYTES, features, load, save
 from tests.system.cli.test_commands import mmcache
 from tests.unit.components.features.test_formats import next_version
-from vllm_mmcache.components.features.disk import DiskTier
 
 
 def files_of(place: Path) -> dict[str, bytes]:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import redis
+from vllm_mmcache.components.features.lasting import PIECE_BYTES
+from vllm_mmcache.components.features.remote import INCOMING, INCOMING_TTL_S, PREFIX, RemoteTier
 
 from tests.support.packages import SHAPE, features, identity, load, packed, save
 from tests.support.store_server import TIMEOUT_S, Server
 from tests.support.tiers import LONG_S, within
 from vllm_mmcache.base.errors import SettingsError
-from vllm_mmcache.components.features.lasting import PIECE_BYTES
 from vllm_mmcache.components.features.package import Shape, pack
-from vllm_mmcache.components.features.remote import INCOMING, INCOMING_TTL_S, PREFIX, RemoteTier
 from vllm_mmcache.storage.redis_nodes import Value
 
 MAX_BYTES = 32 * 1024**2

@@ -4,6 +4,8 @@
 from pathlib import Path
 
 import pytest
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.remote import RemoteTier
 
 from tests.support.packages import BUDGET_BYTES, features, identity, load
 from tests.support.store_server import TIMEOUT_S, Server
@@ -11,9 +13,7 @@ from tests.support.tiers import LONG_S
 from tests.unit.components.features.engine.test_store import Open, counts, fetched, found, opened, put
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.settings import load_settings
-from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.engine.store import Store, open_tiers
-from vllm_mmcache.components.features.remote import RemoteTier
 
 __all__ = ["opened"]
 

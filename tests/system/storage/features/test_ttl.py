@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
 
 from tests.support.packages import BUDGET_BYTES, SHAPE, features, held_bytes, identity, load, save
 from tests.support.store_server import TIMEOUT_S, Server
@@ -14,12 +16,10 @@ from tests.support.tiers import LONG_S, within
 from vllm_mmcache.base.settings import load_settings
 from vllm_mmcache.components.features import writer as writer_module
 from vllm_mmcache.components.features.arena import Arena
-from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.engine import store as store_module
 from vllm_mmcache.components.features.engine.cost_model import CostModel
 from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES, RamTier
 from vllm_mmcache.components.features.engine.store import Store, open_tiers
-from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
 
 TTL_S = 1000
 

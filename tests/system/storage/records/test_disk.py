@@ -13,12 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-
-from vllm_mmcache.storage import records
-from vllm_mmcache.storage.frame import frame
 from vllm_mmcache.storage.records import database
 from vllm_mmcache.storage.records.disk import DiskPlace
 from vllm_mmcache.storage.records.ram import Entry
+
+from vllm_mmcache.storage import records
+from vllm_mmcache.storage.frame import frame
 
 BUDGET_BYTES = 2 * 1024**2
 KEYS = [records.key("test", str(number)) for number in range(20)]

@@ -5,6 +5,9 @@ import socket
 import time
 
 import pytest
+from vllm_mmcache.storage.records import MAX_VALUE_BYTES
+from vllm_mmcache.storage.records.ram import Entry
+from vllm_mmcache.storage.records.remote import PREFIX, RemotePlace
 
 from tests.support.store_server import TIMEOUT_S, Server
 from tests.support.tiers import LONG_S
@@ -12,9 +15,6 @@ from tests.system.storage.features.test_remote import server_that, trickling
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.storage import records
 from vllm_mmcache.storage.frame import frame
-from vllm_mmcache.storage.records import MAX_VALUE_BYTES
-from vllm_mmcache.storage.records.ram import Entry
-from vllm_mmcache.storage.records.remote import PREFIX, RemotePlace
 
 KEY, OTHER = (records.key("test", name) for name in "ab")
 NAME = PREFIX + KEY.hex()

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from vllm_mmcache.storage.records import RENEW_S, Records
+from vllm_mmcache.storage.records import writer as writer_module
+from vllm_mmcache.storage.records.disk import DiskPlace
+from vllm_mmcache.storage.records.remote import RemotePlace
 
 from tests.support.store_server import TIMEOUT_S, Server
 from tests.support.tiers import LONG_S, within
@@ -15,10 +19,6 @@ from tests.system.storage.records.test_remote import KEY as KEY_THERE
 from tests.system.storage.records.test_remote import NAME
 from vllm_mmcache.base import settings
 from vllm_mmcache.storage import records
-from vllm_mmcache.storage.records import RENEW_S, Records
-from vllm_mmcache.storage.records import writer as writer_module
-from vllm_mmcache.storage.records.disk import DiskPlace
-from vllm_mmcache.storage.records.remote import RemotePlace
 
 TTL_S = 100_000
 

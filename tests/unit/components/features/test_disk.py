@@ -14,14 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from vllm_mmcache.components.features.directory import OpenFile
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.lasting import HUNG_S, PIECE_BYTES
 
 from tests.support.packages import BUDGET_BYTES, SHAPE, features, held_bytes, identity, load, packed, save
 from tests.support.tiers import LONG_S
 from tests.unit.components.features.test_package import HOSTILE
 from vllm_mmcache.components.features import directory, lasting
-from vllm_mmcache.components.features.directory import OpenFile
-from vllm_mmcache.components.features.disk import DiskTier
-from vllm_mmcache.components.features.lasting import HUNG_S, PIECE_BYTES
 from vllm_mmcache.components.features.package import FORMAT, Shape, pack
 
 PACKED_BYTES = len(packed())
