@@ -25,6 +25,7 @@ from vllm_mmcache.storage.backend import (
     Busy,
     BytesEntry,
     DeadlineExceeded,
+    OpenEntry,
     PartUnavailable,
     Source,
     Usage,
@@ -311,12 +312,9 @@ class Tier:
                 written_s = entry.written_s
                 if entry.num_bytes > self._most_value_bytes:
                     raise StoreCorrupt("longer than a value can be")
-                if isinstance(entry, BytesEntry):
-                    framed = entry.content
-                else:
-                    framed = bytearray(entry.num_bytes)
-                    entry.read_into(0, memoryview(framed), time.monotonic() + GET_S)
-            content = unframe(name, self.codec.decrypt_bytes(name, framed))
+                content = self._value_in(name, entry)
+                if content is None and not entry.is_current():
+                    return None  # replaced or removed meanwhile: nothing is known of what lies there now
         except Busy:
             return None
         except DeadlineExceeded:
@@ -327,6 +325,18 @@ class Tier:
             self.counts.add(**{self.kind.rejected: 1})
             return None
         return Value(content, written_s)
+
+    def _value_in(self, name: bytes, entry: OpenEntry) -> bytes | None:
+        """The value that an entry holds; None where it is no whole one."""
+        try:
+            if isinstance(entry, BytesEntry):
+                framed = entry.content
+            else:
+                framed = bytearray(entry.num_bytes)
+                entry.read_into(0, memoryview(framed), time.monotonic() + GET_S)
+            return unframe(name, self.codec.decrypt_bytes(name, framed))
+        except StoreCorrupt:
+            return None
 
     def _put_values(self, named: Mapping[bytes, bytes]) -> Usage:
         entries = {name: self.codec.encrypt_bytes(name, frame(name, value)) for name, value in named.items()}

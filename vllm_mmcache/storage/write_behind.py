@@ -7,6 +7,7 @@ comes while it is far behind is dropped and counted. No tier waits for another: 
 
 import atexit
 import math
+import os
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from time import monotonic
@@ -51,6 +52,7 @@ class WriteBehind(Generic[K, T]):
         self._written: dict[K, T] = {}  # being written now
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._process = os.getpid()
         if tier.ttl_s:
             with self._changed:
                 self._start()
@@ -91,7 +93,12 @@ class WriteBehind(Generic[K, T]):
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> bool:
-        """Flush, then take no more and end the thread, all within `timeout_s`. Returns what `flush` did."""
+        """Flush, then take no more and end the thread, all within `timeout_s`. Returns what `flush` did.
+
+        In a forked child, which has no such thread, it does nothing: the parent writes what waits.
+        """
+        if self._process != os.getpid():
+            return False
         deadline = monotonic() + timeout_s
         flushed = self.flush(timeout_s)
         with self._changed:
