@@ -36,8 +36,8 @@ test: $(STAMP)  ## the tests on model runner V1, then on V2 those of engines; AR
 	TEST_ENGINE=v2-async $(BIN)/python -m pytest $(WORKERS) $(ARGS); v2=$$?; \
 	test $$v1 = 0 && test $$v2 = 0
 
-test-fast: $(STAMP)  ## the tests that start no process or engine and are not marked slow (under a minute on two cores)
-	@$(BIN)/python -m pytest -m fast --numprocesses 0 $(ARGS)
+test-fast: $(STAMP)  ## the tests that start no process or engine and are not marked slow (about a minute on two cores)
+	@$(BIN)/python -m pytest -m fast --ignore tests/engine --numprocesses 0 $(ARGS)
 
 coverage: $(STAMP)  ## branches of the package that the tests without an engine run; ARGS=tests for all tests, or some
 	@mkdir -p .artifacts/coverage

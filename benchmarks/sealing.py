@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.results import Action, Result, medians
-from tests.support.packages import identity
-from vllm_mmcache.components.features.disk import DiskTier
-from vllm_mmcache.components.features.lasting import name_of
+from tests.support.packages import file_tier, identity
+from vllm_mmcache.components.features import tiers
 from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.storage.encryption import PLAIN, AesGcmCodec
 from vllm_mmcache.storage.frame import frame, unframe
@@ -31,14 +30,14 @@ def measure(options: Namespace) -> Result:
     shape = Shape(options.mebibytes * 1024**2 // (2 * WIDTH), WIDTH, "bfloat16")
     features, room = (memoryview(bytearray(shape.num_bytes)) for _ in range(2))
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:  # /tmp may be RAM
-        tiers = {side: DiskTier(Path(folder) / side, 4 << 30, codec=key) for side, key in KEYS.items()}
+        of_side = {side: file_tier(Path(folder) / side, 4 << 30, codec=key) for side, key in KEYS.items()}
 
         def save(side: str) -> Action:
-            tiers[side].directory.path_of(name_of(identity(), KEYS[side])).unlink(missing_ok=True)
-            return lambda: done(tiers[side].save(identity(), shape, features))
+            of_side[side].backend.clear()
+            return lambda: done(tiers.save(of_side[side], identity(), shape, features))
 
         def load(side: str) -> Action:
-            return lambda: done(tiers[side].load(identity(), shape, lambda: room, time.monotonic() + 60))
+            return lambda: done(tiers.load(of_side[side], identity(), shape, lambda: room, time.monotonic() + 60))
 
         kinds: dict[str, Callable[[str], Action]]
         kinds = {"save": save, "load": load, "1000 records": lambda side: partial(records, side)}
@@ -56,5 +55,5 @@ def done(outcome: object) -> None:
 def records(side: str) -> None:
     """A thousand records, written and read, without the file."""
     for _ in range(1000):
-        sealed = KEYS[side].encrypt(NAME, frame(NAME, RECORD))
-        assert unframe(NAME, KEYS[side].decrypt(NAME, sealed)) == RECORD
+        sealed = KEYS[side].encrypt_bytes(NAME, frame(NAME, RECORD))
+        assert unframe(NAME, KEYS[side].decrypt_bytes(NAME, sealed)) == RECORD

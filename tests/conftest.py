@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine pool of the exactness tests, the size of property tests, and an order that starts each engine once.
+"""The engine pool of the tests in engine/, the size of property tests, and an order that starts each engine once.
 
-A run is about one engine configuration (engine_configuration.py). On V1, vLLM's own choice here, it is all tests; on
-another it is those marked `any_engine`, and with TEST_MATRIX=1 all that start an engine. `make test` runs both, and
-with TEST_PARTS=1 the one on V1 leaves to V2 what is marked so, but for the scenarios of exactness. Tests marked
-`interpreter` run Triton's kernels: on V2 all of them, on V1 none, where nothing interprets Triton.
+A run is about one engine configuration (support/engine_configuration.py). On V1, vLLM's own choice here, it is all
+tests; on another it is those marked `any_engine`, and with TEST_MATRIX=1 all that start an engine. `make test` runs
+both, and with TEST_PARTS=1 the one on V1 leaves to V2 what is marked so, unless it is marked `every_engine`, too. Tests
+marked `interpreter` run Triton's kernels: on V2 all of them, on V1 none, where nothing interprets Triton.
 
 The fast lane (`make test-fast`, -m fast) is what needs no process and no seconds: all tests but those marked `engine`,
-`gpu`, `interpreter`, `process` or `slow` and those whose fixtures start a program. There a test that starts a process
-or an engine all the same fails (no_processes.py).
+`gpu`, `interpreter`, `process` or `slow` and those whose fixtures start a program. A fast test that starts a process or
+an engine all the same fails (support/no_processes.py).
 
 A test that fails is tried once more, and both are in the summary: processes, threads and sockets on a busy machine
-have their own time. A wrong answer gets no second try: tests of `ANSWERS`, and those that use the engine pool.
+have their own time. A wrong answer gets no second try: tests marked `answers`, and those that use the engine pool.
 
 With pytest-xdist (`make test`), each worker has an engine pool of its own, and the tests of one engine configuration,
 like those of one file or of a folder that shares servers, go to one worker. Engines then take one thread each: the
@@ -23,12 +23,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import zlib
 from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,14 +45,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if not WHOLE:
     os.environ |= {"TORCHDYNAMO_DISABLE": "1", "NUMBA_DISABLE_JIT": "1"}
 
-ANSWERS = ("block_keys", "composes", "exactness", "identity", "image_checkpoints", "image_spans", "resumed_images",
-           "speculative")  # fmt: skip
-SHARE_SERVERS = ("deployments", "image_extraction")
-
-# What keeps a test out of the fast lane: its marks, and fixtures that start a program or an engine.
-SLOWER = ("engine", "gpu", "interpreter", "process", "slow")
+# What starts a process or an engine: tests with these marks, and fixtures of these names.
+STARTING = ("engine", "gpu", "interpreter", "process")
 PROGRAMS = frozenset({"binary", "browser", "pool", "running_server"})
-MARKED_WHOLE = re.compile(rf"^pytestmark = .*\bmark\.({'|'.join(SLOWER)})\b", re.MULTILINE)
 
 # The number is of the property tests that don't name their own. None is about how fast this machine is.
 settings.register_profile(
@@ -102,11 +95,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.OK
 
 
-def folder(item: pytest.Item) -> str:
-    """The component or topic: the folder below unit, engine, system or lab."""
-    return item.path.relative_to(Path(__file__).parent).parts[1]
-
-
 def engine_of(item: pytest.Item) -> str:
     """The engine configuration that a test takes from the pool; empty where it takes none."""
     if "pool" not in getattr(item, "fixturenames", ()):
@@ -115,19 +103,20 @@ def engine_of(item: pytest.Item) -> str:
     return str(params.get("config", item.path))
 
 
+def starts(item: pytest.Item) -> bool:
+    """Whether a test starts a process or an engine."""
+    marked = any(item.get_closest_marker(name) is not None for name in STARTING)
+    return marked or not PROGRAMS.isdisjoint(getattr(item, "fixturenames", ()))
+
+
 def is_fast(item: pytest.Item) -> bool:
     """Whether a test is of the fast lane."""
-    uses = PROGRAMS.intersection(getattr(item, "fixturenames", ()))
-    return not uses and all(item.get_closest_marker(name) is None for name in SLOWER)
-
-
-def in_fast_lane(config: pytest.Config) -> bool:
-    return bool(config.getoption("markexpr") == "fast")
+    return not starts(item) and item.get_closest_marker("slow") is None
 
 
 def guarded(item: pytest.Item) -> AbstractContextManager[None]:
-    """In the fast lane, a block that fails where it starts a process or an engine."""
-    return no_processes() if in_fast_lane(item.config) else nullcontext()
+    """For a fast test, a block that fails where it starts a process or an engine."""
+    return no_processes() if item.get_closest_marker("fast") is not None else nullcontext()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -142,23 +131,16 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         return (yield)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The fast lane does not import a file that is marked as a whole: imports are what takes its time."""
-    if in_fast_lane(config) and collection_path.suffix == ".py":
-        return MARKED_WHOLE.search(collection_path.read_text()) is not None or None
-    return None
-
-
+@pytest.hookimpl(trylast=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what is fast, and say to pytest-xdist which tests go to one worker."""
+    """Mark what is fast, and say to pytest-xdist which tests go to one worker; a folder's conftest may have said so."""
     if is_fast(item):
         item.add_marker(pytest.mark.fast)
     engine = engine_of(item)
     if engine:
-        group = f"engine-{zlib.crc32(engine.encode()):x}"
-    else:
-        group = folder(item) if folder(item) in SHARE_SERVERS else item.nodeid.partition("::")[0]
-    item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(f"engine-{zlib.crc32(engine.encode()):x}"))
+    elif item.get_closest_marker("xdist_group") is None:
+        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 @pytest.hookimpl(trylast=True)
@@ -174,7 +156,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("interpreter") is not None:
             return CHOSEN.runner == 2
         if CHOSEN.runner == 1:
-            return not left_to_v2 or folder(item) == "exactness" or item.get_closest_marker("any_engine") is None
+            on_both = item.get_closest_marker("every_engine") is not None
+            return not left_to_v2 or on_both or item.get_closest_marker("any_engine") is None
         return item.get_closest_marker(marker) is not None
 
     config.hook.pytest_deselected(items=[item for item in items if not belongs(item)])
@@ -186,5 +169,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if getattr(params.get("config"), "family", "") in LARGER_FAMILIES:
             item.add_marker(larger)
-        if folder(item) not in ANSWERS and not engine_of(item):
+        if item.get_closest_marker("answers") is None and not engine_of(item):
             item.add_marker(pytest.mark.flaky(reruns=1))

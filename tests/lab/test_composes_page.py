@@ -14,6 +14,8 @@ from tests.engine.composes.features import BY_NAME, FEATURES, Feature
 from tests.engine.composes.running import difference, judge, run
 from tests.support.sizes import larger
 
+pytestmark = pytest.mark.answers
+
 
 @pytest.fixture(scope="session")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -18,9 +18,10 @@ import torch.distributed
 
 from tests import conftest
 from tests.support.no_processes import no_processes
+from tests.unit import conftest as unit
 
 TRUE = [sys.executable, "-c", ""]
-refused = pytest.raises(pytest.fail.Exception, match="a test of `make test-fast` starts a")
+refused = pytest.raises(pytest.fail.Exception, match="a test that may start nothing starts a")
 
 
 def start_and_catch() -> None:
@@ -74,21 +75,16 @@ def started() -> None:
     subprocess.run(TRUE, check=True)
 
 
-in_the_lane = pytest.mark.skipif("config.option.markexpr != 'fast'", reason="the guard is up in `make test-fast` alone")
-
-
-@in_the_lane
 @pytest.mark.xfail(raises=pytest.fail.Exception, reason="the guard sees it", strict=True)
 def test_the_lane_fails_a_test_that_starts_a_process() -> None:
-    """Negative control, on the lane itself."""
+    """Negative control: this test is fast, so the guard is up."""
     subprocess.run(TRUE, check=True)
 
 
-@in_the_lane
 @pytest.mark.usefixtures("started")
 @pytest.mark.xfail(raises=pytest.fail.Exception, reason="the guard sees it", strict=True)
 def test_the_lane_fails_a_test_whose_fixture_starts_a_process() -> None:
-    """Negative control, on the lane itself."""
+    """Negative control: this test is fast, so the guard is up."""
 
 
 @pytest.mark.parametrize(
@@ -111,13 +107,21 @@ def test_what_is_fast(marks: list[str], fixtures: list[str], expected: bool) -> 
 
 def test_every_name_is_of_a_fixture() -> None:
     """A fixture that has another name now would let its tests into the lane."""
-    defined = "".join(path.read_text() for path in Path(__file__).parent.rglob("conftest.py"))
+    tests = Path(__file__).parents[1]
+    places = (*tests.rglob("conftest.py"), tests / "support" / "store_server.py")
+    defined = "".join(path.read_text() for path in places)
     assert [name for name in conftest.PROGRAMS if f"\ndef {name}(" not in defined] == []
 
 
-def test_a_file_that_is_marked_as_a_whole_is_not_imported() -> None:
-    whole = conftest.MARKED_WHOLE
-    assert whole.search("import pytest\n\npytestmark = pytest.mark.process\n")
-    assert whole.search("\npytestmark = [pytest.mark.engine, pytest.mark.any_engine]\n")
-    assert not whole.search("\npytestmark = pytest.mark.usefixtures('no_role')\n")
-    assert not whole.search("\n@pytest.mark.process\ndef test_one() -> None:\n")
+def test_unit_has_no_test_that_starts_something() -> None:
+    """Neither by a mark nor by a fixture; what hides its start is for the guard."""
+    for marks, fixtures in (["process"], []), (["engine"], []), ([], ["pool"]):
+        item: Any = SimpleNamespace(
+            fixturenames=fixtures, nodeid="test", get_closest_marker=lambda n, m=marks: n in m or None
+        )
+        with pytest.raises(pytest.UsageError, match="test starts a process or an engine"):
+            unit.pytest_itemcollected(item)
+    allowed: Any = SimpleNamespace(
+        fixturenames=["tmp_path"], nodeid="test", get_closest_marker=lambda n: n == "slow" or None
+    )
+    unit.pytest_itemcollected(allowed)

@@ -10,6 +10,8 @@ from mmcache_tools.harness.oracle import assert_equals_oracle
 
 from vllm_mmcache.prove.answers import TIE, TOLERANCE, Answer, Inexact
 
+pytestmark = pytest.mark.answers
+
 PROMPT_IDS = (5, 6)
 
 

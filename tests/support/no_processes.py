@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard of `make test-fast`: a test that starts a process or an engine fails, and says what it started.
+"""The guard of fast tests and of unit/: a test that starts a process or an engine fails, and says what it started.
 
 Python announces each start of a process to audit hooks (PEP 578), whoever asks for it and in whichever thread. Two
 starts are not announced: those of multiprocessing's method `spawn`, and an engine in this process. The first goes
@@ -33,7 +33,7 @@ def _refuse(what: str) -> None:
 
 
 def _said(what: str) -> str:
-    return f"a test of `make test-fast` starts {what[:300]}: mark it `process` or `engine` (tests/README.md)"
+    return f"a test that may start nothing starts {what[:300]}: see tests/README.md"
 
 
 def _is_model_inspection(event: str, arguments: tuple[Any, ...]) -> bool:

@@ -16,6 +16,8 @@ from vllm_mmcache.storage.tier import Tier
 
 BUDGET_BYTES = 64 * 1024**2
 SHAPE = Shape(16, 64, "bfloat16")
+LARGE = Shape(4096, 1536, "bfloat16")
+"""Three pieces as they are read and written, and twelve chunks as they are encrypted."""
 
 
 def file_tier(

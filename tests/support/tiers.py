@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.ram_tier import RamTier, Slot
@@ -13,7 +14,10 @@ from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.components.features.tiers import FEATURES
 from vllm_mmcache.storage.backend import Backend, Buffer, BytesEntry, EntryInfo, Usage
 from vllm_mmcache.storage.breaker import CircuitBreaker
+from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
 from vllm_mmcache.storage.kind import Kind
+from vllm_mmcache.storage.record_store import RECORDS
+from vllm_mmcache.storage.sqlite import SqliteBackend
 from vllm_mmcache.storage.tier import Tier
 
 LONG_S = 120
@@ -130,6 +134,11 @@ class MemoryTier(Tier):
     def close_breakers(self) -> None:
         self._reading = CircuitBreaker(f"{self.name} (reading)", 1e6, 1e6)
         self._writing = CircuitBreaker(f"{self.name} (writing)", 1e6, 1e6)
+
+
+def record_tier(place: str | Path, budget_bytes: int = 1 << 20, *, ttl_s: int = 0, codec: PlainCodec = PLAIN) -> Tier:
+    """A tier of records in a directory."""
+    return Tier(RECORDS, SqliteBackend(place, RECORDS, budget_bytes, ttl_s=ttl_s), codec)
 
 
 def fill(ram: RamTier, arena: Arena, identity: Identity, shape: Shape, features: bytes | memoryview) -> Slot:

@@ -225,7 +225,7 @@ TIER_COUNTERS = {
         ("evictions", "evictions", "Packages that had to go to make room."),
         ("errors", "errors", "Reads and writes that a tier could not do."),
         ("set_aside", "set_aside", "Files or entries that were no whole package."),
-        ("dropped", "dropped", "Packages not written: too large, or the writer was behind."),
+        ("dropped", "dropped", "Packages not kept: too large, or the tier was full, behind or failing."),
         ("load_s", "load_seconds", "Seconds of loading packages."),
         ("save_s", "save_seconds", "Seconds of saving packages."),
         ("not_asked", "not_asked", "Packages that a tier was not asked for: the tower is faster."),

@@ -70,13 +70,13 @@ class BytesEntry:
     """An entry whose bytes are in memory already."""
 
     def __init__(self, content: Buffer, written_s: float = 0.0) -> None:
+        self.content = content
         self.num_bytes = len(content)
         self.written_s = written_s
-        self._content = memoryview(content)
 
     def read_into(self, offset: int, buffer: memoryview, until: float = math.inf) -> None:
         """As Source says."""
-        piece = self._content[offset : offset + len(buffer)]
+        piece = memoryview(self.content)[offset : offset + len(buffer)]
         if len(piece) < len(buffer):
             raise StoreCorrupt(f"it ends at byte {self.num_bytes}")
         buffer[:] = piece

@@ -27,6 +27,7 @@ CHUNK_BYTES = 1024**2
 NONCE_BYTES, TAG_BYTES = 12, 16
 HEAD_BYTES = len(MAGIC) + 8
 
+_NO_KEY = "encrypted: MMCACHE_STORE_KEY_FILE names the key"
 _PLACE = Struct("<QQ")
 _ENCRYPTED_CHUNK_BYTES = CHUNK_BYTES + NONCE_BYTES + TAG_BYTES
 
@@ -62,10 +63,9 @@ class PlainCodec:
 
     def decrypt_bytes(self, name: bytes, entry: Buffer) -> bytes:
         """The content of the entry `name` with these bytes. Raises: as reading what `decrypt` returns."""
-        source = self.decrypt(name, BytesEntry(entry))
-        content = bytearray(source.num_bytes)
-        source.read_into(0, memoryview(content), 0.0)
-        return bytes(content)
+        if self.has_other_key(bytes(entry[: len(MAGIC)])):
+            raise StoreKeyMismatch(_NO_KEY)
+        return bytes(entry)
 
     def has_other_key(self, first: bytes) -> bool:
         """Whether an entry with these first bytes was encrypted with another key."""
@@ -118,6 +118,13 @@ class AesGcmCodec(PlainCodec):
         """The content of an encrypted source. It is decrypted as it is read, which raises as in PlainCodec."""
         return _Decrypted(source, name, self)
 
+    def decrypt_bytes(self, name: bytes, entry: Buffer) -> bytes:
+        """The content of the entry `name` with these bytes. Raises: as in PlainCodec."""
+        source = self.decrypt(name, BytesEntry(entry))
+        content = bytearray(source.num_bytes)
+        source.read_into(0, memoryview(content), 0.0)
+        return bytes(content)
+
     def has_other_key(self, first: bytes) -> bool:
         """Whether it begins with MAGIC but not with this key's head. What is not encrypted has no other key."""
         return first.startswith(MAGIC) and first[:HEAD_BYTES] != self._head
@@ -157,7 +164,7 @@ class _Plain:
     def read_into(self, offset: int, buffer: memoryview, until: float) -> None:
         self._source.read_into(offset, buffer, until)
         if offset == 0 and PLAIN.has_other_key(bytes(buffer[: len(MAGIC)])):
-            raise StoreKeyMismatch("encrypted: MMCACHE_STORE_KEY_FILE names the key")
+            raise StoreKeyMismatch(_NO_KEY)
 
 
 class _Decrypted:

@@ -59,7 +59,8 @@ class RecordStore:
         self._tiers = tuple(tiers)
         waiting = Budget(MOST_WAITING, MOST_WAITING_BYTES)
         self._writers = [
-            WriteBehind[bytes](tier, tier.put_many, budget=waiting, batch=BATCH, cost=len) for tier in self._tiers
+            WriteBehind[bytes, bytes](tier, tier.put_many, budget=waiting, batch=BATCH, cost=len)
+            for tier in self._tiers
         ]
         self.renew_s = min([RENEW_S, *(tier.ttl_s / 2 for tier in self._tiers if tier.ttl_s)])
         """Seconds after which a record that is used is written again."""

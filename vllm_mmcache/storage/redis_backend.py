@@ -65,11 +65,20 @@ class RedisBackend(Backend):
         return self._nodes.open(self.name_of(name), self._slow_s, self.ttl_s)
 
     def touch(self, name: bytes) -> bool:
-        """As Backend says."""
-        entry, ttl_s = self.name_of(name), self.ttl_s
-        if ttl_s:
-            return bool(self._writing_nodes.run(entry, lambda client: client.expire(entry, ttl_s)))
-        return bool(self._writing_nodes.run(entry, lambda client: client.persist(entry) or client.exists(entry)))
+        """As Backend says. No bytes, or what is no string, is no entry: it is never found, so it is written over."""
+        entry = self.name_of(name)
+
+        def mark(client: "redis.Redis") -> bool:
+            with client.pipeline(transaction=False) as together:
+                _ = together.expire(entry, self.ttl_s) if self.ttl_s else together.persist(entry)
+                together.strlen(entry)
+                answers = together.execute(raise_on_error=False)
+            for answer in answers:
+                if isinstance(answer, Exception) and not str(answer).startswith("WRONGTYPE"):
+                    raise answer
+            return isinstance(answers[1], int) and answers[1] > 0
+
+        return self._writing_nodes.run(entry, mark)
 
     def put(self, name: bytes, parts: Iterable[Buffer], num_bytes: int) -> Usage:
         """As Backend says."""

@@ -8,7 +8,7 @@ put again from time to time by whoever uses it, so reads write nothing. Any proc
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -33,6 +33,7 @@ ROW_BYTES = 128  # beside its frame: key, time, and their places in two indices
 
 # Of every row, whatever somebody has put into it.
 _FRAME = f"iif(typeof(frame) = 'blob' AND length(frame) <= {MAX_ENTRY_BYTES}, frame, x'')"
+_GET = f"SELECT {_FRAME}, written_s FROM records WHERE key = ?"
 _PUT = (
     "INSERT INTO records VALUES (?, ?, ?) ON CONFLICT(key) DO UPDATE SET "
     "frame = excluded.frame, written_s = excluded.written_s"
@@ -62,23 +63,14 @@ class SqliteBackend(Backend):
         self._reading_from = Database(self.folder, READ_WAIT_S, makes=False)
         self._writing_to = Database(self.folder, WRITE_WAIT_S, makes=True)
 
-    @contextmanager
-    def open(self, name: bytes) -> Iterator[BytesEntry | None]:
+    def open(self, name: bytes) -> AbstractContextManager[BytesEntry | None]:
         """As Backend says; what lies there is read as a whole. Raises: Busy, too."""
-
-        def work(connection: sqlite3.Connection) -> tuple[object, object] | None:
-            found: tuple[object, object] | None = connection.execute(
-                f"SELECT {_FRAME}, written_s FROM records WHERE key = ?", (name,)
-            ).fetchone()
-            return found
-
-        found = self._reading_from.run(work)
+        found = self._reading_from.run(lambda connection: connection.execute(_GET, (name,)).fetchone())
         if found is None:
-            yield None
-            return
+            return nullcontext()
         content, written_s = found
-        yield BytesEntry(
-            content if isinstance(content, bytes) else b"", written_s if isinstance(written_s, int) else 0.0
+        return nullcontext(
+            BytesEntry(content if isinstance(content, bytes) else b"", written_s if isinstance(written_s, int) else 0.0)
         )
 
     def touch(self, name: bytes) -> bool:

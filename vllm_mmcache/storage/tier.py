@@ -19,7 +19,17 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from vllm_mmcache.base.errors import StoreCorrupt, StoreForeign, StoreKeyMismatch
 from vllm_mmcache.base.lru import Size
-from vllm_mmcache.storage.backend import Backend, Buffer, Busy, DeadlineExceeded, PartUnavailable, Source, Usage
+from vllm_mmcache.storage.backend import (
+    Backend,
+    Buffer,
+    Busy,
+    BytesEntry,
+    DeadlineExceeded,
+    OpenEntry,
+    PartUnavailable,
+    Source,
+    Usage,
+)
 from vllm_mmcache.storage.breaker import CircuitBreaker
 from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
 from vllm_mmcache.storage.frame import HEAD_BYTES, MAX_VALUE_BYTES, frame, unframe
@@ -87,6 +97,7 @@ class Tier:
         self._reading = CircuitBreaker(f"{self.where} (reading)", *(rest_s or backend.rest_s))
         # Apart: what a full disk or server holds can still be read.
         self._writing = CircuitBreaker(f"{self.where} (writing)", *(rest_s or backend.rest_s))
+        self._most_value_bytes = codec.num_bytes(HEAD_BYTES + MAX_VALUE_BYTES)  # of an entry with a small value
         self._loads: dict[object, float] = {}  # on their way: when each should give up
 
     @property
@@ -293,18 +304,17 @@ class Tier:
 
     def _get(self, key: bytes) -> Value | None:
         name = self.codec.name(key)
-        most_bytes = self.codec.num_bytes(HEAD_BYTES + MAX_VALUE_BYTES)
         content, written_s = None, 0.0
         try:
             with self.backend.open(name) as entry:
                 if entry is None:
                     return None
                 written_s = entry.written_s
-                if entry.num_bytes > most_bytes:
+                if entry.num_bytes > self._most_value_bytes:
                     raise StoreCorrupt("longer than a value can be")
-                framed = bytearray(entry.num_bytes)
-                entry.read_into(0, memoryview(framed), time.monotonic() + GET_S)
-            content = unframe(name, self.codec.decrypt_bytes(name, framed))
+                content = self._value_in(name, entry)
+                if content is None and not entry.is_current():
+                    return None  # replaced or removed meanwhile: nothing is known of what lies there now
         except Busy:
             return None
         except DeadlineExceeded:
@@ -315,6 +325,18 @@ class Tier:
             self.counts.add(**{self.kind.rejected: 1})
             return None
         return Value(content, written_s)
+
+    def _value_in(self, name: bytes, entry: OpenEntry) -> bytes | None:
+        """The value that an entry holds; None where it is no whole one."""
+        try:
+            if isinstance(entry, BytesEntry):
+                framed = entry.content
+            else:
+                framed = bytearray(entry.num_bytes)
+                entry.read_into(0, memoryview(framed), time.monotonic() + GET_S)
+            return unframe(name, self.codec.decrypt_bytes(name, framed))
+        except StoreCorrupt:
+            return None
 
     def _put_values(self, named: Mapping[bytes, bytes]) -> Usage:
         entries = {name: self.codec.encrypt_bytes(name, frame(name, value)) for name, value in named.items()}

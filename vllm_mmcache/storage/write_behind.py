@@ -7,8 +7,9 @@ comes while it is far behind is dropped and counted. No tier waits for another: 
 
 import atexit
 import math
+import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from time import monotonic
 from typing import Generic, TypeVar
 
@@ -20,10 +21,11 @@ EXIT_S = 5.0  # for what is still to be written when the process ends
 MOST_WAITING = 65_536
 TIDY_S = 3600.0  # between two looks for what is over; a quarter of the tier's ttl_s, where that is less
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
-class WriteBehind(Generic[T]):
+class WriteBehind(Generic[K, T]):
     """Hands items to `write` in the order of arrival, some at a time.
 
     write: called by the thread with items by key; must not raise. budget: how many items may wait, and their bytes.
@@ -33,7 +35,7 @@ class WriteBehind(Generic[T]):
     def __init__(
         self,
         tier: Tier,
-        write: Callable[[Mapping[bytes, T]], None],
+        write: Callable[[Mapping[K, T]], None],
         *,
         budget: Budget,
         batch: Budget,
@@ -43,43 +45,40 @@ class WriteBehind(Generic[T]):
         self._write = write
         self._budget = budget
         self._batch = batch
-        self._cost = cost or (lambda item: 0)
-        self._counts_bytes = cost is not None
+        self._cost = cost
         self._changed = threading.Condition()
-        self._waiting: dict[bytes, T] = {}  # in order of arrival
+        self._waiting: dict[K, T] = {}  # in order of arrival
         self._waiting_bytes = 0
-        self._written: dict[bytes, T] = {}  # being written now
+        self._written: dict[K, T] = {}  # being written now
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._process = os.getpid()
         if tier.ttl_s:
             with self._changed:
                 self._start()
 
-    def submit(self, key: bytes, item: T) -> None:
+    def submit(self, key: K, item: T) -> None:
         """Have an item written, instead of one that waits under the same key; never waits.
 
         An item that is being written is not written twice. One that finds no room is dropped.
         """
         with self._changed:
-            if self._written.get(key) == item and key not in self._waiting:
-                return
             former = self._waiting.get(key)
-            more_bytes = self._cost(item) - (0 if former is None else self._cost(former))
-            is_full = former is None and len(self._waiting) >= self._budget.entries
-            if self._closed or is_full or self._waiting_bytes + more_bytes > self._budget.size_bytes:
+            if item == (self._written.get(key) if former is None else former):
+                return
+            if self._closed or not self._has_room(former, item):
                 self.tier.counts.add(dropped=1)
                 return
             self._waiting[key] = item
-            self._waiting_bytes += more_bytes
             self._start()
             self._changed.notify_all()
 
     def size(self) -> Size:
         """What waits or is being written, and what may."""
         num_entries = len(self._waiting) + len(self._written)
-        return (
-            Size(num_entries, self._waiting_bytes, self._budget.size_bytes) if self._counts_bytes else Size(num_entries)
-        )
+        if self._cost is None:
+            return Size(num_entries)
+        return Size(num_entries, self._waiting_bytes, self._budget.size_bytes)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was submitted is written or given up. Returns False after `timeout_s`."""
@@ -94,7 +93,12 @@ class WriteBehind(Generic[T]):
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> bool:
-        """Flush, then take no more and end the thread, all within `timeout_s`. Returns what `flush` did."""
+        """Flush, then take no more and end the thread, all within `timeout_s`. Returns what `flush` did.
+
+        In a forked child, which has no such thread, it does nothing: the parent writes what waits.
+        """
+        if self._process != os.getpid():
+            return False
         deadline = monotonic() + timeout_s
         flushed = self.flush(timeout_s)
         with self._changed:
@@ -105,6 +109,17 @@ class WriteBehind(Generic[T]):
             self._thread.join(max(0.0, deadline - monotonic()))
         atexit.unregister(self.close)
         return flushed
+
+    def _has_room(self, former: T | None, item: T) -> bool:
+        """Whether an item may wait, instead of a former one, if there is one; its bytes are added."""
+        if former is None and len(self._waiting) >= self._budget.entries:
+            return False
+        if self._cost is not None:
+            waiting_bytes = self._waiting_bytes + self._cost(item) - (0 if former is None else self._cost(former))
+            if waiting_bytes > self._budget.size_bytes:
+                return False
+            self._waiting_bytes = waiting_bytes
+        return True
 
     def _start(self) -> None:
         if self._thread is None:
@@ -134,12 +149,12 @@ class WriteBehind(Generic[T]):
                 self._written = {}
                 self._changed.notify_all()
 
-    def _take(self) -> dict[bytes, T]:
-        batch: dict[bytes, T] = {}
+    def _take(self) -> dict[K, T]:
+        batch: dict[K, T] = {}
         num_bytes = 0
         while self._waiting and num_bytes < self._batch.size_bytes and len(batch) < self._batch.entries:
             key = next(iter(self._waiting))
             batch[key] = self._waiting.pop(key)
-            num_bytes += self._cost(batch[key])
+            num_bytes += 0 if self._cost is None else self._cost(batch[key])
         self._waiting_bytes -= num_bytes
         return batch

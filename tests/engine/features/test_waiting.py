@@ -17,9 +17,9 @@ from tests.support.store_server import TIMEOUT_S, Put, Server
 from tests.support.tiers import LONG_S, within
 from tests.support.towers import Asked, Runs, ask_about, forget_outputs, question, side, slots
 from tests.system.storage.features.test_remote import server_that
-from vllm_mmcache.components.features import lasting
 from vllm_mmcache.components.features.engine import store
 from vllm_mmcache.prove.conversations import filler, user
+from vllm_mmcache.storage import tier as tier_module
 
 pytestmark = pytest.mark.engine
 
@@ -133,14 +133,14 @@ def test_an_image_that_comes_again_while_it_is_saved(alone: EnginePool, put: Put
 def hang(rig: ZooRig, monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
     """From now on a load from disk comes back when the gate is open."""
     (tier,) = rig.features.store.below
-    monkeypatch.setattr(tier.directory, "open", gate.before(tier.directory.open))
+    monkeypatch.setattr(tier.backend, "open", gate.before(tier.backend.open))
     monkeypatch.setattr(store, "LONGEST_LOAD_S", 600)
 
 
 def is_known_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, as if the time of the loads that are under way had been over for long."""
     monkeypatch.setattr(store, "LONGEST_LOAD_S", 0)
-    monkeypatch.setattr(lasting, "HUNG_S", -1000)
+    monkeypatch.setattr(tier_module, "HUNG_S", -1000)
 
 
 @pytest.mark.any_engine

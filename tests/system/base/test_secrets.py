@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 from mmcache_tools.harness.server import free_port
+from vllm_mmcache.components.features.remote import RemoteTier
 
 from tests.support.packages import load
 from tests.support.store_server import server_binary
 from tests.unit.base.test_secrets import tells
-from vllm_mmcache.components.features.remote import RemoteTier
 
 
 @pytest.fixture

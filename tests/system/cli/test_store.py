@@ -9,32 +9,50 @@ from typing import Any
 
 import pytest
 
-from tests.support.packages import BUDGET_BYTES, SHAPE, features, held_bytes, identity, packed
+from tests.support.packages import (
+    BUDGET_BYTES,
+    SHAPE,
+    features,
+    file_tier,
+    held_bytes,
+    identity,
+    packed,
+    redis_tier,
+    save,
+)
 from tests.support.store_server import Server, running_server, server
+from tests.support.tiers import record_tier
 from tests.system.cli.test_commands import assert_one_line, mmcache
-from tests.system.storage.records.test_disk import change, file_of
 from vllm_mmcache.cli import serve
-from vllm_mmcache.components.features.disk import DiskTier
-from vllm_mmcache.components.features.remote import INCOMING, PREFIX, RemoteTier
-from vllm_mmcache.storage import record_store
-from vllm_mmcache.storage.records.disk import DiskPlace
-from vllm_mmcache.storage.records.remote import PREFIX as RECORDS
-from vllm_mmcache.storage.records.remote import RemotePlace
+from vllm_mmcache.components.features import tiers
+from vllm_mmcache.components.features.tiers import FEATURES, key_of
+from vllm_mmcache.storage import record_store, sqlite_file
+from vllm_mmcache.storage.files import FileBackend
+from vllm_mmcache.storage.record_store import RECORDS
+from vllm_mmcache.storage.redis_backend import INCOMING, RedisBackend
+from vllm_mmcache.storage.tier import Tier
 
 __all__ = ["running_server", "server"]
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> DiskTier:
+def tier(tmp_path: Path) -> Tier:
     """A store of four packages, one of them with an id that a terminal would obey."""
-    filled = DiskTier(tmp_path / "store", BUDGET_BYTES)
+    filled = file_tier(tmp_path / "store")
     for number in (0, 1, 2, "\x1b[31m"):
-        assert filled.save(identity(number), SHAPE, features())
+        assert tiers.save(filled, identity(number), SHAPE, features())
     return filled
 
 
+@pytest.fixture
+def files(tier: Tier) -> FileBackend:
+    """The files of that store."""
+    assert isinstance(tier.backend, FileBackend)
+    return tier.backend
+
+
 @pytest.mark.process
-def test_ls(tier: DiskTier, tmp_path: Path) -> None:
+def test_ls(tier: Tier, files: FileBackend, tmp_path: Path) -> None:
     place = str(tmp_path / "store")
     shown = mmcache("store", "ls", "--dir", place)
     assert shown.returncode == 0, shown.stderr
@@ -47,34 +65,34 @@ def test_ls(tier: DiskTier, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_check(tier: DiskTier, tmp_path: Path) -> None:
+def test_check(tier: Tier, files: FileBackend, tmp_path: Path) -> None:
     place = str(tmp_path / "store")
     good = mmcache("store", "check", "--dir", place)
     assert good.returncode == 0
     assert good.stdout == "4 packages are good, 0 files were set aside\n0 records are good, 0 were removed\n"
-    path = tier.directory.path_of(identity(0).key)
+    path = files.path_of(key_of(identity(0)))
     path.write_bytes(path.read_bytes()[:-1])
-    tier.directory.path_of(identity(1).key).write_bytes(packed(2))
+    files.path_of(key_of(identity(1))).write_bytes(packed(2))
     found = mmcache("store", "check", "--dir", place, "--json")
     assert found.returncode == 1, found.stderr
     report = json.loads(found.stdout)
     assert report["good"] == 2
     assert {finding["key"] for finding in report["set_aside"]} == {identity(0).key, identity(1).key}
-    assert len(list(tier.directory.aside())) == 2
+    assert len(list(files.aside())) == 2
     assert mmcache("store", "check", "--dir", place).returncode == 0
 
 
 @pytest.mark.process
-def test_gc_and_clear(tier: DiskTier, tmp_path: Path) -> None:
+def test_gc_and_clear(tier: Tier, files: FileBackend, tmp_path: Path) -> None:
     place = str(tmp_path / "store")
-    (tier.directory.root / "incoming").write_bytes(b"of a killed writer")
+    (files.root / "incoming").write_bytes(b"of a killed writer")
     swept = mmcache("store", "gc", "--dir", place, "--json", MMCACHE_STORE_DISK_BYTES="6000")
     assert swept.returncode == 0, swept.stderr
     assert json.loads(swept.stdout)["held_bytes"] == held_bytes(tmp_path) <= 6000
-    assert not (tier.directory.root / "incoming").exists()
+    assert not (files.root / "incoming").exists()
     cleared = mmcache("store", "clear", "--dir", place)
     assert (cleared.returncode, list(tmp_path.iterdir())) == (0, [])
-    assert tier.save(identity(0), SHAPE, features())  # a server that runs goes on
+    assert save(tier, 0)  # a server that runs goes on
     assert "1 packages" in mmcache("store", "ls", "--dir", place).stdout
 
 
@@ -82,14 +100,14 @@ def test_gc_and_clear(tier: DiskTier, tmp_path: Path) -> None:
 def test_records(tmp_path: Path) -> None:
     """They are listed, checked, shrunk and cleared with the features, and where there are no features, too."""
     place = str(tmp_path / "store")
-    kept = DiskPlace(place, BUDGET_BYTES)
+    kept = record_tier(place, BUDGET_BYTES)
     keys = [record_store.key("test", str(number)) for number in range(400)]
-    kept.save(dict.fromkeys(keys, b"value" * 100))
+    kept.put_many(dict.fromkeys(keys, b"value" * 100))
     assert "400 records" in mmcache("store", "ls", "--dir", place).stdout
     listed = json.loads(mmcache("store", "ls", "--dir", place, "--json").stdout)["records"]
-    assert listed == {"num": 400, "num_bytes": kept.sizes()[1]}
+    assert listed == {"num": 400, "num_bytes": kept.backend.sizes()[1]}
     assert "400 records are good, 0 were removed" in mmcache("store", "check", "--dir", place).stdout
-    change(kept, "UPDATE records SET frame = ? WHERE key = ?", b"planted", keys[0])
+    kept.backend.put_many({keys[0]: b"planted"})
     found = mmcache("store", "check", "--dir", place, "--json")
     assert found.returncode == 1, found.stderr
     assert json.loads(found.stdout)["records"] == {"good": 399, "removed": 1}
@@ -98,14 +116,15 @@ def test_records(tmp_path: Path) -> None:
     assert json.loads(swept.stdout)["records"]["evicted"] > 100
     assert held_bytes(tmp_path) <= 100_000
     kept.close()
-    file_of(kept).write_bytes(b"no database" * 1000)
+    folder = tmp_path / "store" / "records"
+    (folder / str(sqlite_file.current(folder))).write_bytes(b"no database" * 1000)
     damaged = mmcache("store", "check", "--dir", place, "--json")
     assert damaged.returncode == 1, damaged.stderr
     assert "no database" in json.loads(damaged.stdout)["set_aside"][0]["why"]
-    kept.save({keys[0]: b"value"})
+    kept.put_many({keys[0]: b"value"})
     assert mmcache("store", "clear", "--dir", place).returncode == 0
     assert list(tmp_path.iterdir()) == []
-    assert kept.get(keys[0]) is None
+    assert kept.get(keys[0], bytes) is None
 
 
 @pytest.mark.process
@@ -129,9 +148,9 @@ def test_none_is_asked_for(verb: str) -> None:
 
 
 @pytest.mark.process
-def test_a_store_of_others_is_not_touched(tier: DiskTier, tmp_path: Path) -> None:
-    tier.directory.root.rename(tmp_path / "elsewhere")
-    tier.directory.root.symlink_to(tmp_path / "elsewhere")
+def test_a_store_of_others_is_not_touched(tier: Tier, files: FileBackend, tmp_path: Path) -> None:
+    files.root.rename(tmp_path / "elsewhere")
+    files.root.symlink_to(tmp_path / "elsewhere")
     assert_one_line(mmcache("store", "clear", "--dir", str(tmp_path / "store")), "expected a directory drwx------")
 
 
@@ -147,7 +166,7 @@ def test_the_directory_of_serve_is_known(tmp_path: Path, monkeypatch: pytest.Mon
         place = os.environ["MMCACHE_STORE"]
     assert_one_line(mmcache("store", "ls", **environ), f"there is no store in {place}")
     assert mmcache("store", "clear", **environ).stdout == "0 files removed\n"
-    assert DiskTier(place, BUDGET_BYTES).save(identity(0), SHAPE, features())
+    assert save(file_tier(place), 0)
     assert "1 packages" in mmcache("store", "ls", **environ).stdout
     assert "1 packages are good" in mmcache("store", "check", **environ).stdout
     assert mmcache("store", "gc", **environ).stdout.startswith("0 files evicted")
@@ -156,8 +175,8 @@ def test_the_directory_of_serve_is_known(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.process
-def test_gc_removes_what_was_not_used(tier: DiskTier, tmp_path: Path) -> None:
-    path = tier.directory.path_of(identity(0).key)
+def test_gc_removes_what_was_not_used(tier: Tier, files: FileBackend, tmp_path: Path) -> None:
+    path = files.path_of(key_of(identity(0)))
     os.utime(path, (1000, 1000))
     for ttl, removed in (("0", 0), ("7d", 1)):
         swept = mmcache("store", "gc", "--dir", str(tmp_path / "store"), "--json", MMCACHE_STORE_TTL=ttl)
@@ -166,8 +185,8 @@ def test_gc_removes_what_was_not_used(tier: DiskTier, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_clear_leaves_what_is_not_ours(tier: DiskTier, tmp_path: Path) -> None:
-    strangers = [tmp_path / "store" / "notes.txt", tier.directory.root / "mine" / "notes.txt"]
+def test_clear_leaves_what_is_not_ours(tier: Tier, files: FileBackend, tmp_path: Path) -> None:
+    strangers = [tmp_path / "store" / "notes.txt", files.root / "mine" / "notes.txt"]
     for stranger in strangers:
         stranger.parent.mkdir(exist_ok=True)
         stranger.write_text("mine")
@@ -179,17 +198,14 @@ def test_clear_leaves_what_is_not_ours(tier: DiskTier, tmp_path: Path) -> None:
 def both(server: Server, tmp_path: Path) -> dict[str, Any]:
     """The variables of a store in a directory and in Valkey, each with one package and one record; and others' keys."""
     key = record_store.key("test", "a")
-    for tier in (DiskTier(tmp_path / "store", BUDGET_BYTES), remote_tier(server)):
-        assert tier.save(identity(0), SHAPE, features())
-    for kept in (DiskPlace(tmp_path / "store", BUDGET_BYTES), RemotePlace(server.url, ttl_s=3600, timeout_s=60)):
-        kept.save({key: b"value"})
+    for tier in (file_tier(tmp_path / "store"), redis_tier(server.url, ttl_s=3600, timeout_s=60)):
+        assert save(tier, 0)
+    remote = RedisBackend(server.url, RECORDS, ttl_s=3600, timeout_s=60, max_bytes=BUDGET_BYTES)
+    for kept in (record_tier(tmp_path / "store"), Tier(RECORDS, remote)):
+        kept.put_many({key: b"value"})
         kept.close()
     server.client.set("others:mmcache", "theirs")
     return {"MMCACHE_STORE": f"{tmp_path / 'store'} {server.url}"}
-
-
-def remote_tier(server: Server) -> RemoteTier:
-    return RemoteTier(server.url, ttl_s=3600, max_bytes=BUDGET_BYTES, timeout_s=60)
 
 
 def test_valkey_is_listed_checked_and_cleared(server: Server, tmp_path: Path, both: dict[str, Any]) -> None:
@@ -201,20 +217,22 @@ def test_valkey_is_listed_checked_and_cleared(server: Server, tmp_path: Path, bo
     assert json.loads(mmcache("store", "ls", "--json", **alone).stdout) == {"packages": [], "remote": sizes}
     assert "2 entries are good, 0 were removed" in mmcache("store", "check", **both).stdout
 
-    server.client.set(PREFIX + identity(1).key, packed(0))
-    server.client.set(RECORDS.encode() + b"\xff\n", b"no record")
-    server.client.set(INCOMING + "a", b"on its way")
+    packages, records = FEATURES.remote_prefix, RECORDS.remote_prefix
+    server.client.set(packages + identity(1).key, packed(0))
+    server.client.set(records + record_store.key("test", "b").hex(), b"no record")
+    server.client.set(records.encode() + b"\xff\n", b"not a name of ours")
+    server.client.set(packages + INCOMING + "a", b"on its way")
     found = mmcache("store", "check", "--json", **alone)
     assert (found.returncode, json.loads(found.stdout)["remote"]) == (1, {"good": 2, "removed": 2})
-    assert server.client.exists(INCOMING + "a")
+    assert server.client.exists(packages + INCOMING + "a", records.encode() + b"\xff\n") == 2
 
     assert mmcache("store", "clear", "--dir", str(tmp_path / "store")).returncode == 0
-    assert server.client.dbsize() == 4  # --dir is that directory alone
+    assert server.client.dbsize() == 5  # --dir is that directory alone
     server.client.set(b"mmcache:features:1:\xff", b"of an older version")
     assert mmcache("store", "ls", **alone).returncode == 0
-    server.client.mset({f"{RECORDS}{number}": b"x" for number in range(2000)})
+    server.client.mset({f"{records}{number}": b"x" for number in range(2000)})
     cleared = mmcache("store", "clear", **both)
-    assert cleared.stdout == f"0 files removed\n{server.url}: 2004 entries removed\n", cleared.stderr
+    assert cleared.stdout == f"0 files removed\n{server.url}: 2005 entries removed\n", cleared.stderr
     assert server.client.keys("*") == [b"others:mmcache"]
 
 
@@ -228,7 +246,9 @@ def test_a_valkey_that_does_not_answer(verb: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_variable_that_is_no_setting_is_said_and_stops_nothing(tier: DiskTier, tmp_path: Path) -> None:
+def test_a_variable_that_is_no_setting_is_said_and_stops_nothing(
+    tier: Tier, files: FileBackend, tmp_path: Path
+) -> None:
     done = mmcache("store", "gc", "--dir", str(tmp_path / "store"), MMCACHE_STORE_DISK_BYTE="1")
     assert done.returncode == 0
     assert "0 files evicted" in done.stdout

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.packages import BUDGET_BYTES, SHAPE, features, identity
+from tests.support.packages import file_tier, identity, redis_tier, save
 from tests.support.store_server import Server, running_server, server
-from tests.system.storage.features.test_remote import tier_at
+from tests.support.tiers import record_tier
 from vllm_mmcache.cli.uninstall import uninstall
-from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.tiers import key_of
 from vllm_mmcache.lifecycle import user_proofs
 from vllm_mmcache.storage import record_store
-from vllm_mmcache.storage.records.disk import DiskPlace
 
 __all__ = ["running_server", "server"]
 
@@ -47,12 +46,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fill(place: Path) -> None:
     """Features and records, with all that comes with them."""
-    tier = DiskTier(place, BUDGET_BYTES)
+    tier = file_tier(place)
     for number in (0, 1):
-        assert tier.save(identity(number), SHAPE, features())
-    tier.directory.set_aside(identity(1).key)
-    kept = DiskPlace(place, BUDGET_BYTES)
-    kept.save({record_store.key("test", "a"): b"value"})
+        assert save(tier, number)
+    tier.backend.reject(key_of(identity(1)))
+    kept = record_tier(place)
+    kept.put_many({record_store.key("test", "a"): b"value"})
     kept.close()
 
 
@@ -77,8 +76,7 @@ def test_nothing_is_left(
     monkeypatch.setenv("MMCACHE_STORE", f"{home / 'chosen'} {server.url}")
     user_proofs.add(PLACE, ["features"], "test", [])
     install_hook()
-    other = tier_at(server.url, timeout_s=60)
-    assert other.save(identity(0), SHAPE, features())
+    assert save(redis_tier(server.url, timeout_s=60), 0)
     assert len(files(home)) > 10
 
     uninstall()

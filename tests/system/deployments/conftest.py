@@ -32,3 +32,8 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Answer]
     assert not answers[0].equals(answers[1])
     assert not answers[1].equals(answers[2])
     return answers
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """One worker runs all of this folder, since its tests share servers."""
+    item.add_marker(pytest.mark.xdist_group("deployments"))

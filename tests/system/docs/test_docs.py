@@ -77,8 +77,22 @@ def test_every_page_and_every_package_is_in_the_index() -> None:
     places = ("vllm_mmcache", "vllm_mmcache/components", "tools/mmcache_tools")
     packages = {path.parent.name for place in places for path in (REPO / place).glob("*/__init__.py")}
     assert packages == set(re.findall(r"`([a-z_]+)/`", index))
-    folders = {path.parent.name for path in (REPO / "tests").glob("*/test_*.py")}
-    assert folders == set(re.findall(r"`([a-z_0-9]+)/", (REPO / "tests" / "README.md").read_text()))
+
+
+def test_the_page_of_the_tests_names_their_folders() -> None:
+    """Each component and topic once at least; those of unit/ are the package's own."""
+    tests = REPO / "tests"
+    tops = ("engine", "system", "lab")
+    found = {path.relative_to(tests).parts[:2] for top in tops for path in (tests / top).glob("*/**/test_*.py")}
+    named = re.findall(r"`(engine|system|lab)/([a-z_0-9]+)/", (tests / "README.md").read_text())
+    assert found == set(named)
+
+
+def test_unit_mirrors_the_package() -> None:
+    unit = REPO / "tests" / "unit"
+    folders = {path.parent.relative_to(unit) for path in unit.rglob("test_*.py")}
+    assert len(folders) > 15
+    assert sorted(folder for folder in folders if not (REPO / "vllm_mmcache" / folder).is_dir()) == []
 
 
 STEP = re.compile(r"^\d+\. `([\w/]+\.py)`: `(\w+)[\w.]*`", re.MULTILINE)

@@ -355,7 +355,7 @@ def test_wrong_data_is_refused() -> None:
         ),
         ("    MMCACHE_OBSERVE=1 mmcache serve M", "    MMCACHE_OBSRVE=1 mmcache serve M"),
         ("`MMCACHE_SERVICE_HOST` and `MMCACHE_STORE_TTL`", "`MMCACHE_SERVICES` and `MMCACHE_STORE_TTL`"),
-        ("`mmcache explain`, `mmcache VERB`, `mmcache could not save records`", "`mmcache explian`"),
+        ("`mmcache explain`, `mmcache VERB`, `mmcache could not read the vision weights`", "`mmcache explian`"),
         ("`mmcache store`, `mmcache store ls --json`", "`mmcache store ls --jsno`"),
         ("`mmcache:tower_images_total`, `mmcache serve M --anything`", "`MMCACHE_STORE=1 mmcache srve`"),
     ],

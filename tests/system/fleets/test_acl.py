@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import redis
+from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
+from vllm_mmcache.storage.records.remote import RemotePlace
 
 from tests.support.packages import BUDGET_BYTES, features, identity, load, save
 from tests.support.store_server import TIMEOUT_S, Server
@@ -19,8 +21,6 @@ from tests.support.tiers import LONG_S, within
 from tests.support.valkeys import Cluster, Watched
 from tests.system.cli.test_commands import assert_one_line, mmcache
 from tests.system.fleets.test_cluster import KEYS, NUMBERS, place_at, tier_at
-from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
-from vllm_mmcache.storage.records.remote import RemotePlace
 
 PAGE = (Path(__file__).parents[3] / "docs" / "operate.md").read_text()
 (RULES,) = re.findall(r"^ +ACL SETUSER mmcache (on >PASSWORD [^\\\n]*(?:\\\n[^\\\n]*)*)$", PAGE, re.MULTILINE)

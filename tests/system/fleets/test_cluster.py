@@ -8,6 +8,8 @@ import time
 
 import pytest
 from redis.crc import key_slot
+from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
+from vllm_mmcache.storage.records.remote import RemotePlace
 
 from tests.support.packages import BUDGET_BYTES, features, identity, load, packed, save
 from tests.support.store_server import TIMEOUT_S, Server
@@ -17,9 +19,7 @@ from tests.system.cli.test_commands import mmcache
 from tests.system.fleets.conftest import MakeCluster
 from tests.system.fleets.load import NUM_PACKAGES, Load
 from tests.system.storage.features.test_remote import LARGE, after_piece
-from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
 from vllm_mmcache.storage import record_store
-from vllm_mmcache.storage.records.remote import RemotePlace
 
 NUMBERS = range(24)
 KEYS = [record_store.key("test", str(number)) for number in NUMBERS]

@@ -19,7 +19,7 @@ from tests.support.sizes import larger
 from tests.support.target import MODEL, MODES, Target, fresh, png
 from tests.system.identity.attacks import ATTACKS, tenants
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.answers]
 
 DOCS = Path(__file__).parents[3] / "docs" / "identity.md"
 PROCESSOR_CACHE_GB = "0.012"  # 21 images of 320x320 fill it

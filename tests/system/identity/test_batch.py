@@ -18,6 +18,8 @@ from tests.system.cli.test_commands import mmcache
 from vllm_mmcache.base.tenant import parse_source
 from vllm_mmcache.components.identity.identifiers import identifier
 
+pytestmark = pytest.mark.answers
+
 
 def line(number: int, image: bytes, tenant: str | None) -> str:
     part = {"type": "image_url", "image_url": {"url": url_of(image)}}

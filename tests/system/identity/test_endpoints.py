@@ -18,7 +18,7 @@ from tests.support import files
 from tests.support.sizes import larger
 from tests.support.target import MODEL, MODES, Target, fresh, picture, url_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.answers]
 
 DOCS = Path(__file__).parents[3] / "docs" / "identity.md"
 ARGS = (*CPU_ARGS, "--served-model-name", MODEL, "--enable-prefix-caching", "--enable-prompt-tokens-details")

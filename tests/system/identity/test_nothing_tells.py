@@ -30,7 +30,7 @@ from tests.support.store_server import server_binary
 from tests.support.target import MODEL, Target, fresh, png, url_of
 from tests.system.cli.test_commands import mmcache
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.answers]
 
 SIZE = (128, 128)
 ARGS = (
@@ -319,11 +319,12 @@ def other_programs(rig: Rig) -> dict[str, bytes]:
     code = (
         "import logging; logging.basicConfig(level=0)\n"
         "from vllm_mmcache.base import settings\n"
-        "from vllm_mmcache.components.features.engine.store import open_tiers\n"
-        "from vllm_mmcache.storage.records.records import Records\n"
+        "from vllm_mmcache.components.features.tiers import FEATURES\n"
+        "from vllm_mmcache.storage.open import open_tiers\n"
+        "from vllm_mmcache.storage.record_store import RecordStore\n"
         "from tests.support.packages import load\n"
         "chosen = settings.current(); print(chosen, settings.carried(chosen).keys())\n"
-        "Records.of(chosen).get(bytes(32)); [load(tier, 0) for tier in open_tiers(chosen)]; 1 / 0"
+        "RecordStore.of(chosen).get(bytes(32)); [load(tier, 0) for tier in open_tiers(chosen, FEATURES)]; 1 / 0"
     )
     stores = [
         f"unix:///nowhere/valkey.sock?password={password}",

@@ -61,3 +61,8 @@ def plugin(url: str) -> Said:
     assert counted["images_lifted"] >= len(refusals)
     assert counted["bodies_failed"] == 0
     return Said(refusals, fetched, test_server.answers(url))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """One worker runs all of this folder, since its tests share servers."""
+    item.add_marker(pytest.mark.xdist_group("image_extraction"))

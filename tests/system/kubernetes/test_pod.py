@@ -107,28 +107,27 @@ STORE = """
 import logging, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from tests.support.packages import features, load, save
-from vllm_mmcache.storage import breaker, records
-from vllm_mmcache.components.features.disk import DiskTier
+from tests.support.packages import features, file_tier, load, save
+from tests.support.tiers import record_tier
+from vllm_mmcache.storage import breaker, frame
 from vllm_mmcache.components.features.package import Shape
-from vllm_mmcache.storage.records.disk import DiskPlace
 
 logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
 ahead_s = 0
 breaker.time = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s)
 volume = Path(sys.argv[1]) / "volume"
 store = volume / "store"
-tier, place = DiskTier(store, 1 << 30), DiskPlace(store, 1 << 30)
+tier, records = file_tier(store, 1 << 30), record_tier(store, 1 << 30)
 shape = Shape(256, 64, "bfloat16")
-key = records.key("test")
+key = frame.key("test")
 
 def use(number):
     '''Whether a package and a record are kept, each; what is kept is right.'''
     found = save(tier, number, shape)
     assert not found or load(tier, number, shape) == features(number, shape)
-    place.save({key: b"%d" % number})
-    entry = place.get(key)
-    return found, entry is not None and entry.value == b"%d" % number
+    records.put_many({key: b"%d" % number})
+    hit = records.get(key, bytes)
+    return found, hit is not None and hit[1] == b"%d" % number
 """
 
 FULL = """
@@ -170,7 +169,7 @@ import subprocess
 assert use(0) == (True, True)
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=2770", "volume", volume], check=True)
 assert load(tier, 0, shape) is None
-assert place.get(key) is None
+assert records.get(key, bytes) is None
 assert use(1) == (True, True)
 assert sorted(path.name for path in store.iterdir()) == ["features", "records"]
 """

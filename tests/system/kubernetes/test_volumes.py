@@ -31,7 +31,7 @@ READ_ONLY = """
 mount -t tmpfs -o size=1m,mode=0770 none "$1"
 mkdir --mode=0770 "$1/features"
 mount -o remount,ro "$1"
-exec "$2" -c 'import sys; from pathlib import Path; from vllm_mmcache.components.features.directory import is_ours
+exec "$2" -c 'import sys; from pathlib import Path; from vllm_mmcache.storage.directories import is_ours
 is_ours(Path(sys.argv[1]) / "features")' "$1"
 """
 

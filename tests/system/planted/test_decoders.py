@@ -14,6 +14,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from vllm_mmcache.components.features.disk import DiskTier
+from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
+from vllm_mmcache.storage.records.ram import Entry
 
 from scripts import soak
 from tests.support import hostile
@@ -23,10 +26,7 @@ from tests.support.sizes import scaled
 from tests.support.store_server import TIMEOUT_S, Server
 from tests.unit.components.lazy_processing.test_vllm_item_record import MAX_TOKENS, file_of, opened, processor_of
 from vllm_mmcache.base import settings
-from vllm_mmcache.components.features.disk import DiskTier
-from vllm_mmcache.storage.tier import Tier, name_of
 from vllm_mmcache.components.features.package import pack
-from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
 from vllm_mmcache.components.lazy_media.hooks import KnownImage
 from vllm_mmcache.components.lazy_media.media_info import RECORDS, Key, MediaInfo, _name, find
 from vllm_mmcache.components.lazy_media.video import video_info as videos
@@ -38,7 +38,7 @@ from vllm_mmcache.components.lazy_processing.vllm_processor import inputs_of, pr
 from vllm_mmcache.storage import record_store
 from vllm_mmcache.storage.encryption import PLAIN
 from vllm_mmcache.storage.frame import frame, unframe
-from vllm_mmcache.storage.records.ram import Entry
+from vllm_mmcache.storage.tier import Tier, name_of
 
 NUM = {"item": 1400, "image": 1000, "video": 700, "package": 700}
 """Entries of a kind in each place: over 10,000 in all."""

@@ -21,13 +21,13 @@ from blake3 import blake3
 from mmcache_tools.harness.server import CPU_ARGS, serve
 from mmcache_tools.zoo import build_cached
 from openai import OpenAI
+from vllm_mmcache.components.features.remote import INCOMING, PREFIX
 
 from tests.support import files
 from tests.support.store_server import TIMEOUT_S, Server
 from tests.support.tiers import LONG_S
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.package import FEATURES, LENGTH, Shape, pack, unpack
-from vllm_mmcache.components.features.remote import INCOMING, PREFIX
 from vllm_mmcache.prove.pictures import ellipses
 
 pytestmark = pytest.mark.engine

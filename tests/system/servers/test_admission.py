@@ -22,7 +22,7 @@ from tests.system.image_extraction.test_server import encoded, image_url
 from vllm_mmcache.base.errors import EnvironmentProblem
 from vllm_mmcache.prove.pictures import ellipses
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.answers]
 
 MODEL = "zoo"
 STEP = 65  # tokens

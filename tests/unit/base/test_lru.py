@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from tests.support.memory import traced
-from vllm_mmcache.base.lru import Budget, LruTable
+from vllm_mmcache.base.lru import Budget, LruTable, Size
 from vllm_mmcache.components.lazy_media.media_info import MAX_MM_HASHES, RECORD_COST_BYTES, Key, MediaInfo, unpacked
 from vllm_mmcache.components.lazy_media.video.video_info import MAX_METADATA_BYTES, record_of
 from vllm_mmcache.components.lazy_media.video.video_info import RECORD_COST_BYTES as VIDEO_COST_BYTES
@@ -57,6 +57,70 @@ def test_bytes_budget() -> None:
     assert (len(known), known.size_bytes) == (2, 200)
     known.clear()
     assert not len(known)
+
+
+def by_cost(size_bytes: int = 10, entries: int = 100) -> LruTable[str, str]:
+    """A table whose values count by their length."""
+    return LruTable(lambda: Budget(entries, size_bytes), len)
+
+
+def held(known: LruTable[str, str]) -> tuple[str, int]:
+    """The keys, those of longest ago first, and what they count for."""
+    return "".join(known._entries), known.size_bytes
+
+
+def test_values_of_different_cost() -> None:
+    known = by_cost()
+    for key, value in ("a", "xxxx"), ("b", "xxx"), ("c", "xx"):
+        known.admit(key, value)
+    assert held(known) == ("abc", 9)
+    known.admit("d", "xxxxxx")  # as many go as must
+    assert held(known) == ("cd", 8)
+    known.replace("c", "xxxx")
+    assert held(known) == ("dc", 10)
+    known.replace("d", "")
+    assert held(known) == ("cd", 4)
+    assert known.size() == Size(2, 4, 10)
+
+
+def test_one_that_alone_is_too_much_goes_alone() -> None:
+    """And what was there before it is not found for it."""
+    known = by_cost()
+    known.admit("a", "xxxx")
+    known.admit("b", "x" * 11)
+    assert held(known) == ("a", 4)
+    assert known.replace("a", "x" * 11) == "xxxx"
+    assert held(known) == ("", 0)
+    known.admit("a", "x" * 10)
+    assert held(known) == ("a", 10)
+
+
+def test_removed() -> None:
+    known = by_cost()
+    known.admit("a", "xxxx")
+    assert known.remove("a") == "xxxx"
+    assert known.remove("a") is None
+    assert ("a" in known, held(known)) == (False, ("", 0))
+
+
+def test_entries_count_beside_what_they_cost() -> None:
+    known = by_cost(entries=2)
+    for key in "abc":
+        known.admit(key, "")
+    assert held(known) == ("bc", 0)
+
+
+def test_a_budget_that_shrinks_holds_with_the_next_one() -> None:
+    budget = [Budget(100, 10)]
+    known: LruTable[str, str] = LruTable(lambda: budget[0], len)
+    for key in "abc":
+        known.admit(key, "xxx")
+    budget[0] = Budget(100, 4)
+    known.admit("d", "x")
+    assert held(known) == ("cd", 4)
+    budget[0] = Budget(0, 0)
+    known.admit("e", "")
+    assert held(known) == ("", 0)
 
 
 def test_threads() -> None:

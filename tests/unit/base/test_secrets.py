@@ -15,14 +15,14 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import pytest
+from vllm_mmcache.components.features.remote import RemoteTier
+from vllm_mmcache.storage.records.remote import RemotePlace
 
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.errors import EnvironmentProblem, SettingsError
 from vllm_mmcache.base.store_url import error_without_secrets, redact, with_password
 from vllm_mmcache.cli import serve
 from vllm_mmcache.cli.doctor import setting_rows
-from vllm_mmcache.components.features.remote import RemoteTier
-from vllm_mmcache.storage.records.remote import RemotePlace
 
 PASSWORDS = [
     "s3cretw0rd",

@@ -11,10 +11,13 @@ import pytest
 from prometheus_client import REGISTRY
 from pydantic import ByteSize
 
-from tests.support.packages import SHAPE, identity
+from tests.support.packages import file_tier
+from tests.support.tiers import record_tier
 from vllm_mmcache.base import status
 from vllm_mmcache.base.lru import Budget, LruTable, Size
 from vllm_mmcache.metrics import table_sizes
+from vllm_mmcache.storage.record_store import MOST_WAITING_BYTES, RecordStore
+from vllm_mmcache.storage.write_behind import WriteBehind
 
 
 def sample(name: str, **labels: str) -> float | None:
@@ -128,9 +131,7 @@ def test_what_an_engine_sends_is_shown_by_engine() -> None:
 
 def test_tables_of_the_engine(tmp_path: Path) -> None:
     """What vLLM's scheduler has is in a process of its own; these are what it makes there."""
-    from vllm_mmcache.components.features.disk import DiskTier
     from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES, RamTier
-    from vllm_mmcache.components.features.writer import Writer
     from vllm_mmcache.components.image_checkpoints.backoff import Backoff, TrackedCheckpoints
     from vllm_mmcache.components.image_checkpoints.positions import Checkpoint
     from vllm_mmcache.components.observe.record.history import History
@@ -138,10 +139,10 @@ def test_tables_of_the_engine(tmp_path: Path) -> None:
     ram = RamTier(4 * ALIGN_BYTES)
     ram.reserve("a", ALIGN_BYTES + 1)
     assert ram.size() == Size(1, 2 * ALIGN_BYTES, 4 * ALIGN_BYTES)
-    disk = DiskTier(tmp_path, 1 << 20)
+    disk = file_tier(tmp_path, 1 << 20)
     disk.counts.hold(77)
-    writer = Writer(disk, ram, lambda offset, num_bytes: memoryview(b""))
-    writer._waiting |= dict.fromkeys("ab", (identity(0), SHAPE))
+    writer = WriteBehind[bytes, int](disk, lambda items: None, budget=Budget(9, 9), batch=Budget(1, 1))
+    writer._waiting |= {b"a": 1, b"b": 2}
     assert writer.size() == Size(2)
     assert disk.size() == Size(None, 77, 1 << 20)
     assert History(16, lambda: 1 << 20).size() == Size(0, 0, 1 << 20)
@@ -164,10 +165,9 @@ def test_what_the_file_of_observed_requests_drops_is_counted(tmp_path: Path) -> 
     assert sample("observed_dropped_total") == before + file.dropped == before + 1
 
 
-def test_what_waits_to_be_written_is_a_table() -> None:
-    from vllm_mmcache.storage.records.writer import MOST_WAITING_BYTES, Writer
-
-    writer = Writer(())
-    assert writer.size() == Size(0, 0, MOST_WAITING_BYTES)
+def test_what_waits_to_be_written_is_a_table(tmp_path: Path) -> None:
+    store = RecordStore(1 << 20, [record_tier(tmp_path)])
+    assert store.waiting() == Size(0, 0, MOST_WAITING_BYTES)
+    (writer,) = store._writers
     writer._waiting, writer._waiting_bytes = {b"key": b"value"}, 5
-    assert writer.size() == Size(1, 5, MOST_WAITING_BYTES)
+    assert store.waiting() == Size(1, 5, MOST_WAITING_BYTES)

@@ -10,6 +10,8 @@ from vllm.v1.core.block_pool import BlockPool
 
 from tests.support.vllm_requests import Prompt, make_request, our_hasher, stock_hasher
 
+pytestmark = pytest.mark.answers
+
 BLOCK = 4
 
 

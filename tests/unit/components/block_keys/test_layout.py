@@ -14,6 +14,8 @@ from tests.support.vllm_requests import Prompt, keys, our_hasher, stock_hasher
 from vllm_mmcache.components.block_keys import layout
 from vllm_mmcache.components.block_keys.layouts import layout_report
 
+pytestmark = pytest.mark.answers
+
 VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[4] / "docs" / "block_keys.json").read_text())
 
 

@@ -17,6 +17,8 @@ from vllm.v1.request import StreamingUpdate
 from tests.support.sizes import scaled
 from tests.support.vllm_requests import Prompt, keys, make_request, original, our_hasher, stock_hasher
 
+pytestmark = pytest.mark.answers
+
 BLOCK = 4
 PAD = 7  # the placeholder token
 STOCK = stock_hasher(BLOCK, sha256)

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.packages import BUDGET_BYTES, features, identity, load
+from tests.support.packages import features, file_tier, identity, load
 from vllm_mmcache.components.features import identity as identities
 from vllm_mmcache.components.features import package
-from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.components.lazy_media import hooks
 from vllm_mmcache.components.lazy_media.video import hooks as video_loader
 from vllm_mmcache.components.lazy_processing import vllm_item_record
-from vllm_mmcache.storage import frame, records
+from vllm_mmcache.storage import frame
 
 STORES = Path(__file__).parent / "stores"
 """Packages 1 and 2 of SMALL, as earlier versions have left them, in the folder of their format."""
@@ -40,7 +39,7 @@ def test_what_an_earlier_version_of_this_format_wrote_is_read(tmp_path: Path) ->
     shutil.copytree(STORES / f"format-{identities.FORMAT}", root)
     for folder in (root, *root.iterdir()):
         folder.chmod(0o700)
-    tier = DiskTier(tmp_path, BUDGET_BYTES)
+    tier = file_tier(tmp_path)
     assert [load(tier, number, SMALL) for number in (1, 2)] == [bytes(features(number, SMALL)) for number in (1, 2)]
     assert load(tier, 3, SMALL) is None
 
@@ -65,6 +64,6 @@ def test_each_kind_has_a_number_and_its_rule(module: object) -> None:
 
 
 def test_records_of_another_framing_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = records.key("image", "a")
+    before = frame.key("image", "a")
     monkeypatch.setattr(frame, "_KEY_CONTEXT", f"vllm-mmcache record key {frame.FORMAT + 1}")
-    assert records.key("image", "a") != before
+    assert frame.key("image", "a") != before

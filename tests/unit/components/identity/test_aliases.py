@@ -14,6 +14,8 @@ from vllm_mmcache.components.identity import audit
 from vllm_mmcache.components.identity.aliases import Aliases
 from vllm_mmcache.metrics import counters
 
+pytestmark = pytest.mark.answers
+
 
 @pytest.fixture(autouse=True)
 def quiet_before() -> Iterator[None]:

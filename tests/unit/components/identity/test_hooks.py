@@ -18,6 +18,8 @@ from vllm_mmcache.content.content_name import name_of
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle.registry import COMPONENTS
 
+pytestmark = pytest.mark.answers
+
 
 @pytest.fixture(params=["stock", "identity"])
 def side(request: pytest.FixtureRequest) -> Iterator[str]:

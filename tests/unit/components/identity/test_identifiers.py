@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from vllm_mmcache.base import tenant
 from vllm_mmcache.components.identity import identifiers
 
+pytestmark = pytest.mark.answers
+
 DOCS = Path(__file__).parents[4] / "docs"
 PAGE = (DOCS / "identity.md").read_text()
 VECTORS: list[dict[str, Any]] = json.loads((DOCS / "identity.json").read_text())

@@ -21,6 +21,8 @@ from starlette.routing import Route
 from vllm_mmcache.base import tenant
 from vllm_mmcache.components.identity.middleware import FindTenant
 
+pytestmark = pytest.mark.answers
+
 
 async def salted(request: Request) -> JSONResponse:
     """As an endpoint whose requests may have a cache_salt: identity sets it once the body is read."""

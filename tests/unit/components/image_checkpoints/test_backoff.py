@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of checkpoint that are never used are given up, and come back when they would have been used."""
 
+import pytest
+
 from vllm_mmcache.components.image_checkpoints.backoff import PATIENCE, PROBE_EVERY, Backoff, TrackedCheckpoints
 from vllm_mmcache.components.image_checkpoints.positions import END, KINDS, START, Checkpoint
+
+pytestmark = pytest.mark.answers
 
 
 def key(number: int) -> bytes:

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from vllm_mmcache.components.image_checkpoints.positions import END, KINDS, START, candidates, choose
 
+pytestmark = pytest.mark.answers
+
 BLOCK = 32
 
 

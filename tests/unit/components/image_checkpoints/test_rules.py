@@ -7,6 +7,8 @@ import pytest
 
 from vllm_mmcache.components.image_checkpoints.rules import state_in
 
+pytestmark = pytest.mark.answers
+
 
 @pytest.mark.parametrize(
     ("is_hybrid", "is_v2", "drafter", "said"),

@@ -17,6 +17,8 @@ from vllm_mmcache.components.image_checkpoints.hooks import keep_checkpoints
 from vllm_mmcache.components.image_checkpoints.vllm_planner import PLAN, Checkpoints
 from vllm_mmcache.metrics import counters, transport
 
+pytestmark = pytest.mark.answers
+
 BLOCK = 16
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
 SPARSE = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=2 * BLOCK)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from vllm_mmcache.components.image_spans.attention_spans import Piece, cut, cut_step, wider
 from vllm_mmcache.components.image_spans.reference_attention import allowed
 
+pytestmark = pytest.mark.answers
+
 Span = tuple[int, int]
 
 

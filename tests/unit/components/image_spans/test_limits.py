@@ -6,6 +6,8 @@ import pytest
 from vllm_mmcache.components.image_spans.limits import Item, Limit, Limits, why_never
 from vllm_mmcache.components.image_spans.waiting import FIRST_PATIENCE, LAST_PATIENCE, Waiting
 
+pytestmark = pytest.mark.answers
+
 IMAGES = [Item(8, 68, 64, "a"), Item(75, 68, 64, "b")]  # the second range begins on the last token of the first
 SPANS = [(10, 73), (77, 140)]
 WIDE = Limit("max_num_batched_tokens", 4096)

@@ -18,6 +18,8 @@ from vllm_mmcache.components.image_spans import rules
 from vllm_mmcache.components.image_spans.hooks_worker import check_model
 from vllm_mmcache.components.image_spans.reference_attention import allowed
 
+pytestmark = pytest.mark.answers
+
 KINDS = ("full_attention", "sliding_attention")
 
 

@@ -13,6 +13,8 @@ from vllm_mmcache.components.image_spans import spans as hooks_engine_spans
 from vllm_mmcache.components.image_spans.attention_spans import cut
 from vllm_mmcache.components.image_spans.spans import Span, whole_spans
 
+pytestmark = pytest.mark.answers
+
 
 @st.composite
 def layouts(draw: st.DrawFn) -> list[Span]:

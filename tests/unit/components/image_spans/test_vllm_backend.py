@@ -18,6 +18,8 @@ from vllm_mmcache.components.image_spans import vllm_reference_attention as refe
 from vllm_mmcache.components.image_spans.attention_spans import cut_step, wider
 from vllm_mmcache.components.image_spans.vllm_backend import rewrite
 
+pytestmark = pytest.mark.answers
+
 HEADS, KV_HEADS = 4, 2
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 Spans = dict[int, list[tuple[int, int]]]

@@ -16,7 +16,7 @@ from PIL import Image, features
 
 from tests.support import files
 from tests.support.sizes import scaled
-from tests.support.tiers import LONG_S
+from tests.support.tiers import LONG_S, record_tier
 from tests.unit.components.lazy_media.test_hooks import FILES, OPTIONS, component, image_io, look, mm_hash
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.lazy_media import hooks as loader
@@ -178,20 +178,19 @@ def test_what_was_planted_is_a_miss(store: Path, how: str) -> None:
         for size in (files.SIZE, files.SIZE[::-1])
     )
     restart()
-    from tests.system.storage.records.test_disk import change
-    from vllm_mmcache.storage.records.disk import DiskPlace
-
-    place = DiskPlace(store, 1 << 20)
-    kept = place._load(_name(other_key))
-    assert kept is not None
+    backend = record_tier(store).backend
+    with backend.open(_name(other_key)) as entry:
+        assert entry is not None
+        kept = bytearray(entry.num_bytes)
+        entry.read_into(0, memoryview(kept), 0.0)
     good = MediaInfo(files.SIZE, "RGB", None).packed() or b""
     planted = {
-        "of another image": kept[0],
+        "of another image": bytes(kept),
         "cut": frame(_name(key), good)[:-1],
         "of another format": b"mmcr\x00" + frame(_name(key), good)[5:],
         "no record": frame(_name(key), b"[1, 2, null]"),
     }
-    change(place, "UPDATE records SET frame = ? WHERE key = ?", planted[how], _name(key))
+    backend.put_many({_name(key): planted[how]})
     assert not is_known(content)
     restart()
     assert is_known(content)

@@ -20,7 +20,7 @@ from vllm_mmcache.components.features.engine.ram_tier import RamTier, Slot
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.message import SEAL_BYTES
 from vllm_mmcache.components.features.package import Shape
-from vllm_mmcache.components.features.tiers import key_of, load, save
+from vllm_mmcache.components.features.tiers import load, save
 from vllm_mmcache.metrics import table_sizes
 from vllm_mmcache.storage.tier import Tier
 from vllm_mmcache.storage.write_behind import EXIT_S, MOST_WAITING, WriteBehind
@@ -118,7 +118,7 @@ class Store:
                 slot.touched_s = monotonic()
                 slot.pending_tiers.update(tier.name for tier in self.below)
             for name in tuple(slot.pending_tiers):
-                self._writers[name].submit(key_of(identity), (identity, shape))
+                self._writers[name].submit(identity.key, (identity, shape))
         return slot
 
     def release(self, slot: Slot) -> None:
@@ -231,17 +231,17 @@ class Store:
         slot.touched_s = monotonic()
         self.ram.publish(slot)
         for tier in owed:
-            self._writers[tier.name].submit(key_of(identity), (identity, shape))
+            self._writers[tier.name].submit(identity.key, (identity, shape))
         self.ram.release(slot)
 
-    def _writer(self, tier: Tier) -> WriteBehind[tuple[Identity, Shape]]:
+    def _writer(self, tier: Tier) -> WriteBehind[str, tuple[Identity, Shape]]:
         """The queue of names in front of a tier: what is let go from RAM before its turn is dropped.
 
         What a tier did not take, since it was behind or left alone, it is owed: it is submitted again when the image
         comes again.
         """
 
-        def write(items: Mapping[bytes, tuple[Identity, Shape]]) -> None:
+        def write(items: Mapping[str, tuple[Identity, Shape]]) -> None:
             for identity, shape in items.values():
                 self._save(tier, identity, shape)
 

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from vllm_mmcache.base.estimate import NUM_BUCKETS, WEIGHT, Estimate
-from vllm_mmcache.components.features.counters import Counters
 from vllm_mmcache.components.features.engine.cost_model import PROBE_EVERY_S, UNKNOWN_TOWER_S, CostModel, TierChoice
+from vllm_mmcache.components.features.tiers import FEATURES
+from vllm_mmcache.storage.tier_counts import TierCounts
 
 MIB = 1024**2
 SIZE = 64 * MIB
@@ -82,7 +83,7 @@ def test_every_size_has_a_place(size: int) -> None:
 
 
 def test_waits_while_something_is_unknown() -> None:
-    counters = Counters("disk")
+    counters = TierCounts(FEATURES, "disk")
     costs = CostModel(tower, None, [counters])
     assert costs.ask("disk", TOKENS, SIZE) is TierChoice.WAIT
     blind = CostModel(lambda _: None, None, [counters])
@@ -125,7 +126,7 @@ def test_probes_bring_a_tier_back() -> None:
 
 
 def test_an_operator_who_waits_is_obeyed() -> None:
-    counters = Counters("disk")
+    counters = TierCounts(FEATURES, "disk")
     costs = CostModel(tower, 3.0, [counters])
     costs.loaded("disk", SIZE, 1.0)
     assert [costs.ask("disk", TOKENS, SIZE) for _ in range(3)] == [TierChoice.WAIT] * 3
@@ -140,8 +141,8 @@ def test_patience_is_the_towers_time() -> None:
 
 
 def test_decisions_are_counted() -> None:
-    counters = Counters("disk")
-    costs, clock = costs_with(0.1, counters=[counters])
+    counters = TierCounts(FEATURES, "disk")
+    costs, clock = costs_with(0.1, counts=[counters])
     for _ in range(3):
         costs.ask("disk", TOKENS, SIZE)
     clock.now += PROBE_EVERY_S

@@ -13,19 +13,19 @@ from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from tests.support.packages import BUDGET_BYTES, SHAPE, features, identity, load, packed, save
+from tests.support.packages import SHAPE, features, file_tier, identity, load, packed, save
 from tests.support.sizes import scaled
 from tests.support.tiers import LONG_S, MemoryTier, within
 from tests.unit.components.features.test_package import HOSTILE
 from vllm_mmcache.components.features.arena import Arena
-from vllm_mmcache.components.features.disk import DiskTier
 from vllm_mmcache.components.features.engine import cost_model
 from vllm_mmcache.components.features.engine.cost_model import CostModel
 from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES, RamTier, Slot
 from vllm_mmcache.components.features.engine.store import MAX_IDENTIFIER_CHARS, Store
 from vllm_mmcache.components.features.identity import Identity
-from vllm_mmcache.storage.tier import Tier
 from vllm_mmcache.components.features.package import Shape
+from vllm_mmcache.components.features.tiers import key_of
+from vllm_mmcache.storage.tier import Tier
 
 Open = Callable[..., Store]
 ARENA_BYTES = 64 * ALIGN_BYTES
@@ -103,7 +103,7 @@ def num_readers(store: Store, tier: MemoryTier) -> int:
 
 @pytest.mark.parametrize("field", ["identifier", "model", "processor", "dtype", "layout"])
 def test_another_identity_misses(opened: Open, tmp_path: Path, field: str) -> None:
-    stores = [opened(DiskTier(tmp_path, BUDGET_BYTES)) for _ in range(2)]
+    stores = [opened(file_tier(tmp_path)) for _ in range(2)]
     assert put(stores[0], 0)
     assert stores[0].flush(LONG_S)
     other = replace(identity(), **{field: "other"})
@@ -114,7 +114,7 @@ def test_another_identity_misses(opened: Open, tmp_path: Path, field: str) -> No
 
 def test_another_shape_misses(opened: Open, tmp_path: Path) -> None:
     """Under the same identity; the bytes of one shape are never given as another."""
-    stores = [opened(DiskTier(tmp_path, BUDGET_BYTES)) for _ in range(2)]
+    stores = [opened(file_tier(tmp_path)) for _ in range(2)]
     assert put(stores[0], 0)
     assert stores[0].flush(LONG_S)
     for other in (replace(SHAPE, num_tokens=15), replace(SHAPE, num_tokens=17)):
@@ -132,7 +132,7 @@ def test_hostile_identifiers(opened: Open, tmp_path: Path, identifier: str) -> N
     """One that is too long is kept nowhere, and asked for nowhere."""
     asked = replace(identity(), identifier=identifier)
     kept = len(identifier) <= MAX_IDENTIFIER_CHARS
-    first, second = (opened(DiskTier(tmp_path, BUDGET_BYTES)) for _ in range(2))
+    first, second = (opened(file_tier(tmp_path)) for _ in range(2))
     assert put(first, 0, asked) == kept
     assert first.flush(LONG_S)
     assert counts(first, "dropped") == {"ram": not kept, "disk": 0}
@@ -345,7 +345,7 @@ def test_a_load_that_raises_after_all_leaves_nothing_behind(opened: Open, caplog
     """No tier's load may; its slot is free again all the same, and the next tier is asked."""
 
     class Raises(MemoryTier):
-        def load(self, identity: Identity, shape: Shape, reserve: Any, until: float) -> bool:
+        def load(self, key: bytes, checker: Any, reserve: Any, until: float) -> bool:
             assert reserve() is not None
             raise ZeroDivisionError
 
@@ -362,7 +362,7 @@ def test_what_does_not_arrive_whole_leaves_nothing_behind(opened: Open) -> None:
     tier = MemoryTier()
     store = opened(tier)
     save(tier, 0)
-    tier.packages[identity(0).key] = packed(0)[:-1] + b"x"
+    tier.memory.entries[key_of(identity(0))] = packed(0)[:-1] + b"x"
     assert fetched(store, 0) is None
     assert store.ram.counts.snapshot()["held_bytes"] == 0
     assert counts(store, "set_aside")["memory"] == 1
@@ -471,7 +471,7 @@ def test_closing_with_a_tier_that_hangs(opened: Open) -> None:
     assert len(other.packages) == 3
     assert put(store, 9)  # RAM goes on
     assert found(store, 9) == features(9)
-    assert counts(store, "dropped") == {"ram": 0, "hung": 3 + 2, "other": 2}  # handed over when kept, and when found
+    assert counts(store, "dropped") == {"ram": 0, "hung": 2 + 2, "other": 2}  # but the one that hangs
     hung.writing.open()
     assert store.close(0)
     assert store.fetch(identity(10), SHAPE).is_done
@@ -495,7 +495,7 @@ def test_memory_for_transit_alone(opened: Open, keeps: bool) -> None:
 
 def test_threads(opened: Open, tmp_path: Path) -> None:
     """Several threads fetch, fill and use the same few images in too little room."""
-    store = opened(DiskTier(tmp_path, BUDGET_BYTES), num_bytes=5 * ALIGN_BYTES)
+    store = opened(file_tier(tmp_path), num_bytes=5 * ALIGN_BYTES)
     wrong: list[int] = []
 
     def work(start: int) -> None:
@@ -542,7 +542,7 @@ class Uses(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.tier = DiskTier(self._folder.name, 1 << 20)
+        self.tier = file_tier(self._folder.name, 1 << 20)
         self.store = Store(
             self.arena, RamTier(self.arena.num_bytes), [self.tier], CostModel(lambda num_tokens: 0.01, None)
         )

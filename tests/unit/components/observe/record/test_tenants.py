@@ -24,6 +24,8 @@ from vllm_mmcache.components.observe.record.pending import UNKNOWN, RequestSnaps
 from vllm_mmcache.components.observe.record.recorder import Recorder
 from vllm_mmcache.components.observe.record.schema import Reason, to_json
 
+pytestmark = pytest.mark.answers
+
 BLOCK = 16
 VICTIM, ATTACKER = "the victim's salt", "the attacker's salt"
 SYSTEM = list(range(1000, 1000 + BLOCK))  # the application's, which every tenant has
