@@ -38,7 +38,9 @@ def test_the_feature_store_loads_what_it_needs() -> None:
         "vllm_mmcache.components.features.message, vllm_mmcache.base.worker_threads"
     )
     assert not found & {"torch", "numpy", "vllm", "redis", "pydantic", "safetensors"}
-    found = loaded_by("vllm_mmcache.storage.open, vllm_mmcache.storage.redis_backend, vllm_mmcache.components.features.tiers")
+    found = loaded_by(
+        "vllm_mmcache.storage.open, vllm_mmcache.storage.redis_backend, vllm_mmcache.components.features.tiers"
+    )
     assert not found & {"torch", "numpy", "vllm", "safetensors"}
     found = loaded_by("vllm_mmcache.storage.sqlite, vllm_mmcache.components.lazy_media.media_info")
     assert not found & {"torch", "numpy", "vllm", "redis", "safetensors", "PIL"}
