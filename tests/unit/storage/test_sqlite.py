@@ -481,3 +481,16 @@ def test_a_file_that_has_no_table_yet(backend: SqliteBackend) -> None:
     put(backend, 0)
     assert got(backend, 0) == b"value"
     assert file_of(backend).name == made
+
+
+def test_what_was_cleared_takes_no_room(backend: SqliteBackend) -> None:
+    """A file that is open takes it also after it was removed."""
+    put(backend, 0)
+    assert got(backend, 0) == b"value"
+
+    def is_open() -> bool:
+        return any("records-v" in os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+
+    assert is_open()
+    backend.clear()
+    assert not is_open()
