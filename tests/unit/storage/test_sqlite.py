@@ -28,6 +28,7 @@ from vllm_mmcache.storage.tier import Tier
 class SqlitePlace(Place):
     entry_class = BytesEntry
     a_hit_is_a_use = False
+    has_values_at_once = True
     usual_bytes = 500
     overshoot_bytes = 4 * 4096  # pages that a row's places in two indices may need
 
@@ -417,20 +418,6 @@ def test_pages_are_given_back(backend: SqliteBackend, place: SqlitePlace) -> Non
     assert usage.held_bytes == small.sizes()[1] == file_of(backend).stat().st_size <= 500_000 < large_bytes
     assert small.sweep() == (usage.held_bytes, 0)
     small.close()
-
-
-def test_the_one_written_longest_ago_goes_first(place: SqlitePlace) -> None:
-    backend = place.backend(RECORDS, budget_bytes=300_000)
-    for number in range(40):
-        backend.put_many({b"fill %027d" % (number * 20 + one): b"v" * 1000 for one in range(20)})
-        put(backend, 0, content=b"used")  # as the renewal of what is used does
-        place.rows(RECORDS, "UPDATE records SET written_s = ? WHERE key = ?", 2**40 + number, NAMES[0])
-    assert got(backend, 0) == b"used"
-    there = {info.name for info in backend.scan()}
-    assert b"fill %027d" % 799 in there
-    assert b"fill %027d" % 0 not in there
-    backend.close()
-    assert sum(path.stat().st_size for path in backend.folder.iterdir()) <= 300_000 + SqlitePlace.overshoot_bytes
 
 
 def test_a_setting_is_named_where_there_is_no_room(place: SqlitePlace) -> None:
