@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel refuses a process, also root: files beyond a size, and changes of what is not writable."""
+"""What a process on a real system meets: files that can't grow or be changed, that others spoil, and other mounts."""
 
 import ctypes
 import os
 import resource
+import shutil
 import stat
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 _CAPABILITY_VERSION = 0x20080522
 _CAP_DAC_OVERRIDE = 1
@@ -62,3 +66,25 @@ def _without_root() -> Iterator[None]:
     finally:
         sets[0] = effective
         ask("capset")
+
+
+SPOIL: dict[str, Callable[[Path], object]] = {
+    "cut to nothing": lambda path: os.truncate(path, 0),
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "removed": lambda path: path.unlink(),
+    "garbled": lambda path: path.write_bytes(os.urandom(path.stat().st_size)),
+    "replaced": lambda path: (path.unlink(), path.write_bytes(b"x" * 40_000)),
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+}
+"""What others may do to a file that is in use."""
+
+_UNSHARE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
+
+
+def in_namespace(mount: str, command: list[str]) -> "subprocess.Popen[str]":
+    """A process that has mounts of its own, made by the shell line `mount`."""
+    if shutil.which("unshare") is None or subprocess.run([*_UNSHARE, "true"], capture_output=True).returncode:
+        pytest.skip("this system lets no user mount anything in a namespace of its own")
+    return subprocess.Popen(
+        [*_UNSHARE, f'{mount}; exec "$0" "$@"', *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )

@@ -34,15 +34,17 @@ def test_the_client_is_cheap() -> None:
 @pytest.mark.process
 def test_the_feature_store_loads_what_it_needs() -> None:
     found = loaded_by(
-        "vllm_mmcache.components.features.directory, vllm_mmcache.components.features.package, "
+        "vllm_mmcache.storage.encryption, vllm_mmcache.components.features.package, "
         "vllm_mmcache.components.features.message, vllm_mmcache.base.worker_threads"
     )
     assert not found & {"torch", "numpy", "vllm", "redis", "pydantic", "safetensors"}
-    found = loaded_by("vllm_mmcache.components.features.disk, vllm_mmcache.components.features.remote")
+    found = loaded_by(
+        "vllm_mmcache.storage.open, vllm_mmcache.storage.redis_backend, vllm_mmcache.components.features.tiers"
+    )
     assert not found & {"torch", "numpy", "vllm", "safetensors"}
-    found = loaded_by("vllm_mmcache.storage.records.disk, vllm_mmcache.components.lazy_media.media_info")
+    found = loaded_by("vllm_mmcache.storage.sqlite, vllm_mmcache.components.lazy_media.media_info")
     assert not found & {"torch", "numpy", "vllm", "redis", "safetensors", "PIL"}
-    found = loaded_by("vllm_mmcache.components.features.engine.store, vllm_mmcache.components.features.disk")
+    found = loaded_by("vllm_mmcache.components.features.engine.store, vllm_mmcache.storage.files")
     assert not found & {"torch", "vllm", "redis"}
     found = loaded_by(
         "vllm_mmcache.components.features.engine.transfers, vllm_mmcache.components.features.worker.device_copies"

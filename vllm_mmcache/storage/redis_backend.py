@@ -65,14 +65,18 @@ class RedisBackend(Backend):
         return self._nodes.open(self.name_of(name), self._slow_s, self.ttl_s)
 
     def touch(self, name: bytes) -> bool:
-        """As Backend says. An entry of no bytes is none: it is never found, so it must be written over."""
+        """As Backend says. No bytes, or what is no string, is no entry: it is never found, so it is written over."""
         entry = self.name_of(name)
 
         def mark(client: "redis.Redis") -> bool:
             with client.pipeline(transaction=False) as together:
                 _ = together.expire(entry, self.ttl_s) if self.ttl_s else together.persist(entry)
                 together.strlen(entry)
-                return bool(together.execute()[1])
+                answers = together.execute(raise_on_error=False)
+            for answer in answers:
+                if isinstance(answer, Exception) and not str(answer).startswith("WRONGTYPE"):
+                    raise answer
+            return isinstance(answers[1], int) and answers[1] > 0
 
         return self._writing_nodes.run(entry, mark)
 

@@ -169,7 +169,7 @@ import subprocess
 assert use(0) == (True, True)
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=2770", "volume", volume], check=True)
 assert load(tier, 0, shape) is None
-assert place.get(key) is None
+assert records.get(key, bytes) is None
 assert use(1) == (True, True)
 assert sorted(path.name for path in store.iterdir()) == ["features", "records"]
 """

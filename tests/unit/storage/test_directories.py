@@ -8,16 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from vllm_mmcache.components.features.disk import DiskTier
-from vllm_mmcache.storage.records.disk import DiskPlace
 
-from tests.support.packages import BUDGET_BYTES, features, load, save
+from tests.support.packages import features, file_tier, load, save
+from tests.support.tiers import record_tier
 from vllm_mmcache.base.errors import StoreUnusable
-from vllm_mmcache.storage import directories, records
+from vllm_mmcache.storage import directories
 from vllm_mmcache.storage.directories import is_ours
-from vllm_mmcache.storage.record_store import database
 
-KEY = records.key("test")
+KEY = b"k" * 32
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +35,10 @@ def mode(path: Path) -> int:
 
 def fill(volume: Path) -> None:
     """One package and one record, of a server that has ended."""
-    assert save(DiskTier(volume, BUDGET_BYTES), 0)
-    place = DiskPlace(volume, BUDGET_BYTES)
-    place.save({KEY: b"value"})
-    place.close()
+    assert save(file_tier(volume), 0)
+    records = record_tier(volume)
+    records.put_many({KEY: b"value"})
+    records.close()
 
 
 def test_the_second_start_with_fsgroup(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
@@ -48,14 +46,13 @@ def test_the_second_start_with_fsgroup(tmp_path: Path, log: pytest.LogCaptureFix
     widen(tmp_path)
     assert mode(tmp_path / "features") == mode(tmp_path / "records") == 0o2770
     for number in range(1, 4):  # whatever is done first, and the same again
-        tier = DiskTier(tmp_path, BUDGET_BYTES)
-        assert load(tier, 0) == features(0)
-        assert save(tier, number)
-        place = DiskPlace(tmp_path, BUDGET_BYTES)
-        entry = place.get(KEY)
-        assert entry is not None
-        assert entry.value == b"value"
-        place.close()
+        packages, records = file_tier(tmp_path), record_tier(tmp_path)
+        assert load(packages, 0) == features(0)
+        assert save(packages, number)
+        hit = records.get(KEY, bytes)
+        assert hit is not None
+        assert hit[1] == b"value"
+        records.close()
     assert mode(tmp_path / "features") & 0o777 == mode(tmp_path / "records") & 0o777 == 0o700
     assert mode(tmp_path) & 0o777 != 0o700, "the volume itself is not ours"
     assert [record.levelname for record in log.records] == ["WARNING", "WARNING"]
@@ -68,7 +65,7 @@ def test_the_second_start_with_fsgroup(tmp_path: Path, log: pytest.LogCaptureFix
 def test_every_mode_is_set_right(widened: int, tmp_path: Path) -> None:
     fill(tmp_path)
     (tmp_path / "features").chmod(widened)
-    assert save(DiskTier(tmp_path, BUDGET_BYTES), 1)
+    assert save(file_tier(tmp_path), 1)
     assert mode(tmp_path / "features") == 0o700
 
 
@@ -93,8 +90,8 @@ def test_what_is_not_ours_is_left_as_it_is(spoil: Callable[[Path], None], tmp_pa
     spoil(folder)
     with pytest.raises(StoreUnusable, match="expected a directory drwx------ of user"):
         is_ours(folder)
-    assert not save(DiskTier(tmp_path, BUDGET_BYTES), 1)
-    assert load(DiskTier(tmp_path, BUDGET_BYTES), 0) is None
+    assert not save(file_tier(tmp_path), 1)
+    assert load(file_tier(tmp_path), 0) is None
     assert mode(folder) == 0o770
 
 
@@ -134,41 +131,6 @@ def test_a_volume_where_chmod_changes_nothing(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "fchmod", lambda *_: None)
     with pytest.raises(StoreUnusable, match="expected a directory drwx------"):
         is_ours(tmp_path / "features")
-
-
-def test_files_of_other_users_are_not_read(tmp_path: Path) -> None:
-    """What another user may have put there while the directory was open to all."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can give a file to another user")
-    fill(tmp_path)
-    tier = DiskTier(tmp_path, BUDGET_BYTES)
-    (package,) = tier.directory.packages()
-    os.chown(package.path, 12345, -1)
-    (file,) = (tmp_path / "records").glob("*.sqlite")
-    os.chown(file, 12345, -1)
-    widen(tmp_path)
-    assert load(tier, 0) is None
-    assert tier.counts.snapshot()["set_aside"] == 1
-    place = DiskPlace(tmp_path, BUDGET_BYTES)
-    assert place.get(KEY) is None
-    place.save({KEY: b"ours"})
-    entry = place.get(KEY)
-    assert entry is not None
-    assert entry.value == b"ours"
-    assert database.current(tmp_path / "records") != file.name
-
-
-def test_a_database_that_is_a_link_is_not_opened(tmp_path: Path) -> None:
-    fill(tmp_path)
-    victim = tmp_path / "victim"
-    victim.write_bytes(b"")
-    (tmp_path / "records" / "records-99999999-00000000.sqlite").symlink_to(victim)
-    place = DiskPlace(tmp_path, BUDGET_BYTES)
-    entry = place.get(KEY)
-    assert entry is not None
-    assert entry.value == b"value"
-    place.save({records.key("other"): b"value"})
-    assert victim.read_bytes() == b""
 
 
 def test_level(log: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -4,19 +4,20 @@
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
-from tests.support.packages import features, file_tier, identity, load
+from tests.support.packages import features, file_tier, identity, load, save
 from vllm_mmcache.components.features import identity as identities
-from vllm_mmcache.components.features import package
+from vllm_mmcache.components.features import package, tiers
 from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.components.lazy_media import hooks
 from vllm_mmcache.components.lazy_media.video import hooks as video_loader
 from vllm_mmcache.components.lazy_processing import vllm_item_record
 from vllm_mmcache.storage import frame
+from vllm_mmcache.storage.encryption import PLAIN
 
 STORES = Path(__file__).parent / "stores"
 """Packages 1 and 2 of SMALL, as earlier versions have left them, in the folder of their format."""
@@ -42,6 +43,25 @@ def test_what_an_earlier_version_of_this_format_wrote_is_read(tmp_path: Path) ->
     tier = file_tier(tmp_path)
     assert [load(tier, number, SMALL) for number in (1, 2)] == [bytes(features(number, SMALL)) for number in (1, 2)]
     assert load(tier, 3, SMALL) is None
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["the earlier one first", "the later one first"])
+def test_two_versions_on_one_store(is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each finds its own, and neither reads, replaces or sets aside what the other has written of the same image."""
+    tier = file_tier(tmp_path)
+    for of_this in (is_first, not is_first):
+        with nullcontext() if of_this else next_version(monkeypatch):
+            assert load(tier, 1) is None
+            assert save(tier, 1)
+    written = {path.name: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
+    assert len(written) == 2
+    for version in (nullcontext(), next_version(monkeypatch)):
+        with version:
+            assert load(tier, 1) == bytes(features(1))
+            # As `mmcache store check`.
+            assert tier.check(lambda name, content: tiers.check(name, content, PLAIN)) == (1, [])
+    assert {path.name: path.read_bytes() for path in tmp_path.rglob("*.safetensors")} == written
+    assert tier.counts.snapshot()["set_aside"] == 0
 
 
 def test_the_format_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

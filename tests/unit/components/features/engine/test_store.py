@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The store over its tiers: order of lookup, filling upwards, writing behind, and never waiting."""
 
+import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +21,18 @@ from tests.support.tiers import LONG_S, MemoryTier, within
 from tests.unit.components.features.test_package import HOSTILE
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine import cost_model
+from vllm_mmcache.components.features.engine import store as store_module
 from vllm_mmcache.components.features.engine.cost_model import CostModel
 from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES, RamTier, Slot
 from vllm_mmcache.components.features.engine.store import MAX_IDENTIFIER_CHARS, Store
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.components.features.tiers import key_of
+from vllm_mmcache.storage.files import FileBackend
 from vllm_mmcache.storage.tier import Tier
 
 Open = Callable[..., Store]
+TTL_S = 1000
 ARENA_BYTES = 64 * ALIGN_BYTES
 
 
@@ -94,6 +99,17 @@ def fetched(store: Store, number: int, asked: Identity | None = None) -> bytes |
 
 def counts(store: Store, name: str) -> dict[str, float]:
     return {tier: every[name] for tier, every in store.counts().items()}
+
+
+def path_of(tier: Tier, number: int) -> Path:
+    assert isinstance(tier.backend, FileBackend)
+    return tier.backend.path_of(key_of(identity(number)))
+
+
+def age(path: Path) -> None:
+    """As if it was last used before TTL_S began."""
+    then = time.time() - 1.5 * TTL_S
+    os.utime(path, (then, then))
 
 
 def num_readers(store: Store, tier: MemoryTier) -> int:
@@ -212,6 +228,63 @@ def test_what_came_from_below_is_owed_to_what_lies_above(opened: Open) -> None:
     assert put(store, 1)  # the control: what a rank gave is owed to all
     assert store.flush(LONG_S)
     assert [identity(1).key in tier.packages for tier in tiers] == [True] * 3
+
+
+def test_what_is_damaged_near_is_healed_from_far(opened: Open, tmp_path: Path) -> None:
+    disk, far = file_tier(tmp_path), MemoryTier("far")
+    save(disk, 0)
+    save(far, 0)
+    path_of(disk, 0).write_bytes(b"")
+    store = opened(disk, far)
+    assert fetched(store, 0) == features(0)
+    assert counts(store, "hits") == {"ram": 1, "disk": 0, "far": 1}
+    assert store.flush(LONG_S)
+    assert counts(store, "set_aside") == {"ram": 0, "disk": 1, "far": 0}
+    assert path_of(disk, 0).read_bytes() == packed(0)
+
+
+def test_a_miss_is_a_miss_everywhere_and_the_next_one_looks_anew(opened: Open) -> None:
+    store = opened(MemoryTier("near"), MemoryTier("far"))
+    for number in (1, 2):
+        assert fetched(store, 0) is None
+        assert counts(store, "misses") == {"ram": number, "near": number, "far": number}
+        assert not store._fetches
+
+
+def test_a_store_that_is_opened_lets_go_of_what_nobody_used(opened: Open, tmp_path: Path) -> None:
+    """Nobody asks for anything."""
+    disk = file_tier(tmp_path, ttl_s=TTL_S)
+    for number in (0, 1):
+        save(disk, number)
+    age(path_of(disk, 0))
+    store = opened(file_tier(tmp_path, ttl_s=TTL_S))
+    assert within(LONG_S, lambda: counts(store, "evictions")["disk"] == 1)
+    assert [path_of(disk, number).exists() for number in (0, 1)] == [False, True]
+
+
+def test_a_use_in_ram_is_one_of_the_tiers_now_and_then(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or what is asked for all the time would be gone after a restart."""
+    disk = file_tier(tmp_path, ttl_s=TTL_S)
+    store = opened(disk)
+    assert put(store, 0)
+    assert store.flush(LONG_S)
+    path = path_of(disk, 0)
+    now = time.monotonic()
+
+    def is_used_at(seconds: float) -> bool:
+        """Whether a hit in RAM at that time is one of the file, which was used long before."""
+        if path.exists():
+            age(path)
+        monkeypatch.setattr(store_module, "monotonic", lambda: now + seconds)
+        assert found(store, 0) == features(0)
+        assert store.flush(LONG_S)
+        return path.exists() and time.time() - path.stat().st_mtime < TTL_S / 2
+
+    assert [is_used_at(seconds) for seconds in (0, TTL_S / 2 + 1, TTL_S / 2 + 2)] == [False, True, False]
+    path.unlink()
+    assert is_used_at(2 * TTL_S)  # it is there again
 
 
 def test_what_a_tier_is_owed_is_handed_over_when_the_image_comes_again(opened: Open) -> None:
