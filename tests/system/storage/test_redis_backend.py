@@ -193,6 +193,9 @@ def test_an_entry_of_another_type(server: Server) -> None:
     tier = tier_at(server)
     assert load(tier, 0) is None
     assert not server.client.exists(NAME)
+    server.client.rpush(NAME, "x")
+    assert save(tier, 0)  # over it, by one that has not looked before
+    assert load(tier, 0) == features(0)
     records = Tier(RECORDS, RedisPlace(server).backend(RECORDS))
     name = RECORDS.remote_prefix + key("a").hex()
     server.client.rpush(name, "x")
