@@ -133,6 +133,28 @@ def test_a_dead_node_without_a_replica_costs_its_own_entries_alone(
     assert all(f"node 127.0.0.1:{dead.port} is off" in line for line in caplog.messages)
 
 
+def test_a_dead_node_costs_its_own_records_alone(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(2, 0)
+    for server in cluster.nodes:
+        server.client.config_set("cluster-require-full-coverage", "no")
+    records = records_at(cluster.url)
+    for _ in range(2):
+        records.put_many(dict.fromkeys(KEYS, b"value"))
+    assert all(records.get(one, bytes) for one in KEYS)
+    cluster.primaries[1].kill()
+    names = cluster.names()
+    there = [one for one in KEYS if RECORDS.remote_prefix + one.hex() in names]
+    before = records.counts.snapshot()
+    records.put_many(dict.fromkeys(KEYS, b"another"))
+    for _ in range(3):
+        assert [found and found[1] for found in (records.get(one, bytes) for one in there)] == [b"another"] * len(there)
+        assert not any(records.get(one, bytes) for one in KEYS if one not in there)
+    assert not records.is_open()
+    after = {name: count - before[name] for name, count in records.counts.snapshot().items()}
+    assert (after["saved"], after["dropped"]) == (len(there), len(KEYS) - len(there))
+    assert 0 < after["dropped"] < len(KEYS)
+
+
 def test_a_slot_that_moves(make_cluster: MakeCluster) -> None:
     """While it moves, its entry is a miss, and no failure; then it is found where it is."""
     cluster = make_cluster(2, 0)
