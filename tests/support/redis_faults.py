@@ -15,14 +15,14 @@ from tests.support.packages import BUDGET_BYTES
 from vllm_mmcache.components.features.tiers import FEATURES
 from vllm_mmcache.storage.kind import Kind
 from vllm_mmcache.storage.redis_backend import RedisBackend
-from vllm_mmcache.storage.redis_nodes import RedisEntry
+from vllm_mmcache.storage.redis_nodes import LONGEST_REST_S, RedisEntry
 from vllm_mmcache.storage.tier import Tier
 
 
 def remote_tier(url: str, kind: Kind = FEATURES, timeout_s: float = 0.02, rest_s: float = 5.0) -> Tier:
     """A tier that waits no longer than a server of users' does; its entries live for 100 seconds."""
     backend = RedisBackend(url, kind, ttl_s=100, timeout_s=timeout_s, max_bytes=BUDGET_BYTES)
-    return Tier(kind, backend, rest_s=(rest_s, 1e6))
+    return Tier(kind, backend, rest_s=(rest_s, max(rest_s, LONGEST_REST_S)))
 
 
 @contextmanager
@@ -99,9 +99,9 @@ def after_piece(monkeypatch: pytest.MonkeyPatch, number: int, what: Callable[[],
     sent: list[object] = []
     execute: Any = redis.client.Pipeline.execute
 
-    def instead(self: redis.client.Pipeline, *args: object) -> object:
+    def instead(self: redis.client.Pipeline, **options: object) -> object:
         is_piece = any(command[0] == "APPEND" for command, _ in self.command_stack)
-        answer = execute(self, *args)
+        answer = execute(self, **options)
         if is_piece:
             sent.append(answer)
             if len(sent) == number:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 
+from tests.support.redis_faults import server_that
 from tests.support.store_server import TIMEOUT_S, Put, Server
 from tests.support.tiers import LONG_S, within
 from tests.support.towers import Asked, Runs, ask_about, forget_outputs, question, side, slots
-from tests.system.storage.features.test_remote import server_that
 from vllm_mmcache.components.features.engine import store
 from vllm_mmcache.prove.conversations import filler, user
 from vllm_mmcache.storage import tier as tier_module

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 from mmcache_tools.harness.server import free_port
-from vllm_mmcache.components.features.remote import RemoteTier
 
-from tests.support.packages import load
+from tests.support.packages import load, redis_tier
 from tests.support.store_server import server_binary
 from tests.unit.base.test_secrets import tells
 
@@ -36,7 +35,7 @@ def test_the_breaker_hides_what_a_server_sends_back(
     refusing_valkey: int, password: str, log: pytest.LogCaptureFixture
 ) -> None:
     url = f"redis://user:{password}@127.0.0.1:{refusing_valkey}"
-    tier = RemoteTier(url, ttl_s=1, max_bytes=1 << 20, timeout_s=5, rest_s=0.01)
+    tier = redis_tier(url, rest_s=(0.01, 0.01))
     until = time.monotonic() + 30
     while "unknown command" not in log.text and time.monotonic() < until:
         tier._reading._failing = False  # until the server is there, nobody listens

@@ -12,15 +12,18 @@ from typing import Any
 
 import pytest
 import redis
-from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
-from vllm_mmcache.storage.records.remote import RemotePlace
 
 from tests.support.packages import BUDGET_BYTES, features, identity, load, save
 from tests.support.store_server import TIMEOUT_S, Server
 from tests.support.tiers import LONG_S, within
 from tests.support.valkeys import Cluster, Watched
 from tests.system.cli.test_commands import assert_one_line, mmcache
-from tests.system.fleets.test_cluster import KEYS, NUMBERS, place_at, tier_at
+from tests.system.fleets.test_cluster import KEYS, NUMBERS, PREFIX, records_at, tier_at
+from vllm_mmcache.components.features.tiers import FEATURES
+from vllm_mmcache.storage.kind import Kind
+from vllm_mmcache.storage.record_store import RECORDS
+from vllm_mmcache.storage.redis_backend import RedisBackend
+from vllm_mmcache.storage.tier import Tier
 
 PAGE = (Path(__file__).parents[3] / "docs" / "operate.md").read_text()
 (RULES,) = re.findall(r"^ +ACL SETUSER mmcache (on >PASSWORD [^\\\n]*(?:\\\n[^\\\n]*)*)$", PAGE, re.MULTILINE)
@@ -41,25 +44,22 @@ def no_user(server: Server) -> Iterator[None]:
     server.client.execute_command("ACL DELUSER", "mmcache")
 
 
-def forever(url: str) -> tuple[RemoteTier, RemotePlace]:
-    """Entries of these never expire."""
-    return (
-        RemoteTier(url, ttl_s=0, max_bytes=BUDGET_BYTES, timeout_s=TIMEOUT_S),
-        RemotePlace(url, ttl_s=0, timeout_s=TIMEOUT_S),
-    )
+def forever(url: str, kind: Kind = FEATURES) -> Tier:
+    """Entries of this one never expire."""
+    return Tier(kind, RedisBackend(url, kind, ttl_s=0, timeout_s=TIMEOUT_S, max_bytes=BUDGET_BYTES))
 
 
 def test_all_works(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     url = url_of(server)
-    for tier, place in ((tier_at(url), place_at(url)), forever(url)):
+    for tier, records in ((tier_at(url), records_at(url)), (forever(url), forever(url, RECORDS))):
         assert save(tier, 0)
         assert save(tier, 0)  # there, and used again
         assert load(tier, 0) == features(0)
         server.client.set(PREFIX + identity(1).key, b"garbage")
         assert load(tier, 1) is None
         assert not server.client.exists(PREFIX + identity(1).key)
-        place.save({KEYS[0]: b"value"})
-        assert place.get(KEYS[0]) is not None
+        records.put_many({KEYS[0]: b"value"})
+        assert records.get(KEYS[0], bytes) is not None
     said = [line for line in caplog.messages if "set aside" not in line]
     assert not said
     store: dict[str, Any] = {"MMCACHE_STORE": url}
@@ -91,7 +91,7 @@ def of_writing(url: str) -> None:
 
 
 def of_writing_for_ever(url: str) -> None:
-    save(forever(url)[0], 1)
+    save(forever(url), 1)
 
 
 def of_rejecting(url: str) -> None:
@@ -99,12 +99,11 @@ def of_rejecting(url: str) -> None:
 
 
 def of_records(url: str) -> None:
-    place_at(url).save({KEYS[0]: b"value"})
+    records_at(url).put_many({KEYS[0]: b"value"})
 
 
 WITHOUT: dict[str, tuple[Callable[[str], None], str]] = {
     "append": (of_writing, "(writing)"),
-    "exists": (of_writing_for_ever, "(writing)"),
     "expire": (of_writing, "(writing)"),
     "getrange": (of_reading, "(reading)"),
     "persist": (of_writing_for_ever, "(writing)"),
@@ -144,11 +143,11 @@ def test_in_a_cluster(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> Non
     for server in cluster.primaries:
         url_of(server)
     url = url_of(cluster.primaries[0])
-    tier, place = tier_at(url), place_at(url)
+    tier, records = tier_at(url), records_at(url)
     for number in NUMBERS:
         assert save(tier, number)
         assert load(tier, number) == features(number)
-    place.save(dict.fromkeys(KEYS, b"value"))
+    records.put_many(dict.fromkeys(KEYS, b"value"))
     assert f"{2 * len(NUMBERS)} entries removed" in mmcache("store", "clear", MMCACHE_STORE=url).stdout
     assert not caplog.messages
     for server in cluster.primaries:

@@ -8,29 +8,30 @@ import time
 
 import pytest
 from redis.crc import key_slot
-from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
-from vllm_mmcache.storage.records.remote import RemotePlace
 
-from tests.support.packages import BUDGET_BYTES, features, identity, load, packed, save
+from tests.support.packages import LARGE, features, identity, load, packed, save
+from tests.support.redis_faults import after_piece, remote_tier
 from tests.support.store_server import TIMEOUT_S, Server
 from tests.support.tiers import LONG_S, within
 from tests.support.valkeys import Cluster, info
 from tests.system.cli.test_commands import mmcache
 from tests.system.fleets.conftest import MakeCluster
 from tests.system.fleets.load import NUM_PACKAGES, Load
-from tests.system.storage.features.test_remote import LARGE, after_piece
-from vllm_mmcache.storage import record_store
+from vllm_mmcache.components.features.tiers import FEATURES
+from vllm_mmcache.storage.record_store import RECORDS, key
+from vllm_mmcache.storage.tier import Tier
 
 NUMBERS = range(24)
-KEYS = [record_store.key("test", str(number)) for number in NUMBERS]
+KEYS = [key("test", str(number)) for number in NUMBERS]
+PREFIX = FEATURES.remote_prefix
 
 
-def tier_at(url: str, timeout_s: float = TIMEOUT_S, rest_s: float = 5.0) -> RemoteTier:
-    return RemoteTier(url, ttl_s=100, max_bytes=BUDGET_BYTES, timeout_s=timeout_s, rest_s=rest_s)
+def tier_at(url: str, timeout_s: float = TIMEOUT_S, rest_s: float = 5.0) -> Tier:
+    return remote_tier(url, timeout_s=timeout_s, rest_s=rest_s)
 
 
-def place_at(url: str) -> RemotePlace:
-    return RemotePlace(url, ttl_s=100, timeout_s=TIMEOUT_S)
+def records_at(url: str) -> Tier:
+    return remote_tier(url, RECORDS, TIMEOUT_S)
 
 
 def test_features_are_kept_on_all_nodes(cluster: Cluster) -> None:
@@ -46,14 +47,17 @@ def test_features_are_kept_on_all_nodes(cluster: Cluster) -> None:
 
 
 def test_records_are_kept_on_all_nodes(cluster: Cluster) -> None:
-    place = place_at(cluster.url)
-    place.save({key: b"value " + key for key in KEYS})
+    records = records_at(cluster.url)
+    for _ in range(2):  # the first time it learns from each node that says where else
+        records.put_many({one: b"value " + one for one in KEYS})
     assert len(cluster.names()) == len(KEYS)
-    replica = place_at(cluster.url)
-    for key in KEYS:
-        assert (entry := replica.get(key)) is not None
-        assert entry.value == b"value " + key
-    assert (place.counts.snapshot()["saved"], place.counts.snapshot()["errors"]) == (len(KEYS), 0)
+    assert all(server.client.dbsize() for server in cluster.primaries)
+    assert len(records.backend.groups(KEYS)) == len(cluster.primaries)
+    replica = records_at(cluster.url)
+    for one in KEYS:
+        assert (found := replica.get(one, bytes)) is not None
+        assert found[1] == b"value " + one
+    assert (records.counts.snapshot()["saved"], records.counts.snapshot()["errors"]) == (2 * len(KEYS), 0)
     assert replica.counts.snapshot()["errors"] == 0
 
 
@@ -127,6 +131,28 @@ def test_a_dead_node_without_a_replica_costs_its_own_entries_alone(
     assert not tier.is_open()
     assert len(caplog.messages) == 2, caplog.messages  # reading, writing
     assert all(f"node 127.0.0.1:{dead.port} is off" in line for line in caplog.messages)
+
+
+def test_a_dead_node_costs_its_own_records_alone(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(2, 0)
+    for server in cluster.nodes:
+        server.client.config_set("cluster-require-full-coverage", "no")
+    records = records_at(cluster.url)
+    for _ in range(2):
+        records.put_many(dict.fromkeys(KEYS, b"value"))
+    assert all(records.get(one, bytes) for one in KEYS)
+    cluster.primaries[1].kill()
+    names = cluster.names()
+    there = [one for one in KEYS if RECORDS.remote_prefix + one.hex() in names]
+    before = records.counts.snapshot()
+    records.put_many(dict.fromkeys(KEYS, b"another"))
+    for _ in range(3):
+        assert [found and found[1] for found in (records.get(one, bytes) for one in there)] == [b"another"] * len(there)
+        assert not any(records.get(one, bytes) for one in KEYS if one not in there)
+    assert not records.is_open()
+    after = {name: count - before[name] for name, count in records.counts.snapshot().items()}
+    assert (after["saved"], after["dropped"]) == (len(there), len(KEYS) - len(there))
+    assert 0 < after["dropped"] < len(KEYS)
 
 
 def test_a_slot_that_moves(make_cluster: MakeCluster) -> None:
@@ -223,10 +249,10 @@ def test_nobody_waits_for_slots(make_cluster: MakeCluster) -> None:
 
 
 def test_the_command_line_sees_all_nodes(cluster: Cluster) -> None:
-    tier, place = tier_at(cluster.url), place_at(cluster.url)
+    tier, records = tier_at(cluster.url), records_at(cluster.url)
     for number in NUMBERS:
         save(tier, number)
-    place.save(dict.fromkeys(KEYS, b"value"))
+    records.put_many(dict.fromkeys(KEYS, b"value"))
     for server in cluster.primaries:
         server.client.execute_command("SET", f"others:{{{tag_of(server, cluster)}}}", "theirs")
     size = len(NUMBERS)

@@ -11,15 +11,15 @@ from tests.support.tiers import LONG_S, within
 from tests.support.valkeys import Watched
 from tests.system.cli.test_commands import mmcache
 from tests.system.fleets.load import NUM_PACKAGES, Load
-from tests.system.fleets.test_cluster import KEYS, place_at, tier_at
+from tests.system.fleets.test_cluster import KEYS, records_at, tier_at
 
 
 def test_features_and_records(watched: Watched) -> None:
-    tier, place = tier_at(watched.url), place_at(watched.url)
+    tier, records = tier_at(watched.url), records_at(watched.url)
     assert save(tier, 0)
     assert load(tier, 0) == features(0)
-    place.save({KEYS[0]: b"value"})
-    assert place.get(KEYS[0]) is not None
+    records.put_many({KEYS[0]: b"value"})
+    assert records.get(KEYS[0], bytes) is not None
     listed = mmcache("store", "ls", MMCACHE_STORE=watched.url)
     assert "1 packages" in listed.stdout
     assert "1 records" in listed.stdout

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.packages import features, load, save
+from tests.support.packages import LARGE, features, load, save
 from tests.support.store_server import Server
 from tests.support.valkeys import Authority, behind_tls
 from tests.system.cli.test_commands import assert_one_line, mmcache
-from tests.system.fleets.test_cluster import KEYS, place_at, tier_at
-from tests.system.storage.features.test_remote import LARGE
+from tests.system.fleets.test_cluster import KEYS, records_at, tier_at
 from vllm_mmcache.base.errors import SettingsError
 
 
@@ -30,11 +29,11 @@ def test_a_private_authority(server: Server, port: int, authority: Authority) ->
     server.client.config_set("requirepass", "secret")
     try:
         url = f"rediss://:secret@127.0.0.1:{port}?ssl_ca_certs={authority.certificate}"
-        tier, place = tier_at(url), place_at(url)
+        tier, records = tier_at(url), records_at(url)
         assert save(tier, 0, LARGE)
         assert load(tier, 0, LARGE) == features(0, LARGE)
-        place.save({KEYS[0]: b"value"})
-        assert place.get(KEYS[0]) is not None
+        records.put_many({KEYS[0]: b"value"})
+        assert records.get(KEYS[0], bytes) is not None
         assert "2 entries are good" in mmcache("store", "check", MMCACHE_STORE=url).stdout
     finally:
         server.client.execute_command("AUTH", "secret")

@@ -14,19 +14,17 @@ from random import Random
 from typing import Any
 
 import pytest
-from vllm_mmcache.components.features.disk import DiskTier
-from vllm_mmcache.components.features.remote import PREFIX, RemoteTier
-from vllm_mmcache.storage.records.ram import Entry
 
 from scripts import soak
 from tests.support import hostile
 from tests.support.hostile import Marker
-from tests.support.packages import BUDGET_BYTES, SHAPE, features, identity, load, save
+from tests.support.packages import SHAPE, features, file_tier, identity, load, redis_tier, save
 from tests.support.sizes import scaled
 from tests.support.store_server import TIMEOUT_S, Server
 from tests.unit.components.lazy_processing.test_vllm_item_record import MAX_TOKENS, file_of, opened, processor_of
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.features.package import pack
+from vllm_mmcache.components.features.tiers import key_of as key_of_package
 from vllm_mmcache.components.lazy_media.hooks import KnownImage
 from vllm_mmcache.components.lazy_media.media_info import RECORDS, Key, MediaInfo, _name, find
 from vllm_mmcache.components.lazy_media.video import video_info as videos
@@ -36,9 +34,11 @@ from vllm_mmcache.components.lazy_processing.prepare import ItemPreparer, ItemRe
 from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
 from vllm_mmcache.components.lazy_processing.vllm_processor import inputs_of, process
 from vllm_mmcache.storage import record_store
-from vllm_mmcache.storage.encryption import PLAIN
+from vllm_mmcache.storage.files import FileBackend
 from vllm_mmcache.storage.frame import frame, unframe
-from vllm_mmcache.storage.tier import Tier, name_of
+from vllm_mmcache.storage.record_store import RecordStore
+from vllm_mmcache.storage.redis_backend import RedisBackend
+from vllm_mmcache.storage.tier import Tier, Value
 
 NUM = {"item": 1400, "image": 1000, "video": 700, "package": 700}
 """Entries of a kind in each place: over 10,000 in all."""
@@ -73,7 +73,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Marker]:
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running_server: Server) -> Iterator[record_store.Records]:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running_server: Server) -> Iterator[RecordStore]:
     """Records in all places."""
     running_server.client.flushall()
     store = f"{tmp_path / 'store'} {running_server.url}"
@@ -89,15 +89,15 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running_server: Serve
     VIDEOS.clear()
 
 
-def plant(store: record_store.Records, place: str, framed: dict[bytes, bytes]) -> None:
+def plant(store: RecordStore, place: str, framed: dict[bytes, bytes]) -> None:
     """Have these frames lie in a place by their keys; in RAM what is in them, which is all that lies there."""
     if place == "ram":
         for key, content in framed.items():
             value = unframe(key, content)
-            store._ram.put(key, Entry(b"\xc1" if value is None else value, time.time()))
+            store._ram.replace(key, Value(b"\xc1" if value is None else value, time.time()))
     else:
-        below = {one.name: one for one in store._below}
-        below[place]._save(framed)
+        (tier,) = (one for one in store._tiers if one.name == place)
+        tier.backend.put_many(framed)
 
 
 def assert_misses(
@@ -173,9 +173,7 @@ def items(tmp_path_factory: pytest.TempPathFactory) -> Items:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_items(
-    place: str, items: Items, marker: Marker, store: record_store.Records, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_items(place: str, items: Items, marker: Marker, store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "may_defer", lambda: True)
     assert_hit(place, items.key("good"), items.good, lambda: items.read("good"))
     deferred, updates = items.read("good")
@@ -195,7 +193,7 @@ def key_of(number: object) -> Key:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_images(place: str, marker: Marker, store: record_store.Records) -> None:
+def test_images(place: str, marker: Marker, store: RecordStore) -> None:
     good = IMAGE.packed()
     assert good is not None
     assert_hit(place, _name(key_of("good")), good, lambda: find(key_of("good")))
@@ -211,7 +209,7 @@ def test_images(place: str, marker: Marker, store: record_store.Records) -> None
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_videos(place: str, marker: Marker, store: record_store.Records) -> None:
+def test_videos(place: str, marker: Marker, store: RecordStore) -> None:
     record = videos.record_of((4, 64, 96, 3), METADATA)
     good = None if record is None else record.packed()
     assert good is not None
@@ -235,35 +233,36 @@ def test_videos(place: str, marker: Marker, store: record_store.Records) -> None
 def test_packages(place: str, marker: Marker, tmp_path: Path, running_server: Server) -> None:
     """Of features, in files and in Valkey."""
     running_server.client.flushall()
-    tier: Tier = DiskTier(tmp_path / "store", BUDGET_BYTES)
+    tier = file_tier(tmp_path / "store")
     if place == "remote":
-        tier = RemoteTier(running_server.url, ttl_s=0, timeout_s=TIMEOUT_S, max_bytes=BUDGET_BYTES)
+        tier = redis_tier(running_server.url, timeout_s=TIMEOUT_S)
     assert save(tier, -1)
     used_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     num = scaled(NUM["package"])
     for number in range(num):
         chance, who = Random(number), identity(number)
         planted = hostile.package(chance, who, SHAPE, bytes(features(number)), marker)
-        write(tier, name_of(who, PLAIN), planted, running_server)
+        write(tier, key_of_package(who), planted, running_server)
         begun = time.perf_counter()
         assert load(tier, number) is None, f"case {number} is a hit"
         assert time.perf_counter() - begun < LONGEST_S
     counts = tier.counts.snapshot()
     assert counts["set_aside"] == num
     assert counts["hits"] == counts["errors"] == 0
-    write(tier, name_of(identity(0), PLAIN), pack(identity(0), SHAPE, features(0)), running_server)
+    write(tier, key_of_package(identity(0)), pack(identity(0), SHAPE, features(0)), running_server)
     assert load(tier, 0) == features(0), "the control"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - used_bytes < MOST_RSS_BYTES
 
 
-def write(tier: Tier, name: str, packed: bytes, server: Server) -> None:
-    if isinstance(tier, DiskTier):
-        file = tier.directory.path_of(name)
+def write(tier: Tier, name: bytes, packed: bytes, server: Server) -> None:
+    if isinstance(tier.backend, FileBackend):
+        file = tier.backend.path_of(name)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file.write_bytes(packed)
         file.chmod(0o600)
     else:
-        server.client.set(PREFIX + name, packed)
+        assert isinstance(tier.backend, RedisBackend)
+        server.client.set(tier.backend.name_of(name), packed)
 
 
 def test_how_many() -> None:

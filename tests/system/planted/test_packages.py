@@ -21,16 +21,19 @@ from blake3 import blake3
 from mmcache_tools.harness.server import CPU_ARGS, serve
 from mmcache_tools.zoo import build_cached
 from openai import OpenAI
-from vllm_mmcache.components.features.remote import INCOMING, PREFIX
 
 from tests.support import files
 from tests.support.store_server import TIMEOUT_S, Server
 from tests.support.tiers import LONG_S
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.package import FEATURES, LENGTH, Shape, pack, unpack
+from vllm_mmcache.components.features.tiers import FEATURES as KIND
 from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.storage.redis_backend import INCOMING
 
 pytestmark = pytest.mark.engine
+
+PREFIX = KIND.remote_prefix
 
 Plant = Callable[[Identity, Shape, bytes], bytes]
 
@@ -105,7 +108,7 @@ class Replica:
 
     def keys(self) -> list[bytes]:
         found = cast(list[bytes], self.remote.client.keys(f"{PREFIX}*"))  # beside them are records
-        return [key for key in found if not key.startswith(INCOMING.encode())]
+        return [key for key in found if not key.startswith((PREFIX + INCOMING).encode())]
 
     def wait_until_saved(self) -> None:
         deadline = time.monotonic() + LONG_S

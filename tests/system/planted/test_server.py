@@ -19,7 +19,6 @@ import openai
 import pytest
 from mmcache_tools.harness.server import CPU_ARGS, serve
 from mmcache_tools.zoo import build_cached
-from vllm_mmcache.storage.records.remote import PREFIX
 
 from tests.support import files, hostile
 from tests.support.hostile import Marker
@@ -29,8 +28,11 @@ from tests.system.planted.test_packages import Replica
 from vllm_mmcache.components.features.package import unpack
 from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.storage.frame import HEAD_BYTES, frame
+from vllm_mmcache.storage.record_store import RECORDS
 
 pytestmark = pytest.mark.engine
+
+PREFIX = RECORDS.remote_prefix
 
 NUM_ROUNDS = 12
 """Of entries drawn at random, in all places at once."""

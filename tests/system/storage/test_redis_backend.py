@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from tests.support.packages import BUDGET_BYTES as PACKAGES_BYTES
-from tests.support.packages import LARGE, features, identity, load, packed, redis_tier, save
+from tests.support.packages import LARGE, SHAPE, features, identity, load, packed, redis_tier, save
 from tests.support.redis_faults import after_piece, between
 from tests.support.storage_contract import KEYED, Killed, Place, StorageContract
 from tests.support.store_server import TIMEOUT_S, Server
@@ -26,7 +26,7 @@ from vllm_mmcache.components.features.tiers import FEATURES
 from vllm_mmcache.storage import encryption
 from vllm_mmcache.storage.backend import Backend
 from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
-from vllm_mmcache.storage.frame import frame
+from vllm_mmcache.storage.frame import MAX_VALUE_BYTES, frame
 from vllm_mmcache.storage.kind import Kind
 from vllm_mmcache.storage.record_store import RECORDS, key
 from vllm_mmcache.storage.redis_backend import INCOMING, INCOMING_TTL_S, RedisBackend
@@ -178,9 +178,26 @@ def test_eighty_mebibytes(server: Server) -> None:
     tier = redis_tier(server.url, timeout_s=TIMEOUT_S, max_bytes=MANY_BYTES)
     assert save(tier, 0, shape)
     assert load(tier, 0, shape) == features(0, shape)
-    assert not save(tier_at(server), 1, shape)
-    assert load(tier_at(server), 0, shape) is None  # another replica may have a larger limit: its entry stays
-    assert server.client.dbsize() == 1
+
+
+def test_what_is_larger_than_may_be_is_neither_sent_nor_asked_for(server: Server) -> None:
+    """Another replica may have a larger limit: its entry stays."""
+    assert save(tier_at(server), 0)
+    smaller = redis_tier(server.url, timeout_s=TIMEOUT_S, max_bytes=SHAPE.num_bytes - 1)
+    assert not save(smaller, 1)
+    assert load(smaller, 0) is None
+    assert (count(smaller, "dropped"), count(smaller, "set_aside")) == (1, 0)
+    assert load(redis_tier(server.url, timeout_s=TIMEOUT_S, max_bytes=SHAPE.num_bytes), 0) == features(0)
+
+
+@pytest.mark.parametrize("value", [b"", b"v" * MAX_VALUE_BYTES])
+@pytest.mark.parametrize("codec", [PLAIN, KEYED], ids=["plain", "encrypted"])
+def test_the_smallest_and_the_largest_value(server: Server, value: bytes, codec: PlainCodec) -> None:
+    tier = Tier(RECORDS, RedisPlace(server).backend(RECORDS), codec)
+    tier.put_many({key("a"): value})
+    found = tier.get(key("a"), bytes)
+    assert found is not None
+    assert found[1] == value
 
 
 def test_valkey_is_a_scheme_too(server: Server) -> None:
@@ -193,6 +210,9 @@ def test_an_entry_of_another_type(server: Server) -> None:
     tier = tier_at(server)
     assert load(tier, 0) is None
     assert not server.client.exists(NAME)
+    server.client.rpush(NAME, "x")
+    assert save(tier, 0)  # over it, by one that has not looked before
+    assert load(tier, 0) == features(0)
     records = Tier(RECORDS, RedisPlace(server).backend(RECORDS))
     name = RECORDS.remote_prefix + key("a").hex()
     server.client.rpush(name, "x")

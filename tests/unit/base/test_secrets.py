@@ -15,14 +15,15 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import pytest
-from vllm_mmcache.components.features.remote import RemoteTier
-from vllm_mmcache.storage.records.remote import RemotePlace
 
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.errors import EnvironmentProblem, SettingsError
 from vllm_mmcache.base.store_url import error_without_secrets, redact, with_password
 from vllm_mmcache.cli import serve
 from vllm_mmcache.cli.doctor import setting_rows
+from vllm_mmcache.components.features.tiers import FEATURES
+from vllm_mmcache.storage.redis_backend import RedisBackend
+from vllm_mmcache.storage.tier import Tier
 
 PASSWORDS = [
     "s3cretw0rd",
@@ -76,10 +77,8 @@ def test_no_message_has_the_password(
         assert error is None or error.__suppress_context__
     more = "&" if "?" in form else "?"
     for wrong in (f"{url}{more}no_such_option=1", f"{url}{more}protocol=x", f"{url}{more}ssl_cert_reqs=none&db=x"):
-        for kind in (RemoteTier, RemotePlace):
-            given: dict[str, Any] = {"max_bytes": 1} if kind is RemoteTier else {}
-            made, error = attempt(partial(kind, wrong, ttl_s=1, timeout_s=0.02, **given))
-            assert not tells(str(error) if error else made._reading.name), wrong
+        made, error = attempt(partial(RedisBackend, wrong, FEATURES, ttl_s=1, timeout_s=0.02, max_bytes=1))
+        assert not tells(str(error) if error else made.where + Tier(FEATURES, made).where), wrong
 
 
 def test_what_is_shown_is_still_of_use() -> None:

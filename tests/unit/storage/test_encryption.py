@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.packages import LARGE as LARGE_PACKAGE
+from tests.support.packages import features, file_tier, identity, load, packed, save
 from vllm_mmcache.base import key_file as encryption_key_file
 from vllm_mmcache.base.errors import SettingsError, StoreCorrupt, StoreKeyMismatch
 from vllm_mmcache.base.settings import load_settings
-from vllm_mmcache.storage.encryption import CHUNK_BYTES, HEAD_BYTES, NONCE_BYTES, PLAIN, TAG_BYTES, AesGcmCodec, _Bytes
+from vllm_mmcache.components.features.tiers import key_of
+from vllm_mmcache.storage.backend import BytesEntry
+from vllm_mmcache.storage.encryption import CHUNK_BYTES, HEAD_BYTES, NONCE_BYTES, PLAIN, TAG_BYTES, AesGcmCodec
+from vllm_mmcache.storage.files import FileBackend
 
 KEY = AesGcmCodec(bytes(range(32)))
 OTHER = AesGcmCodec(bytes(range(1, 33)))
@@ -31,23 +36,23 @@ def test_there_and_back(num_bytes: int) -> None:
     whole = content(num_bytes)
     cuts = sorted([0, num_bytes // 3, num_bytes // 2, num_bytes])
     parts = [memoryview(whole)[start:end] for start, end in pairwise(cuts)]
-    entry = b"".join(map(bytes, KEY.parts(NAME, parts, num_bytes)))
+    entry = b"".join(map(bytes, KEY.encrypt(NAME, parts, num_bytes)))
     assert len(entry) == KEY.num_bytes(num_bytes)
-    assert KEY.decrypt(NAME, entry) == whole
+    assert KEY.decrypt_bytes(NAME, entry) == whole
     assert num_bytes < 16 or whole[:16] not in entry
-    assert KEY.encrypt(NAME, whole) != entry  # nonces are random
-    source = KEY.opened(_Bytes(entry), NAME)
+    assert KEY.encrypt_bytes(NAME, whole) != entry  # nonces are random
+    source = KEY.decrypt(NAME, BytesEntry(entry))
     assert source.num_bytes == num_bytes
     for start, end in [(0, min(7, num_bytes)), (num_bytes // 2, num_bytes), (num_bytes // 3, num_bytes // 2)]:
-        component = bytearray(end - start)
-        source.read_into(start, memoryview(component), 0.0)
-        assert component == whole[start:end]
+        piece = bytearray(end - start)
+        source.read_into(start, memoryview(piece), 0.0)
+        assert piece == whole[start:end]
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)
 def test_without_a_key_all_is_as_it_is(num_bytes: int) -> None:
     whole = content(num_bytes)
-    assert PLAIN.encrypt(NAME, whole) == PLAIN.decrypt(NAME, whole) == whole
+    assert PLAIN.encrypt_bytes(NAME, whole) == PLAIN.decrypt_bytes(NAME, whole) == whole
     assert (PLAIN.name(NAME), PLAIN.num_bytes(num_bytes)) == (NAME, num_bytes)
 
 
@@ -72,8 +77,8 @@ CHANGES = {
     "a chunk more": lambda entry: entry + entry[-CHUNK:],
     "swapped": swapped,
     "of another text": lambda entry: (
-        KEY.encrypt(NAME, content(LARGE))[: HEAD_BYTES + CHUNK]
-        + KEY.encrypt(NAME, content(LARGE + 1))[HEAD_BYTES + CHUNK :]
+        KEY.encrypt_bytes(NAME, content(LARGE))[: HEAD_BYTES + CHUNK]
+        + KEY.encrypt_bytes(NAME, content(LARGE + 1))[HEAD_BYTES + CHUNK :]
     ),
     "head alone": lambda entry: entry[:HEAD_BYTES],
     "less than a head": lambda entry: entry[:5],
@@ -85,29 +90,64 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_was_changed_does_not_open(change: str) -> None:
     with pytest.raises(StoreCorrupt):
-        KEY.decrypt(NAME, CHANGES[change](KEY.encrypt(NAME, content(LARGE))))
+        KEY.decrypt_bytes(NAME, CHANGES[change](KEY.encrypt_bytes(NAME, content(LARGE))))
 
 
 def test_no_bit_may_change() -> None:
-    entry = KEY.encrypt(NAME, content(50))
+    entry = KEY.encrypt_bytes(NAME, content(50))
     for bit in range(8 * len(entry)):
         changed = bytearray(entry)
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(StoreCorrupt):
-            KEY.decrypt(NAME, bytes(changed))
+            KEY.decrypt_bytes(NAME, bytes(changed))
 
 
 @pytest.mark.parametrize("num_bytes", [0, 50])
 def test_the_name_and_the_key_count(num_bytes: int) -> None:
-    entry = KEY.encrypt(NAME, content(num_bytes))
+    entry = KEY.encrypt_bytes(NAME, content(num_bytes))
     with pytest.raises(StoreCorrupt, match="another name"):
-        KEY.decrypt(b"m" * 32, entry)
+        KEY.decrypt_bytes(b"m" * 32, entry)
     with pytest.raises(StoreKeyMismatch, match="another key"):
-        OTHER.decrypt(NAME, entry)
+        OTHER.decrypt_bytes(NAME, entry)
     assert OTHER.has_other_key(entry[:HEAD_BYTES])
     assert PLAIN.has_other_key(entry[:HEAD_BYTES])
     assert not KEY.has_other_key(entry[:HEAD_BYTES])
     assert not KEY.has_other_key(content(50))
+
+
+MIDDLE = HEAD_BYTES + 2 * CHUNK + 100
+PLANTED = {
+    "in the clear": lambda entry, other: packed(0, LARGE_PACKAGE),
+    "of another name": lambda entry, other: other,
+    "encrypted with another key": lambda entry, other: OTHER.encrypt_bytes(
+        KEY.name(key_of(identity(0))), packed(0, LARGE_PACKAGE)
+    ),
+    "a bit flipped": lambda entry, other: entry[:MIDDLE] + bytes([entry[MIDDLE] ^ 1]) + entry[MIDDLE + 1 :],
+    "a chunk of another": lambda entry, other: entry[: HEAD_BYTES + CHUNK] + other[HEAD_BYTES + CHUNK :],
+    "truncated": lambda entry, other: entry[:MIDDLE],
+    "longer": lambda entry, other: entry + b"x",
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_a_large_package_that_was_changed_where_it_lies(tmp_path: Path, plant: str) -> None:
+    """Of twelve chunks, which are decrypted as they are read: none of it is served, and nothing of it can be seen."""
+    tier = file_tier(tmp_path, codec=KEY)
+    for number in (0, 1):
+        assert save(tier, number, LARGE_PACKAGE)
+    assert isinstance(tier.backend, FileBackend)
+    path, other = (tier.backend.path_of(KEY.name(key_of(identity(number)))) for number in (0, 1))
+    entry, whole = path.read_bytes(), packed(0, LARGE_PACKAGE)
+    assert len(entry) == KEY.num_bytes(len(whole))
+    assert not [at for at in range(0, len(whole) - 32, len(whole) // 100) if whole[at : at + 32] in entry]
+    assert load(tier, 0, LARGE_PACKAGE) == features(0, LARGE_PACKAGE)
+    path.write_bytes(PLANTED[plant](entry, other.read_bytes()))
+    assert load(tier, 0, LARGE_PACKAGE) is None
+    counts = tier.counts.snapshot()
+    assert (counts["hits"], counts["misses"], counts["set_aside"], counts["errors"]) == (1, 1, 1, 0)
+    assert load(tier, 1, LARGE_PACKAGE) == features(1, LARGE_PACKAGE)
+    assert save(tier, 0, LARGE_PACKAGE)  # the tower ran again
+    assert load(tier, 0, LARGE_PACKAGE) == features(0, LARGE_PACKAGE)
 
 
 def key_file(folder: Path, content: bytes, mode: int = 0o600) -> str:

@@ -95,6 +95,17 @@ def test_settings_choose_the_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert counts(record_store.current(), "dropped")["ram"] == 1
 
 
+def test_a_key_that_went_away_puts_nothing_in_the_clear(tmp_path: Path) -> None:
+    """As on another machine, which has the settings and not the file: records are in RAM alone."""
+    chosen = settings.Settings(store=str(tmp_path / "store"), store_key_file=str(tmp_path / "none"))
+    kept = RecordStore.of(chosen)
+    assert kept.counts().keys() == {"ram"}
+    kept.put(KEY, b"value")
+    assert kept.get(KEY) == b"value"
+    assert kept.close()
+    assert not (tmp_path / "store").exists()
+
+
 def test_what_is_current_is_closed_and_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_force(monkeypatch, store=str(tmp_path))
     first = record_store.current()
