@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small entries in SQLite: the contract, and what is special about a database that others may replace."""
 
+import math
 import os
 import shutil
 import sqlite3
@@ -471,6 +472,7 @@ def test_work_that_hangs_keeps_no_other(backend: SqliteBackend, monkeypatch: pyt
     put(backend, 1)  # over a connection of its own
     go_on.set()
     thread.join()
+    assert backend._reading_from._begun == math.inf  # who comes now waits again
     assert got(backend, 1) == b"value"
 
 
@@ -489,7 +491,8 @@ def test_what_was_cleared_takes_no_room(backend: SqliteBackend) -> None:
     assert got(backend, 0) == b"value"
 
     def is_open() -> bool:
-        return any("records-v" in os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+        places = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+        return any(place.startswith(str(backend.folder)) for place in places)
 
     assert is_open()
     backend.clear()
