@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.memory import traced
-from tests.support.tiers import LONG_S, MemoryTier, record_tier
+from tests.support.tiers import LONG_S, MemoryTier, record_tier, within
 from vllm_mmcache.base import settings
 from vllm_mmcache.metrics import table_sizes
 from vllm_mmcache.storage import record_store
@@ -161,6 +161,9 @@ def test_what_is_of_no_use_is_passed(tmp_path: Path, far: MemoryTier) -> None:
     assert counts(kept, "hits") == {"ram": 2, "disk": 0, "remote": 1}
     assert kept.flush(LONG_S)
     assert near.get(KEY, read) is not None  # written over
+    kept._ram.replace(OTHER, Value(b"bad", time.time()))
+    assert [kept.read(OTHER, read) for _ in range(3)] == [None] * 3
+    assert counts(kept, "corrupt")["ram"] == 2  # it is gone
     assert kept.close()
 
 
@@ -203,9 +206,18 @@ def test_forgotten_but_for_what_others_share(tmp_path: Path, far: MemoryTier) ->
     kept.clear()
     assert [len(far.packages), len(shared.packages), near.backend.sizes()[0]] == [0, 1, 0]
     assert kept.counts()["ram"]["entries"] == 0
-    kept.put(KEY, b"value")
-    assert kept.get(KEY) == b"value"
+    assert shared.writing.has_come()
+    shared.writing.shut()
+    kept.put(KEY, b"again")
+    assert shared.writing.has_come()  # it is being written
+    kept.put(OTHER, b"value")
+    clearing = threading.Thread(target=kept.clear)
+    clearing.start()
+    assert within(LONG_S, lambda: kept._writers[2].size().bytes == 0)
+    shared.writing.open()
+    clearing.join()
     assert kept.close()
+    assert [shared.get(key, bytes) is not None for key in (KEY, OTHER)] == [True, False]
 
 
 def test_what_is_used_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
