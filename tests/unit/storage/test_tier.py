@@ -189,19 +189,19 @@ def test_no_room_is_asked_for_where_nothing_fits(tier: Tier, backend: Scripted) 
 # What goes wrong.
 
 
-@pytest.mark.parametrize("method", ["open", "read_into", "closed", "reject", "is_current"])
+@pytest.mark.parametrize("method", ["open", "read_into", "closed", "is_current"])
 @pytest.mark.parametrize("error", [OSError("on purpose"), StoreUnusable("on purpose")])
 def test_reading_that_fails(
     tier: Tier, backend: Scripted, clock: Clock, method: str, error: Exception, log: pytest.LogCaptureFixture
 ) -> None:
     """Wherever it is: a miss and one error, and reading is left alone; writing goes on."""
     assert CONTENT.put(tier, 0)
-    if method in ("reject", "is_current"):
+    if method == "is_current":
         backend.entries[CONTENT.key(0)] = CONTENT.entry(0, 0)[:-1] + b"x"
     backend.raises[method] = error
     for _ in range(5):
         assert CONTENT.find(tier, 0) is None
-    assert counted(tier, saved=1, misses=5, errors=1, rejected=method == "reject")
+    assert counted(tier, saved=1, misses=5, errors=1)
     assert is_off(tier) == (True, False)
     assert f"{tier.where} (reading) is off, and is tried again after 10 s" in log.text
     assert "recovered from on purpose" in log.text
@@ -338,6 +338,17 @@ def test_what_was_replaced_while_it_was_read_is_not_rejected(tier: Tier, backend
     assert CONTENT.find(tier, 0) is None
     assert counted(tier, saved=1, misses=1, rejected=not is_replaced)
     assert (CONTENT.key(0) in backend.entries) is is_replaced
+
+
+def test_what_is_damaged_and_cannot_be_removed_keeps_nobody_from_the_rest(tier: Tier, backend: Scripted) -> None:
+    """On a disk that may only be read."""
+    for number in range(2):
+        assert CONTENT.put(tier, number)
+    backend.entries[CONTENT.key(0)] = CONTENT.entry(0, 0)[:-1] + b"x"
+    backend.raises["reject"] = OSError("read-only")
+    assert CONTENT.find(tier, 0) is None
+    assert counted(tier, saved=2, misses=1, rejected=1, errors=1)
+    assert CONTENT.find(tier, 1) == CONTENT.content(1)
 
 
 def test_the_first_that_is_damaged_is_a_warning(
