@@ -796,7 +796,7 @@ class StorageContract:
         """One error each of reading and writing, one line in the log each, and misses; then it works again."""
         if fault in place.never:
             pytest.skip(place.never[fault])
-        log.set_level("INFO")
+        log.set_level("INFO", "vllm.mmcache")
         tier = opened()
         assert contents.put(tier, 0)  # the control
         assert contents.find(tier, 0) == contents.content(0)

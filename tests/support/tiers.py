@@ -94,7 +94,7 @@ class MemoryBackend(Backend):
         return Usage()
 
     def reject(self, name: bytes) -> None:
-        del self.entries[name]
+        self.entries.pop(name, None)
 
     def scan(self) -> Iterator[EntryInfo]:
         return (EntryInfo(name, len(content)) for name, content in list(self.entries.items()))

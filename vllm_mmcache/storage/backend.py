@@ -25,7 +25,11 @@ class DeadlineExceeded(Exception):
 
 
 class Busy(StoreUnusable):
-    """Others use the backend for too long. For a read that is a miss, and no failure: it may be well the next time."""
+    """Others use the backend for too long.
+
+    A read that raises it is a miss, and no failure: it may be well the next time. So it is with `sweep`, which is tried
+    again later; raised by a method that writes it is a failure as any other.
+    """
 
 
 class PartUnavailable(Exception):
@@ -57,12 +61,16 @@ class OpenEntry(Source, Protocol):
     """When it was last written or used, in seconds since the epoch; 0 where the backend does not know."""
 
     def is_current(self) -> bool:
-        """Whether the entry of this name is still the one that was opened. Raises: as `read_into`."""
+        """False where the bytes that were read may be those of several entries, since this one was replaced meanwhile.
+
+        Then nothing bad is known of what lies there now. Where all bytes are in memory that can't be. Raises: as
+        `read_into`.
+        """
 
     def mark_used(self) -> None:
         """It was used: it lives for another `ttl_s`, and is the last to be evicted. Raises nothing.
 
-        A backend whose entries are put again from time to time need not do anything.
+        A backend of small entries may leave this out: whoever uses a small value puts it again from time to time.
         """
 
 
@@ -107,8 +115,9 @@ class Usage(NamedTuple):
 class Backend(ABC):
     """Entries by name. Several threads use it at once; several processes, too, and machines where it is shared.
 
-    `open` runs in threads for which a request may wait, and must not wait long; everything else in background threads
-    and in the command line. No method is called in a step of the engine.
+    `open`, what is done with an open entry, and `reject` run in threads for which a request may wait, and must not wait
+    long; everything else runs in background threads and in the command line. No method is called in a step of the
+    engine, and none may hold a lock of this process while it waits for a disk or a network.
     """
 
     tier: str
@@ -120,7 +129,7 @@ class Backend(ABC):
     rest_s: tuple[float, float]
     """Seconds that it is left alone after a failure, and the most, since each further failure doubles them."""
     max_bytes: int
-    """The most that the content of one entry may have."""
+    """The most that the content of one entry may have. Checked by the tier before `put`, not before `put_many`."""
     ttl_s: int = 0
     """Seconds that an entry is kept without use; 0 for ever."""
     budget_bytes: int | None = None
@@ -140,9 +149,9 @@ class Backend(ABC):
 
     @abstractmethod
     def put(self, name: bytes, parts: Iterable[Buffer], num_bytes: int) -> Usage:
-        """Keep an entry of `num_bytes`, in parts that follow each other, as a whole or not at all.
+        """Keep an entry of `num_bytes`, exactly, in parts that follow each other, as a whole or not at all.
 
-        Each part is valid until the next one is taken. A reader finds what was there before, or all of it; so does one
+        What the parts raise is raised, and nothing is kept. Each part is valid until the next one is taken. A reader finds what was there before, or all of it; so does one
         after a crash at any moment. An entry that is there may be left as it is: it has the same content. May evict
         others. Raises: one of `failures`.
         """
@@ -157,7 +166,11 @@ class Backend(ABC):
 
     @abstractmethod
     def reject(self, name: bytes) -> None:
-        """Take the entry `name` out of service, which was found to be damaged. Raises: one of `failures`."""
+        """Take the entry `name` out of service, which was found to be damaged; without such an entry nothing happens.
+
+        Never waits for a writer. Afterwards neither `open`, `touch` nor `scan` knows it, until it is put again. Raises:
+        one of `failures`.
+        """
 
     def sweep(self) -> Usage:
         """Remove what was not used for `ttl_s`, and what is over the budget, where that does not happen by itself.
@@ -179,7 +192,7 @@ class Backend(ABC):
         return True
 
     def sizes(self) -> tuple[int, int]:
-        """How many entries there are, and the bytes in use. Raises: one of `failures`."""
+        """How many entries there are, and the bytes in use, as `Usage.held_bytes` has them. Raises: one of `failures`."""
         entries = list(self.scan())
         return len(entries), sum(entry.num_bytes for entry in entries)
 

@@ -344,7 +344,7 @@ def test_two_writers_of_one_entry(server: Server) -> None:
 
 def test_killed_and_started_again_under_load(server: Server, log: pytest.LogCaptureFixture) -> None:
     """Nothing wrong is ever found, nobody waits, and the log has two lines of each kind."""
-    log.set_level("INFO")
+    log.set_level("INFO", "vllm.mmcache")
     tier = tier_at(server, rest_s=1)
     stop = threading.Event()
     wrong: list[int] = []

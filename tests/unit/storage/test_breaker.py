@@ -18,7 +18,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_open_after_a_failure_and_closed_after_a_success(clock: Clock, log: pytest.LogCaptureFixture) -> None:
-    log.set_level("INFO")
+    log.set_level("INFO", "vllm.mmcache")
     one = CircuitBreaker("a disk", 10, 25)
     assert not one.is_open()
     one.record_success()
