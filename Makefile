@@ -72,6 +72,10 @@ gpu-check:  ## each component on an NVIDIA GPU: exactness, then benchmarks; VLLM
 gpu-ship: $(STAMP)  ## the same on a machine without a network, in pieces: ARGS='pack --facts facts.json'; ARGS=--help
 	@$(BIN)/python -m scripts.gpu_check.ship $(ARGS)
 
+.PHONY: seeded-faults
+seeded-faults: $(STAMP)  ## plant faults in a copy, one at a time, and see that the tests notice (about 8 minutes); ARGS=--save
+	@$(BIN)/python -m scripts.seeded_faults $(ARGS)
+
 .PHONY: first-minutes
 first-minutes:  ## do in a clean directory what docs/first_minutes.md walks through, timed (about 5 minutes)
 	@$(PYTHON) scripts/first_minutes.py $(ARGS)

@@ -116,6 +116,25 @@ def test_failure_midway_takes_back_what_was_set(owner: Any, monkeypatch: pytest.
     assert owner.speak is original
 
 
+def test_a_group_that_does_not_stay_in_place_is_taken_back_as_a_whole(
+    owner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another plugin guards a module: what is set there is not there afterwards."""
+    original = owner.speak
+
+    class Guarded(types.ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            pass
+
+    guarded = Guarded("swap_guarded")
+    vars(guarded)["speak"] = owner.Base.inherited
+    monkeypatch.setitem(sys.modules, "swap_guarded", guarded)
+    outcome = machine.install("g", [entry("swap_owner:speak"), entry("swap_guarded:speak")], "0.32.0")
+    assert outcome.state == "off"
+    assert "swap_guarded.speak now holds" in outcome.reason
+    assert owner.speak is original
+
+
 def test_undo_refuses_when_someone_is_on_top(owner: Any) -> None:
     assert machine.install("g", [entry("swap_owner:speak")], "0.32.0").state == "on"
     ours = owner.speak

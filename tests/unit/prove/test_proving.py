@@ -197,6 +197,19 @@ def test_ctrl_c_keeps_what_has_passed(
     assert "stopped; kept is what was found for: qwen3-vl" in said
 
 
+@pytest.mark.parametrize("left", ["control: a spoiled KV cache is seen", "features is on", "same_again"])
+def test_an_item_without_its_controls_proves_nothing(left: str) -> None:
+    """Where a wrong answer would not have been seen, or the component was not in force, right answers say nothing."""
+    names = ["control: a spoiled KV cache is seen", "features is on", "same_again", "two_images"]
+    rows = [{"check": name, "state": "passed", "reason": "", "inexact": False} for name in names]
+    item = Item("qwen3-vl", ("features",), None)
+    assert items.judge(item, {"rows": rows, "engine": {}}, None)["state"] == "passed"
+    rows[names.index(left)] |= {"state": "not checked", "reason": "not shown"}
+    judged = items.judge(item, {"rows": rows, "engine": {}}, None)
+    assert judged["state"] == ("passed" if left == "same_again" else "not checked")
+    assert left in judged["reason"]
+
+
 def test_the_users_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("VLLM_PLUGINS", "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.delenv(name, raising=False)

@@ -415,12 +415,6 @@ def test_a_lock_that_is_a_link_is_not_followed(backend: FileBackend, tmp_path: P
     assert (tmp_path / "victim").read_text() == "mine"
 
 
-def test_a_budget_that_an_entry_does_not_fit_in(backend: FileBackend) -> None:
-    with pytest.raises(StoreUnusable, match="have no room for"):
-        put(backend, 0, BUDGET_BYTES + 1)
-    assert not backend.root.exists()
-
-
 def test_the_kernel_refuses_a_part(backend: FileBackend, tmp_path: Path) -> None:
     """A disk that fills up in the middle of an entry: the account and what was there are as before."""
     put(backend, 0, 5000)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small entries in SQLite: the contract, and what is special about a database that others may replace."""
 
+import math
 import os
 import shutil
 import sqlite3
@@ -28,6 +29,7 @@ from vllm_mmcache.storage.tier import Tier
 class SqlitePlace(Place):
     entry_class = BytesEntry
     a_hit_is_a_use = False
+    has_values_at_once = True
     usual_bytes = 500
     overshoot_bytes = 4 * 4096  # pages that a row's places in two indices may need
 
@@ -419,20 +421,6 @@ def test_pages_are_given_back(backend: SqliteBackend, place: SqlitePlace) -> Non
     small.close()
 
 
-def test_the_one_written_longest_ago_goes_first(place: SqlitePlace) -> None:
-    backend = place.backend(RECORDS, budget_bytes=300_000)
-    for number in range(40):
-        backend.put_many({b"fill %027d" % (number * 20 + one): b"v" * 1000 for one in range(20)})
-        put(backend, 0, content=b"used")  # as the renewal of what is used does
-        place.rows(RECORDS, "UPDATE records SET written_s = ? WHERE key = ?", 2**40 + number, NAMES[0])
-    assert got(backend, 0) == b"used"
-    there = {info.name for info in backend.scan()}
-    assert b"fill %027d" % 799 in there
-    assert b"fill %027d" % 0 not in there
-    backend.close()
-    assert sum(path.stat().st_size for path in backend.folder.iterdir()) <= 300_000 + SqlitePlace.overshoot_bytes
-
-
 def test_a_setting_is_named_where_there_is_no_room(place: SqlitePlace) -> None:
     with pytest.raises(StoreUnusable, match="records_disk_bytes = 1000 has no room for"):
         put(place.backend(RECORDS, budget_bytes=1000), 0)
@@ -484,6 +472,7 @@ def test_work_that_hangs_keeps_no_other(backend: SqliteBackend, monkeypatch: pyt
     put(backend, 1)  # over a connection of its own
     go_on.set()
     thread.join()
+    assert backend._reading_from._begun == math.inf  # who comes now waits again
     assert got(backend, 1) == b"value"
 
 
@@ -494,3 +483,17 @@ def test_a_file_that_has_no_table_yet(backend: SqliteBackend) -> None:
     put(backend, 0)
     assert got(backend, 0) == b"value"
     assert file_of(backend).name == made
+
+
+def test_what_was_cleared_takes_no_room(backend: SqliteBackend) -> None:
+    """A file that is open takes it also after it was removed."""
+    put(backend, 0)
+    assert got(backend, 0) == b"value"
+
+    def is_open() -> bool:
+        places = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+        return any(place.startswith(str(backend.folder)) for place in places)
+
+    assert is_open()
+    backend.clear()
+    assert not is_open()

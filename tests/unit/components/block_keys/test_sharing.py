@@ -151,6 +151,14 @@ def test_every_block_after_a_swapped_image_misses() -> None:
     assert not set(a[1:]) & set(b[1:])
 
 
+def test_each_block_has_the_key_of_its_own_embeddings() -> None:
+    """Two prompts of embeddings that differ from the third block on."""
+    one, other = (make_request(Prompt((1,) * 4 * BLOCK, embeds_seed=1), lambda request: []) for _ in range(2))
+    assert other.prompt_embeds is not None
+    other.prompt_embeds[2 * BLOCK] += 1
+    assert [a == b for a, b in zip(OURS(one), OURS(other), strict=True)] == [True, True, False, False]
+
+
 def test_length_is_part_of_the_state() -> None:
     tokens = (PAD,) * 16
     assert keys(Prompt(tokens, (("a", 0, 5),)), OURS)[0] != keys(Prompt(tokens, (("a", 0, 6),)), OURS)[0]

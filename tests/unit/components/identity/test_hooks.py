@@ -257,6 +257,26 @@ def test_threads_see_the_request(installed: None) -> None:
         assert asyncio.run(both()) == [None, None]
 
 
+def test_a_function_that_was_made_at_the_start_sees_the_request_that_calls_it(installed: None) -> None:
+    """As vLLM makes them, once with its renderer. The thread sees whose request it is, not who made the function."""
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    from vllm.renderers import base
+
+    async def ask(salt: str) -> str | None:
+        tenant.SALT.set(salt)
+        found: str | None = await in_thread()
+        return found
+
+    async def both() -> list[str | None]:
+        return list(await asyncio.gather(ask("a"), ask("b")))
+
+    with ThreadPoolExecutor(1) as executor:
+        in_thread = base.make_async(tenant.SALT.get, executor)
+        assert asyncio.run(both()) == ["a", "b"]
+
+
 @pytest.mark.parametrize("name", ["u" * 129, "\ud800", 7])
 @pytest.mark.usefixtures("installed")
 def test_wrong_names(name: Any) -> None:

@@ -6,6 +6,7 @@ Each control is the entry that is the image's own.
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,6 +115,23 @@ def test_positions_of_a_grid(zoo: Path, grid: tuple[int, int, int], is_used: boo
     elif is_used is False:
         assert torch.equal(positions, text)
         assert delta == 0
+
+
+@pytest.mark.parametrize("behind", [-1, 0], ids=["the table's last position", "one behind the table"])
+def test_no_position_is_behind_the_table(zoo: Path, behind: int) -> None:
+    """What a model's own code makes of fields that a store kept is an index into a table of this length."""
+    config = processor_of("qwen3-vl", zoo).info.ctx.model_config
+    most = 4 * max(config.hf_text_config.max_position_embeddings, config.max_model_len)
+    found, text = torch.full((3, 4), most + behind), torch.arange(4).expand(3, 4)
+
+    class Model:
+        def get_mrope_input_positions(self, tokens: list[int], features: list[Any]) -> tuple[torch.Tensor, int]:
+            return (found if features else text), 0
+
+    model = Model()
+    guard_positions(model, config)
+    item = SimpleNamespace(data=deferred(zoo, SIZE, b""))
+    assert model.get_mrope_input_positions([5, 6, 7, 8], [item])[0] is (found if behind else text)
 
 
 def test_a_size_that_is_not_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
