@@ -59,16 +59,24 @@ def server_that(answer: Callable[[socket.socket], object]) -> Iterator[str]:
 
 
 def trickling(
-    stored: bytes, part_bytes: int, part_s: float, expire: bytes = b":1\r\n"
+    stored: bytes, part_bytes: int, part_s: float, expire: bytes = b":1\r\n", is_late: bool = False
 ) -> Callable[[socket.socket], object]:
-    """A server that has `stored` under every key, and gives it slowly; `expire` is its answer to EXPIRE."""
+    """A server that has `stored` under every key, and gives it slowly.
+
+    expire: its answer to EXPIRE. is_late: whether that comes with the answer to the next question alone.
+    """
 
     def answer(connection: socket.socket) -> None:
+        owed = b""
         while request := connection.recv(4096):
+            if b"EXPIRE" in request:
+                owed = expire if is_late else b""
+                connection.sendall(b"" if is_late else expire)
+                continue
+            connection.sendall(owed)
+            owed = b""
             if b"STRLEN" in request:
                 connection.sendall(b":%d\r\n" % len(stored))
-            elif b"EXPIRE" in request:
-                connection.sendall(expire)
             elif b"GETRANGE" in request:
                 start, end = (int(number) for number in request.split(b"\r\n")[-4::2])
                 asked = stored[start : end + 1]

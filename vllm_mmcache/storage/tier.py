@@ -272,16 +272,16 @@ class Tier:
             log = logger.debug if self.counts.snapshot()[self.kind.rejected] else logger.warning
             log("mmcache %s set aside %s: %s (further ones at log level debug)", self.name, name.hex(), error)
             self.counts.add(**{self.kind.rejected: 1})
-            self._reject(name)
+            self._reject(name, log)
             return False
 
-    def _reject(self, name: bytes) -> None:
+    def _reject(self, name: bytes, log: Callable[..., None]) -> None:
         """Take a damaged entry out of service. Where that can't be, on a read-only disk, it is read again next time."""
         try:
             self.backend.reject(name)
         except self.backend.failures as error:
             self.counts.add(errors=1)
-            logger.debug("mmcache could not take %s out of %s: %s", name.hex(), self.name, self.backend.recover(error))
+            log("mmcache could not take %s out of %s: %s", name.hex(), self.name, self.backend.recover(error))
 
     def _fill(self, source: Source, checker: Checker, reserve: Callable[[], memoryview | None], until: float) -> bool:
         first = bytearray(min(source.num_bytes, max(checker.num_head_bytes, _SEEN_BYTES)))

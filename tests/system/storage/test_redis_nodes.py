@@ -107,10 +107,14 @@ def test_a_slow_server_is_bounded_by_the_time_given(log: pytest.LogCaptureFixtur
     assert not log.messages
 
 
-@pytest.mark.parametrize("answer", [b"-NOPERM\r\n", b"", b"$5\r\nhello\r\n"], ids=["refused", "late", "none"])
-def test_no_expiry_is_no_reason_for_a_miss(answer: bytes) -> None:
+@pytest.mark.parametrize(
+    ("answer", "is_late"),
+    [(b"-NOPERM\r\n", False), (b"", False), (b":1\r\n", True), (b"$5\r\nhello\r\n", False)],
+    ids=["refused", "silent", "late", "no answer to that"],
+)
+def test_no_expiry_is_no_reason_for_a_miss(answer: bytes, is_late: bool) -> None:
     """What was read is served, whatever becomes of marking it as used; an answer that is late is nobody's."""
-    with server_that(trickling(packed(), 10_000, 0, expire=answer)) as url:
+    with server_that(trickling(packed(), 10_000, 0, answer, is_late)) as url:
         tier = remote_tier(url, timeout_s=0.5)
         assert [found(tier) for _ in range(3)] == [features()] * 3
     assert counts(tier, "hits", "errors") == [3, 0]
