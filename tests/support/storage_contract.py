@@ -32,7 +32,7 @@ from vllm_mmcache.components.features.package import FORMAT, pack
 from vllm_mmcache.metrics.counters import LabelledCounter
 from vllm_mmcache.storage import breaker
 from vllm_mmcache.storage import tier as tier_module
-from vllm_mmcache.storage.backend import Backend, Buffer
+from vllm_mmcache.storage.backend import Backend, Buffer, BytesEntry
 from vllm_mmcache.storage.encryption import PLAIN, AesGcmCodec, PlainCodec
 from vllm_mmcache.storage.frame import MAX_VALUE_BYTES, check, frame
 from vllm_mmcache.storage.kind import Kind
@@ -347,11 +347,14 @@ DAMAGE: dict[str, Callable[[Contents], bytes]] = {
     "huge": lambda one: one.entry(0, 0) + bytes(10 * MAX_VALUE_BYTES),
 }
 
+USED = ("packages", "records")
+
 
 class StorageContract:
     """The tests; a subclass gives `place`."""
 
-    @pytest.fixture(params=CONTENTS)
+    # The two kinds that are in use would double the time of the fast tests, and the other two show most of it.
+    @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in USED else name for name in CONTENTS])
     def contents(self, request: pytest.FixtureRequest) -> Contents:
         return CONTENTS[request.param]
 
@@ -651,9 +654,20 @@ class StorageContract:
             with pytest.raises(StoreCorrupt):
                 found.read_into(len(entry) - 3, memoryview(bytearray(4)), time.monotonic() + LONG_S)
             assert found.is_current()
+            assert found.written_s == 0 or time.time() - LONG_S < found.written_s < time.time() + 2
             found.mark_used()
         with tier.backend.open(contents.key(1)) as found:
             assert found is None
+
+    def test_an_entry_that_is_removed_while_it_is_open(self, contents: Contents, tier: Tier) -> None:
+        assert contents.put(tier, 0)
+        with tier.backend.open(contents.key(0)) as found:
+            assert found is not None
+            if isinstance(found, BytesEntry):
+                pytest.skip("all bytes are in memory when it is opened")
+            found.read_into(0, memoryview(bytearray(8)), time.monotonic() + LONG_S)
+            tier.backend.reject(contents.key(0))
+            assert not found.is_current()
 
     def test_any_name(self, place: Place, contents: Contents, tier: Tier) -> None:
         names = [bytes(32), b"\xff" * 32, b"/../" * 8, b"*?[]{}\r\n" * 4, *(secrets.token_bytes(32) for _ in range(20))]
@@ -675,6 +689,9 @@ class StorageContract:
         tier.backend.reject(contents.key(2))
         assert contents.find(tier, 0) is None
         assert contents.find(tier, 1) == contents.content(1)
+        assert [info.name for info in tier.backend.scan()] == [contents.key(1)]
+        assert tier.backend.sizes()[0] == 1
+        assert not tier.backend.touch(contents.key(0))
         assert tier.backend.num_rejected() <= 1
 
     def test_clear(self, contents: Contents, opened: Callable[..., Tier]) -> None:

@@ -149,11 +149,11 @@ class Backend(ABC):
 
     @abstractmethod
     def put(self, name: bytes, parts: Iterable[Buffer], num_bytes: int) -> Usage:
-        """Keep an entry of `num_bytes`, exactly, in parts that follow each other, as a whole or not at all.
+        """Keep an entry of exactly `num_bytes`, in parts that follow each other, as a whole or not at all.
 
-        What the parts raise is raised, and nothing is kept. Each part is valid until the next one is taken. A reader finds what was there before, or all of it; so does one
-        after a crash at any moment. An entry that is there may be left as it is: it has the same content. May evict
-        others. Raises: one of `failures`.
+        Each part is valid until the next one is taken; what the parts raise is raised. A reader finds what was there
+        before, or all of it; so does one after a crash at any moment. An entry that is there may be left as it is: it
+        has the same content. May evict others. Raises: one of `failures`.
         """
 
     @abstractmethod
@@ -192,7 +192,7 @@ class Backend(ABC):
         return True
 
     def sizes(self) -> tuple[int, int]:
-        """How many entries there are, and the bytes in use, as `Usage.held_bytes` has them. Raises: one of `failures`."""
+        """How many entries there are, and the bytes in use, as in `Usage.held_bytes`. Raises: one of `failures`."""
         entries = list(self.scan())
         return len(entries), sum(entry.num_bytes for entry in entries)
 

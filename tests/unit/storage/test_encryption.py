@@ -129,6 +129,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTED)
 def test_a_large_package_that_was_changed_where_it_lies(tmp_path: Path, plant: str) -> None:
     """Of twelve chunks, which are decrypted as they are read: none of it is served, and nothing of it can be seen."""
