@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lazy images on a real engine of each later family: a known image is not decoded, and the answer stays the same.
 
-The first families' servers are asked over HTTP in tests/body; this asks vLLM's chat API in the engine's own process,
+The first families' servers are asked over HTTP in tests/system; this asks vLLM's chat API in the engine's own process,
 where the same loader opens the images.
 """
 
