@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Identity and block keys on a real engine of each later family: names are aliases, tenants share nothing.
 
-The first families are attacked over HTTP in tests/system/identity; here each kind of placeholder (tiles, rows, a number of
-the picture in its own prefix) goes through the same wrappers.
+The first families are attacked over HTTP in tests/system/identity; here each kind of placeholder (tiles, rows, a number
+of the picture in its own prefix) goes through the same wrappers.
 """
 
 from typing import Any
