@@ -19,9 +19,12 @@ ARTEFACTS = Path(__file__).parents[3] / ".artifacts" / "page"
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator["Browser"]:
-    """Chromium without a window."""
+    """Chromium without a window.
+
+    For one file at a time: as long as it is there, Playwright has an event loop in this thread, and asyncio.run fails.
+    """
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         why = "no chromium on PATH: the page's tests in a browser are left out (as root: apt-get install chromium)"
