@@ -56,9 +56,10 @@ class LruTable(Generic[K, V]):
         with self._lock:
             kept = self._entries.get(key)
             if kept is None:
-                kept = value
-                self._add(key, value)
-            self._settle(key, budget)
+                self._add(key, value, budget)
+                return value
+            self._entries.move_to_end(key)
+            self._evict(budget)
             return kept
 
     def replace(self, key: K, value: V) -> V | None:
@@ -66,8 +67,7 @@ class LruTable(Generic[K, V]):
         budget = self._budget()
         with self._lock:
             former = self._remove(key)
-            self._add(key, value)
-            self._settle(key, budget)
+            self._add(key, value, budget)
             return former
 
     def remove(self, key: K) -> V | None:
@@ -99,9 +99,13 @@ class LruTable(Generic[K, V]):
             size_bytes = min(entries, size_bytes // self._fixed_cost_bytes) * self._fixed_cost_bytes
         return Size(len(self), self._size_bytes, size_bytes)
 
-    def _add(self, key: K, value: V) -> None:
-        self._entries[key] = value
-        self._size_bytes += self._cost(value)
+    def _add(self, key: K, value: V, budget: Budget) -> None:
+        """Add an entry that is not there, as the most recently used. One that alone is too much is left out."""
+        cost_bytes = self._cost(value)
+        if cost_bytes <= budget.size_bytes:
+            self._entries[key] = value
+            self._size_bytes += cost_bytes
+            self._evict(budget)
 
     def _remove(self, key: K) -> V | None:
         value = self._entries.pop(key, None)
@@ -109,10 +113,7 @@ class LruTable(Generic[K, V]):
             self._size_bytes -= self._cost(value)
         return value
 
-    def _settle(self, key: K, budget: Budget) -> None:
-        """`key` is the most recently used; what is too much goes. An entry that alone is too much goes alone."""
-        self._entries.move_to_end(key)
-        if self._cost(self._entries[key]) > budget.size_bytes:
-            self._remove(key)
+    def _evict(self, budget: Budget) -> None:
+        """Let go of what was used longest ago, until the rest fits."""
         while len(self._entries) > budget.entries or self._size_bytes > budget.size_bytes:
             self._remove(next(iter(self._entries)))

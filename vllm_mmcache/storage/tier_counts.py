@@ -19,14 +19,12 @@ class TierCounts:
 
     def add(self, **amounts: float) -> None:
         """Add to counts by name; the names are those of the kind's counters, and others are left out."""
-        totals, counters = self._totals, self._kind.counters
-        with self._lock:
-            for name, amount in amounts.items():
-                if amount and name in totals:
-                    totals[name] += amount
+        totals = self._totals
         for name, amount in amounts.items():
             if amount and name in totals:
-                counters[name].add(amount, self.tier)
+                with self._lock:
+                    totals[name] += amount
+                self._kind.counters[name].add(amount, self.tier)
 
     def hold(self, num_bytes: int, budget_bytes: int | None = None) -> None:
         """Say what the tier holds now, and what it may."""
