@@ -192,11 +192,8 @@ def opened(place: Path | None, *, may_be_empty: bool = False) -> Iterator[Store]
     from vllm_mmcache.base.settings import load_settings, warn_of_unknown_variables
     from vllm_mmcache.components.features.tiers import FEATURES
     from vllm_mmcache.storage import encryption
-    from vllm_mmcache.storage.files import FileBackend
-    from vllm_mmcache.storage.open import tiers_at
+    from vllm_mmcache.storage.open import disk_tier, remote_tier
     from vllm_mmcache.storage.record_store import RECORDS
-    from vllm_mmcache.storage.sqlite import SqliteBackend
-    from vllm_mmcache.storage.tier import Tier
 
     settings = load_settings()
     warn_of_unknown_variables()
@@ -208,13 +205,12 @@ def opened(place: Path | None, *, may_be_empty: bool = False) -> Iterator[Store]
     if url is not None:
         url = with_password(url, settings.store_password_file)
         for name, kind in (("packages", FEATURES), ("records", RECORDS)):
-            (store.remote[name],) = tiers_at(None, url, settings, kind, timeout_s=REMOTE_TIMEOUT_S)
+            store.remote[name] = remote_tier(url, settings, kind, codec, REMOTE_TIMEOUT_S)
     if chosen is not None:
-        files = FileBackend(chosen, FEATURES, settings.store_disk_bytes, ttl_s=settings.store_ttl)
-        file = SqliteBackend(chosen, RECORDS, settings.records_disk_bytes, ttl_s=settings.store_ttl)
-        store = Store(chosen, Tier(FEATURES, files, codec), Tier(RECORDS, file, codec), store.remote)
-        with explained(store.packages):
-            is_there = files.is_there() or file.is_there()
+        packages, records = (disk_tier(chosen, settings, kind, codec) for kind in (FEATURES, RECORDS))
+        store = Store(chosen, packages, records, store.remote)
+        with explained(packages):
+            is_there = packages.backend.is_there() or records.backend.is_there()
         if not (is_there or store.remote or may_be_empty):
             raise StoreUnusable(
                 f"there is no store in {chosen}: `mmcache serve` and `mmcache store warm` make one; "

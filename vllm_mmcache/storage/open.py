@@ -6,6 +6,7 @@ import logging
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.settings import Settings, store_in_use
 from vllm_mmcache.storage import encryption
+from vllm_mmcache.storage.encryption import PlainCodec
 from vllm_mmcache.storage.files import FileBackend
 from vllm_mmcache.storage.kind import Kind
 from vllm_mmcache.storage.sqlite import SqliteBackend
@@ -20,45 +21,39 @@ def open_tiers(settings: Settings, kind: Kind, *, leaves_out: bool = False) -> l
     leaves_out: whether a tier whose settings can't be used is left out with a line in the log. Raises: SettingsError
     otherwise, for a URL that is none of Redis or Valkey, and for a key that can't be used.
     """
+    tiers: list[Tier] = []
     try:
         directory, url = store_in_use(settings)
-        tiers = tiers_at(directory, None, settings, kind)
+        codec = encryption.of(settings.store_key_file)
+        if directory is not None and getattr(settings, kind.disk_budget):
+            tiers.append(disk_tier(directory, settings, kind, codec))
     except SettingsError as error:
         if not leaves_out:
             raise
         logger.warning("mmcache keeps %s in RAM alone: %s", kind.name, error)
         return []
     try:
-        return tiers + tiers_at(None, url, settings, kind)
+        if url is not None:
+            tiers.append(remote_tier(url, settings, kind, codec, settings.store_remote_timeout_s))
     except SettingsError as error:
         if not leaves_out:
             raise
         logger.warning("mmcache keeps no %s there: %s", kind.name, error)
-        return tiers
-
-
-def tiers_at(
-    directory: str | None, url: str | None, settings: Settings, kind: Kind, *, timeout_s: float | None = None
-) -> list[Tier]:
-    """The tiers of one kind in these places, with the settings' budgets, times and key.
-
-    timeout_s: of Redis or Valkey, where it is another one than the settings'. Raises: SettingsError.
-    """
-    codec = encryption.of(settings.store_key_file)
-    tiers = []
-    budget_bytes = getattr(settings, kind.disk_budget)
-    if directory is not None and budget_bytes:
-        on_disk = SqliteBackend if kind.is_small else FileBackend
-        tiers.append(Tier(kind, on_disk(directory, kind, budget_bytes, ttl_s=settings.store_ttl), codec))
-    if url is not None:
-        from vllm_mmcache.storage.redis_backend import RedisBackend  # imports redis
-
-        remote = RedisBackend(
-            url,
-            kind,
-            ttl_s=settings.store_ttl,
-            timeout_s=settings.store_remote_timeout_s if timeout_s is None else timeout_s,
-            max_bytes=settings.store_remote_max_bytes,
-        )
-        tiers.append(Tier(kind, remote, codec))
     return tiers
+
+
+def disk_tier(directory: str, settings: Settings, kind: Kind, codec: PlainCodec) -> Tier:
+    """The tier of one kind in a directory, with the settings' budget and time."""
+    on_disk = SqliteBackend if kind.is_small else FileBackend
+    backend = on_disk(directory, kind, getattr(settings, kind.disk_budget), ttl_s=settings.store_ttl)
+    return Tier(kind, backend, codec)
+
+
+def remote_tier(url: str, settings: Settings, kind: Kind, codec: PlainCodec, timeout_s: float) -> Tier:
+    """The tier of one kind in Redis or Valkey, with the settings' time. Raises: SettingsError for such a URL."""
+    from vllm_mmcache.storage.redis_backend import RedisBackend  # imports redis
+
+    backend = RedisBackend(
+        url, kind, ttl_s=settings.store_ttl, timeout_s=timeout_s, max_bytes=settings.store_remote_max_bytes
+    )
+    return Tier(kind, backend, codec)

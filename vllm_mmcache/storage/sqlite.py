@@ -16,7 +16,7 @@ from vllm_mmcache.base.errors import StoreUnusable
 from vllm_mmcache.storage import sqlite_file
 from vllm_mmcache.storage.backend import Backend, Buffer, Busy, BytesEntry, EntryInfo, Usage
 from vllm_mmcache.storage.directories import is_ours
-from vllm_mmcache.storage.files import DISK_REST_S
+from vllm_mmcache.storage.files import DISK_REST_S, SLACK
 from vllm_mmcache.storage.frame import MAX_VALUE_BYTES
 from vllm_mmcache.storage.kind import Kind
 from vllm_mmcache.storage.sqlite_file import Database
@@ -25,8 +25,6 @@ READ_WAIT_S = 0.05
 WRITE_WAIT_S = 5.0
 MAX_ENTRY_BYTES = 2 * MAX_VALUE_BYTES
 """An entry that is longer can't be ours, framed and encrypted, and is not read."""
-# An eviction goes below the budget by this part, so that not every write needs one.
-SLACK = 0.1
 EVICTED_AT_ONCE = 100  # rows in one transaction
 VACUUMED_AT_ONCE = 256  # pages in one transaction
 ROW_BYTES = 128  # beside its frame: key, time, and their places in two indices

@@ -12,7 +12,7 @@ from vllm_mmcache.components.features.tiers import FEATURES
 from vllm_mmcache.storage.encryption import PLAIN, AesGcmCodec
 from vllm_mmcache.storage.files import FileBackend
 from vllm_mmcache.storage.kind import Kind
-from vllm_mmcache.storage.open import open_tiers, tiers_at
+from vllm_mmcache.storage.open import open_tiers, remote_tier
 from vllm_mmcache.storage.record_store import RECORDS
 from vllm_mmcache.storage.redis_backend import RedisBackend
 from vllm_mmcache.storage.redis_nodes import Nodes
@@ -79,7 +79,7 @@ def test_what_the_settings_say_reaches_the_tiers(
     assert (disk.where, remote.where) == (kind.said.format(tmp_path / "store"), kind.said.format(URL))
     assert timeouts == [3.0, 3.0]
     timeouts.clear()
-    tiers_at(None, URL, chosen, kind, timeout_s=0.5)  # as the command line does
+    remote_tier(URL, chosen, kind, PLAIN, 0.5)  # as the command line does
     assert timeouts[0] == 0.5
     for tier in (disk, remote):
         tier.close()
