@@ -12,11 +12,13 @@ is done without the fault before it, and after it.
 """
 
 import secrets
+import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -25,6 +27,7 @@ from blake3 import blake3
 
 from tests.support.packages import SHAPE, features, identity
 from tests.support.packages import save as save_package
+from tests.support.refusals import limited_files
 from tests.support.tiers import LONG_S
 from vllm_mmcache.base.errors import StoreCorrupt
 from vllm_mmcache.components.features import tiers
@@ -265,6 +268,58 @@ class Place(ABC):
     @abstractmethod
     def busy(self, backend: Backend) -> AbstractContextManager[object]:
         """Another one works on it for longer than anybody waits, within."""
+
+
+class DirectoryPlace(Place):
+    """A place in a directory of this machine, `store`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = folder / "store"
+        self._strangers: list[Path] = []
+
+    @abstractmethod
+    def folder_of(self, backend: Backend) -> Path:
+        """The folder of the backend's kind."""
+
+    @abstractmethod
+    def stranger_paths(self, kind: Kind) -> list[Path]:
+        """Names that look like ours, beside the entries."""
+
+    def lay_strangers(self, kind: Kind) -> None:
+        self._strangers = self.stranger_paths(kind)
+        for path in self._strangers:
+            path.write_bytes(b"mine")
+
+    def strangers(self, kind: Kind) -> int:
+        return sum(path.exists() and path.read_bytes() == b"mine" for path in self._strangers)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.store)
+
+    @contextmanager
+    def full(self, backend: Backend) -> Iterator[None]:
+        with limited_files(100):
+            yield
+
+    @contextmanager
+    def unreachable(self, backend: Backend) -> Iterator[None]:
+        away = self.store.with_name("away")
+        if self.store.exists():
+            self.store.rename(away)
+        self.store.write_bytes(b"")
+        yield
+        self.store.unlink()
+        if away.exists():
+            away.rename(self.store)
+
+    @contextmanager
+    def not_ours(self, backend: Backend) -> Iterator[None]:
+        folder, elsewhere = self.folder_of(backend), self.store / "elsewhere"
+        folder.rename(elsewhere)
+        folder.symlink_to(elsewhere)
+        yield
+        folder.unlink()
+        elsewhere.rename(folder)
 
 
 class Clock:

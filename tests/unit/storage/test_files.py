@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.packages import SHAPE, features, file_tier, held_bytes, identity, load, save
 from tests.support.refusals import limited_files, unwritable
-from tests.support.storage_contract import BUDGET_BYTES, THINGS, Place, StorageContract, during
+from tests.support.storage_contract import BUDGET_BYTES, THINGS, DirectoryPlace, StorageContract, during
 from tests.support.tiers import LONG_S
 from vllm_mmcache.base.errors import StoreUnusable
 from vllm_mmcache.components.features.package import Shape
@@ -25,11 +25,8 @@ from vllm_mmcache.storage.kind import Kind
 from vllm_mmcache.storage.tier import PIECE_BYTES
 
 
-class FilesPlace(Place):
+class FilesPlace(DirectoryPlace):
     entry_class = OpenFile
-
-    def __init__(self, folder: Path) -> None:
-        self.store = folder / "store"
 
     def backend(self, kind: Kind, *, ttl_s: int = 0, budget_bytes: int = BUDGET_BYTES) -> FileBackend:
         return FileBackend(self.store, kind, budget_bytes, ttl_s=ttl_s)
@@ -49,54 +46,24 @@ class FilesPlace(Place):
         if self.path(kind, name).exists():
             age(self.path(kind, name), seconds)
 
-    def lay_strangers(self, kind: Kind) -> None:
+    def folder_of(self, backend: Backend) -> Path:
+        assert isinstance(backend, FileBackend)
+        return backend.root
+
+    def stranger_paths(self, kind: Kind) -> list[Path]:
         root = self.backend(kind).root
         (entry,) = root.glob(f"??/*{kind.suffix}")
-        self._strangers = [
+        return [
             root / "notes.txt",
             entry.parent / "notes.txt",
             entry.with_name(entry.name + ".bak"),
             root / entry.name,
         ]
-        for path in self._strangers:
-            path.write_bytes(b"mine")
-
-    def strangers(self, kind: Kind) -> int:
-        return sum(path.exists() and path.read_bytes() == b"mine" for path in self._strangers)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.store)
-
-    @contextmanager
-    def full(self, backend: Backend) -> Iterator[None]:
-        with limited_files(100):
-            yield
 
     @contextmanager
     def read_only(self, backend: Backend) -> Iterator[None]:
         with unwritable(self.store):
             yield
-
-    @contextmanager
-    def unreachable(self, backend: Backend) -> Iterator[None]:
-        away = self.store.with_name("away")
-        if self.store.exists():
-            self.store.rename(away)
-        self.store.write_bytes(b"")
-        yield
-        self.store.unlink()
-        if away.exists():
-            away.rename(self.store)
-
-    @contextmanager
-    def not_ours(self, backend: Backend) -> Iterator[None]:
-        assert isinstance(backend, FileBackend)
-        elsewhere = self.store / "elsewhere"
-        backend.root.rename(elsewhere)
-        backend.root.symlink_to(elsewhere)
-        yield
-        backend.root.unlink()
-        elsewhere.rename(backend.root)
 
     @contextmanager
     def busy(self, backend: Backend) -> Iterator[None]:

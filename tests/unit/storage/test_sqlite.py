@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from tests.support.refusals import limited_files, unwritable
-from tests.support.storage_contract import BUDGET_BYTES, Place, StorageContract, flipped
+from tests.support.refusals import unwritable
+from tests.support.storage_contract import BUDGET_BYTES, DirectoryPlace, StorageContract, flipped
 from tests.support.tiers import LONG_S
 from vllm_mmcache.base.errors import StoreUnusable
 from vllm_mmcache.storage import sqlite_file
@@ -26,15 +26,12 @@ from vllm_mmcache.storage.sqlite import MAX_ENTRY_BYTES, SqliteBackend
 from vllm_mmcache.storage.tier import Tier
 
 
-class SqlitePlace(Place):
+class SqlitePlace(DirectoryPlace):
     entry_class = BytesEntry
     a_hit_is_a_use = False
     has_values_at_once = True
     usual_bytes = 500
     overshoot_bytes = 4 * 4096  # pages that a row's places in two indices may need
-
-    def __init__(self, folder: Path) -> None:
-        self.store = folder / "store"
 
     def backend(self, kind: Kind, *, ttl_s: int = 0, budget_bytes: int = BUDGET_BYTES) -> SqliteBackend:
         return SqliteBackend(self.store, kind, budget_bytes, ttl_s=ttl_s)
@@ -57,27 +54,18 @@ class SqlitePlace(Place):
     def age(self, kind: Kind, name: bytes, seconds: float) -> None:
         self.rows(kind, "UPDATE records SET written_s = written_s - ? WHERE key = ?", int(seconds), name)
 
-    def lay_strangers(self, kind: Kind) -> None:
+    def folder_of(self, backend: Backend) -> Path:
+        assert isinstance(backend, SqliteBackend)
+        return backend.folder
+
+    def stranger_paths(self, kind: Kind) -> list[Path]:
         folder = self.store / kind.name
-        self._strangers = [
+        return [
             folder / "notes.txt",
             folder / f"{kind.name}-v{sqlite_file.FORMAT}-99999999.sqlite",
             folder / f"other-v{sqlite_file.FORMAT}-99999999-0a1b2c3d.sqlite",
             folder / f"{kind.name}-v{sqlite_file.FORMAT + 1}-99999999-0a1b2c3d.sqlite",
         ]
-        for path in self._strangers:
-            path.write_bytes(b"mine")
-
-    def strangers(self, kind: Kind) -> int:
-        return sum(path.exists() and path.read_bytes() == b"mine" for path in self._strangers)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.store)
-
-    @contextmanager
-    def full(self, backend: Backend) -> Iterator[None]:
-        with limited_files(100):
-            yield
 
     @contextmanager
     def read_only(self, backend: Backend) -> Iterator[None]:
@@ -85,27 +73,6 @@ class SqlitePlace(Place):
         with unwritable(self.store):
             yield
         backend.close()
-
-    @contextmanager
-    def unreachable(self, backend: Backend) -> Iterator[None]:
-        away = self.store.with_name("away")
-        if self.store.exists():
-            self.store.rename(away)
-        self.store.write_bytes(b"")
-        yield
-        self.store.unlink()
-        if away.exists():
-            away.rename(self.store)
-
-    @contextmanager
-    def not_ours(self, backend: Backend) -> Iterator[None]:
-        assert isinstance(backend, SqliteBackend)
-        elsewhere = self.store / "elsewhere"
-        backend.folder.rename(elsewhere)
-        backend.folder.symlink_to(elsewhere)
-        yield
-        backend.folder.unlink()
-        elsewhere.rename(backend.folder)
 
     @contextmanager
     def busy(self, backend: Backend) -> Iterator[None]:
