@@ -76,6 +76,25 @@ def no_role(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_mmcache.base.settings._current", Settings())
 
 
+@pytest.fixture(scope="module")
+def nothing_stays_installed() -> Iterator[None]:
+    """The roles that a file has taken on end, and what they have installed is undone.
+
+    What vLLM has had the plugin register stays, since it asks once in a process.
+    """
+    from vllm_mmcache.base import status
+    from vllm_mmcache.hooking import installer
+    from vllm_mmcache.lifecycle.registry import FIRST
+
+    before, states = set(installer._installed), dict(status._states)
+    yield
+    status._states.clear()
+    status._states.update(states)
+    status._refresh()
+    for group in reversed([group for group in installer._installed if group not in {*before, FIRST.name}]):
+        installer.undo(group)
+
+
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     """What our own logger says, each once, whether or not another test has had vLLM set up its loggers."""

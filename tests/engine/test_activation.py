@@ -5,33 +5,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.engine_configuration import CHOSEN
-from vllm_mmcache.base import status
-from vllm_mmcache.hooking import installer
-from vllm_mmcache.lifecycle.registry import FIRST
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 
-pytestmark = pytest.mark.usefixtures("no_role")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_stays_installed() -> Iterator[None]:
-    """The roles taken on here end, and what they have installed is undone.
-
-    What vLLM has had the plugin register stays, since it asks once in a process.
-    """
-    before, states = set(installer._installed), dict(status._states)
-    yield
-    status._states.clear()
-    status._states.update(states)
-    status._refresh()
-    for group in reversed([group for group in installer._installed if group not in {*before, FIRST.name}]):
-        installer.undo(group)
+pytestmark = pytest.mark.usefixtures("nothing_stays_installed", "no_role")
 
 
 @pytest.mark.engine

@@ -4,7 +4,6 @@
 import copy
 import logging
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,25 +18,10 @@ from vllm_mmcache.base.role import ROLES
 from vllm_mmcache.base.status import ON, State
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle import activation, config_rules, tested_engines, user_proofs
-from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, COMPONENTS, FIRST, parts
+from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, COMPONENTS, parts
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Engine, Row
 
-pytestmark = pytest.mark.usefixtures("no_role")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_stays_installed() -> Iterator[None]:
-    """The roles taken on here end, and what they have installed is undone.
-
-    What vLLM has had the plugin register stays, since it asks once in a process.
-    """
-    before, states = set(installer._installed), dict(status._states)
-    yield
-    status._states.clear()
-    status._states.update(states)
-    status._refresh()
-    for group in reversed([group for group in installer._installed if group not in {*before, FIRST.name}]):
-        installer.undo(group)
+pytestmark = pytest.mark.usefixtures("nothing_stays_installed", "no_role")
 
 
 @pytest.fixture(scope="module")
