@@ -18,8 +18,8 @@ logger = logging.getLogger("vllm.mmcache")
 def open_tiers(settings: Settings, kind: Kind, *, leaves_out: bool = False) -> list[Tier]:
     """The tiers beyond RAM of one kind, nearest first. A tier that can't be used now is used when it can be.
 
-    leaves_out: whether a tier whose settings can't be used is left out with a line in the log. Raises: SettingsError
-    otherwise, for a URL that is none of Redis or Valkey, and for a key that can't be used.
+    leaves_out: whether a wrong setting is a line in the log: for a URL the remote tier is left out, for a directory, a
+    password's file or the file of the encryption key all tiers are. Otherwise it raises SettingsError.
     """
     tiers: list[Tier] = []
     try:

@@ -3,8 +3,9 @@
 
 Large content is streamed: `load` checks every byte with the caller's checker while it fills the caller's memory, `put`
 writes parts. Small values are read and written as a whole, in frames (frame.py): `get` and `put_many`. Whatever goes
-wrong is a miss, or content that is not kept: it is counted, and the tier is left alone for a while. None of these four
-nor `tidy` ever raises, and none holds a lock of this process while it waits for a disk or a network.
+wrong is a miss, or content that is not kept, and is counted. After a failure of the backend the tier is left alone for
+a while. None of these four nor `tidy` raises, but for what `get` is given to call. None holds a lock of this process
+while it waits for a disk or a network.
 
 Any thread: `load` and `get` run where a request may wait, the others in background threads and the command line.
 """
@@ -117,7 +118,7 @@ class Tier:
         return Size(bytes=self.counts.held_bytes, budget_bytes=self.backend.budget_bytes)
 
     def is_open(self) -> bool:
-        """Whether reading is left alone now: after a failure, and while a load hangs, so that no other one does."""
+        """Whether the circuit is open: loads are skipped for a time after a failure, and while another load hangs."""
         hung = time.monotonic() - HUNG_S
         return self._reading.is_open() or any(until < hung for until in list(self._loads.values()))
 
@@ -125,8 +126,9 @@ class Tier:
         """Fill the memory that `reserve` gives with exactly what the checker was made for; whether it did.
 
         reserve: called at most once, when there is content that fits; gives `checker.num_bytes` writable bytes, or None
-        where there is no room (counted as dropped). After False they hold anything.
-        until: the time by time.monotonic() when it gives up. Never raises.
+        where there is no room (a miss, and counted as dropped). After False their content is undefined; the caller
+        gives them back.
+        until: the time by time.monotonic() when it gives up, looked at between pieces. Never raises.
         """
         filled = False
         start = time.perf_counter()
@@ -233,7 +235,7 @@ class Tier:
         self.backend.close()
 
     def _attempt(self, breaker: CircuitBreaker, work: Callable[[], T]) -> T | None:
-        """What `work` returns; None where it fails, which is counted, and told to the breaker."""
+        """What `work` returns; None where it fails, which is counted. Only the backend's failures open the breaker."""
         try:
             result = work()
         except DeadlineExceeded:

@@ -26,10 +26,11 @@ T = TypeVar("T")
 
 
 class WriteBehind(Generic[K, T]):
-    """Hands items to `write` in the order of arrival, some at a time.
+    """Hands items to `write` in the order in which their keys arrived, some at a time.
 
     write: called by the thread with items by key; must not raise. budget: how many items may wait, and their bytes.
-    batch: the most that `write` gets at once. cost: the bytes of an item; None where they are held elsewhere.
+    batch: `write` gets no more items once one of these two is reached. cost: the bytes of an item; None where bytes are
+    not limited here.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class WriteBehind(Generic[K, T]):
                 self._start()
 
     def submit(self, key: K, item: T) -> None:
-        """Have an item written, instead of one that waits under the same key; never waits.
+        """Queue an item for writing, instead of one that waits under the same key; never waits for a write.
 
-        An item that is being written is not written twice. One that finds no room is dropped.
+        An item that equals the one that waits, or else the one that is being written, is ignored. One that finds no
+        room, or comes after `close`, is dropped and counted; what waits under its key stays.
         """
         with self._changed:
             former = self._waiting.get(key)
@@ -74,7 +76,7 @@ class WriteBehind(Generic[K, T]):
             self._changed.notify_all()
 
     def size(self) -> Size:
-        """What waits or is being written, and what may."""
+        """Items that wait or are being written, the bytes of those that wait, and how many bytes may."""
         num_entries = len(self._waiting) + len(self._written)
         if self._cost is None:
             return Size(num_entries)
@@ -86,7 +88,7 @@ class WriteBehind(Generic[K, T]):
             return self._changed.wait_for(lambda: not self._waiting and not self._written, timeout_s)
 
     def forget(self) -> None:
-        """Leave what is waiting."""
+        """Discard what is waiting, without counting it."""
         with self._changed:
             self._waiting.clear()
             self._waiting_bytes = 0
