@@ -12,7 +12,10 @@ def test_of_many_images_that_wait_no_more_pixels_are_made_ahead() -> None:
     try:
         waiting: list[pixel_pool.PixelFuture] = []
         while pixels.may_begin_ahead and len(waiting) < 1000:
-            waiting.append(pixels.begin(None, 16))
+            making = pixels.begin(None, 16, f"image-{len(waiting)}")
+            assert making is not None
+            waiting.append(making)
+        del making
         assert len(waiting) == pixel_pool.MOST_AHEAD
         assert all(making.exception(timeout=60) for making in waiting)
         assert not pixels.may_begin_ahead

@@ -16,6 +16,8 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from tests.support.packages import SHAPE, features
 from tests.support.tiers import LONG_S, MemoryTier
@@ -35,6 +37,9 @@ from vllm_mmcache.components.features.message import Message
 OFFSET = 10
 """Of an image in its prompt."""
 PATIENCE_S = 1e6
+BLOCK = 4
+FULL = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=2 * BLOCK)
 
 
 class Beside:
@@ -64,7 +69,12 @@ class Beside:
 
     def arrives(self, number: int, **more: Any) -> Any:
         request = SimpleNamespace(
-            request_id=f"request-{number}", mm_features=[image(number, **more)], sampling_params=None
+            request_id=f"request-{number}",
+            mm_features=[image(number, **more)],
+            sampling_params=None,
+            block_hashes=[],
+            skip_reading_prefix_cache=False,
+            num_tokens=100,
         )
         self.connector.on_request_added(request)
         return request
@@ -75,7 +85,7 @@ class Beside:
     def told(self, request: Any) -> Message | None:
         """What the ranks are told of a step that encodes the request's image."""
         self.connector.update_state_after_alloc(request, 0)
-        found = self.connector.build_connector_meta(None)
+        found = self.connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[]))
         assert found is None or isinstance(found, Message)
         return found
 
@@ -88,7 +98,7 @@ class Beside:
 
     def named(self, request: Any) -> Any:
         """Wait until it is known what the request's image shows."""
-        (wanted,) = self.connector._requests[request.request_id].values()
+        (wanted,) = self.connector._requests[request.request_id]
         while not wanted.identifier:
             time.sleep(0.001)
         return wanted
@@ -111,6 +121,15 @@ class Scheduler:
     def __init__(self) -> None:
         self.ec_connector: Any = None
         self.running = ["another request"]
+        self.requests: dict[str, Any] = {}
+        self.kv_cache_manager = empty_cache()
+
+
+def empty_cache() -> KVCacheManager:
+    """vLLM's own, of a model with full attention and a sliding window."""
+    groups = [KVCacheGroupSpec([type(spec).__name__], spec) for spec in (FULL, WINDOW)]
+    config = KVCacheConfig(num_blocks=400, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheManager(config, max_model_len=1024, scheduler_block_size=BLOCK, hash_block_size=BLOCK)
 
 
 def image(number: int, modality: str = "image", name: str = "pixel_values", data: bool = True) -> MultiModalFeatureSpec:
@@ -210,7 +229,7 @@ def test_a_name_alone_is_not_trusted(beside: Beside) -> None:
     beside.keep(beside.arrives(0), 0)
     again, other = beside.arrives(0), beside.arrives(1)
     other.mm_features[0].identifier = "image-0"
-    other = SimpleNamespace(request_id="other", mm_features=other.mm_features, sampling_params=None)
+    other = SimpleNamespace(**vars(other) | {"request_id": "other"})
     beside.connector.on_request_added(other)
     for request, is_there in ((again, True), (other, False)):
         assert beside.has_looked(request)
@@ -256,7 +275,7 @@ def test_a_request_that_ends_is_forgotten(beside: Beside) -> None:
     assert beside.connector.request_finished(request) == (False, None)
     assert beside.may_go_on(request)
     assert not beside.connector._requests
-    assert not beside.connector._ahead
+    assert not beside.connector._ahead_bytes
 
 
 class Config:
