@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+from vllm import SamplingParams
 
-from tests.support.asking import Asking
+from tests.support.asking import Asking, prompt_of
 from tests.support.pixels import Processed
+from vllm_mmcache.components.features.engine.vllm_connector import Connector
 from vllm_mmcache.prove import workers
 from vllm_mmcache.prove.conversations import filler, picture, user
 from vllm_mmcache.storage import record_store
@@ -50,15 +52,18 @@ def tower_runs(rig: ZooRig) -> list[int]:
     return list(rig.in_workers(workers.tower_images))
 
 
-def test_an_image_of_a_later_chunk(rig: ZooRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the request is sent to the ranks nobody has made its pixels yet."""
+@pytest.mark.parametrize("sends", [True, False], ids=["sends", "control"])
+def test_an_image_of_a_later_chunk(rig: ZooRig, monkeypatch: pytest.MonkeyPatch, sends: bool) -> None:
+    """When the request is sent to the ranks nobody has made its pixels yet. The control: they are not sent later."""
+    if not sends:
+        monkeypatch.setattr(Connector, "_send_pixels", lambda self, scheduler_output: self._unloaded.clear())
     asking = Asking(rig)
     talk = [user(picture(750), filler(3 * CHUNK), picture(751), "Compare.")]
     known(asking, talk)
     processed, start = Processed(rig, monkeypatch), tower_runs(rig)
     asking.ask(talk)
     assert tower_runs(rig) == [count + 2 for count in start]
-    assert (processed.in_engine(), processed.in_ranks()) == (2, [0, 0])
+    assert (processed.in_engine(), processed.in_ranks()) == (2, [0, 0] if sends else [1, 1])
     rig.assert_exact(asking.answers)
 
 
@@ -68,6 +73,31 @@ def test_several_requests_with_one_image(rig: ZooRig, monkeypatch: pytest.Monkey
     known(asking, *talks)
     processed, start = Processed(rig, monkeypatch), tower_runs(rig)
     asking.ask(*talks)
+    assert tower_runs(rig) == [count + 1 for count in start]
+    assert (processed.in_engine(), processed.in_ranks()) == (1, [0, 0])
+    rig.assert_exact(asking.answers)
+
+
+def test_a_request_that_was_preempted(rig: ZooRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its features were found, and are gone when it comes back."""
+    asking = Asking(rig)
+    talk = [user(picture(753), "What is it?")]
+    asking.ask(talk)
+    rig.forget_all_but_features()
+    asking.work()
+    processed, start = Processed(rig, monkeypatch), tower_runs(rig)
+    engine = rig.llm.llm_engine
+    rig.llm.enqueue([prompt_of(*rig.render(talk))], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+    while not rig.scheduler.running:
+        engine.step()
+    assert (processed.in_engine(), tower_runs(rig)) == (0, start), "its features were there"
+    rig.features.copying.wait(60)
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert not rig.scheduler.running
+    engine.reset_encoder_cache()
+    rig.forget_features()
+    while rig.scheduler.requests:
+        engine.step()
     assert tower_runs(rig) == [count + 1 for count in start]
     assert (processed.in_engine(), processed.in_ranks()) == (1, [0, 0])
     rig.assert_exact(asking.answers)

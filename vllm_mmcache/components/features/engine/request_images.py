@@ -38,8 +38,10 @@ class WantedImage:
     """Of its pixels, where it came without them and they are needed."""
     held: Slot | None = None
     """Where its features lie in RAM, held to the end of the step for which it was looked at."""
-    ahead_bytes: int = 0
-    """What it has brought into RAM before its turn; 0 once it had it."""
+    begun_bytes: int = 0
+    """Of RAM, for what was begun for it and is not used yet."""
+    is_retried: bool = False
+    """Whether what was found has gone before its turn, and is looked for once more."""
 
     @property
     def name(self) -> str:
@@ -67,6 +69,7 @@ class WantedImage:
             self.fetch = None
         if self.until:  # which is 0 where nobody will say what it is
             self.until = None
+        self.is_retried = False
 
 
 class RequestImages:
@@ -78,6 +81,8 @@ class RequestImages:
     def __init__(self) -> None:
         self.latest_until = 0.0
         """The end of the longest wait for one of them so far."""
+        self.begun_bytes = 0
+        """Of RAM, for all of them."""
         self._by_feature: dict[int, WantedImage] = {}  # by id(feature), which lives as long as the image does
         self._images: list[WantedImage] = []
         self._ends: list[int] = []  # the largest end so far

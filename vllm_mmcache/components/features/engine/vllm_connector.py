@@ -47,9 +47,12 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         self._reach += getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
         self._scheduler: Any = None
         self._requests: dict[str, RequestImages] = {}
-        # Loads of requests that come later must not let go of what those before them have loaded and not yet used.
-        self._most_ahead_bytes = arena.num_bytes // 2
-        self._ahead_bytes = 0
+        # What one request has loaded and not used yet must not go for what another one loads. Half: RAM lets go of what
+        # was used longest ago, and what is used while something waits for its turn is as much again.
+        self._ram_bytes = arena.num_bytes
+        self._most_begun_bytes = arena.num_bytes // 2
+        self._begun: dict[WantedImage, RequestImages] = {}
+        self._begun_bytes = 0
         self._held: list[WantedImage] = []  # until the end of this step
         self._unloaded: list[tuple[str, Any]] = []  # requests and features for which the tower runs in this step
         self._digests = Threads("digest", 2)
@@ -121,13 +124,10 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
     def _look_ahead(self, images: RequestImages) -> None:
         """Begin for images that are needed later, in their order, as long as there is room for what that brings."""
         while (one := images.next_to_look_for()) is not None:
-            if self._ahead_bytes and self._ahead_bytes + one.shape.num_bytes > self._most_ahead_bytes:
+            if not self._has_room(images, one):
                 return
             images.looked()
-            self._look_for(one)
-            if not one.ahead_bytes and (one.fetch is None or not one.fetch.is_done):
-                one.ahead_bytes = one.shape.num_bytes
-                self._ahead_bytes += one.ahead_bytes
+            self._begin(images, one)
             if (
                 self._pixels.may_begin_ahead
                 and not (one.fetch is not None and one.fetch.is_waited_for and not one.fetch.is_done)
@@ -135,6 +135,37 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
                 and not self._is_in_ram(one)
             ):
                 self._begin_pixels(one)
+
+    def _has_room(self, images: RequestImages, wanted: WantedImage, *, is_next: bool = False) -> bool:
+        """Whether an image's features may be brought into RAM beside what is there to be used.
+
+        Those that come next may take all of it where no other request has begun something.
+        """
+        size = self.store.ram.slot_bytes(wanted.shape.num_bytes)
+        if self._begun_bytes + size > self._most_begun_bytes:
+            found_nothing = [one for one in self._begun if one.fetch and one.fetch.is_done and not one.fetch.source]
+            self._let_go(found_nothing)
+        if is_next and self._begun_bytes == images.begun_bytes:
+            return self._begun_bytes + size <= self._ram_bytes
+        return self._begun_bytes + size <= self._most_begun_bytes
+
+    def _begin(self, images: RequestImages, wanted: WantedImage, *, is_urgent: bool = False) -> None:
+        """Begin to look for an image's features; the room that they need is taken until they are used."""
+        self._look_for(wanted, is_urgent=is_urgent)
+        is_begun = not wanted.fetch.is_done if wanted.fetch is not None else not wanted.identifier
+        if is_begun and wanted not in self._begun:
+            wanted.begun_bytes = self.store.ram.slot_bytes(wanted.shape.num_bytes)
+            self._begun[wanted] = images
+            images.begun_bytes += wanted.begun_bytes
+            self._begun_bytes += wanted.begun_bytes
+
+    def _let_go(self, wanted: Iterable[WantedImage]) -> None:
+        """What was begun for them was used, or is not needed."""
+        for one in wanted:
+            if (images := self._begun.pop(one, None)) is not None:
+                images.begun_bytes -= one.begun_bytes
+                self._begun_bytes -= one.begun_bytes
+                one.begun_bytes = 0
 
     def _look_for(self, wanted: WantedImage, *, is_urgent: bool = False) -> None:
         """Begin to fetch, or first to find out what the image is; nothing where that was begun."""
@@ -170,12 +201,6 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
             return 0.0
         seconds = self._pixels.seconds(wanted.shape.num_tokens)
         return math.inf if seconds is None else seconds
-
-    def _let_go(self, images: Iterable[WantedImage]) -> None:
-        """What they have brought into RAM before their turn was used, or is not needed."""
-        for one in images:
-            self._ahead_bytes -= one.ahead_bytes
-            one.ahead_bytes = 0
 
     # Scheduler's thread, in a step
 
@@ -215,23 +240,35 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         """Whether an image's features are, and are worth waiting for."""
         if not wanted.is_kept:
             return False
-        fetch, is_over = wanted.fetch, wanted.until is not None and time.monotonic() >= wanted.until
-        if fetch is not None and fetch.is_done and fetch.source and not is_over and not self._is_in_ram(wanted):
-            fetch = wanted.fetch = None  # it went away before its turn
-        if fetch is None and not is_over:
-            self._look_for(wanted, is_urgent=True)
-            fetch = wanted.fetch
-            if fetch is None and wanted.identifier:  # its weights are not known yet
-                return False
+        if self._has_gone(wanted) and not wanted.is_retried:
+            wanted.fetch, wanted.is_retried = None, True
+        is_over = wanted.until is not None and time.monotonic() >= wanted.until
+        if wanted.fetch is None:
+            if self._is_known_in_ram(wanted) or (not is_over and self._has_room(images, wanted, is_next=True)):
+                self._begin(images, wanted, is_urgent=True)
+                if wanted.fetch is None and wanted.identifier:  # its weights are not known yet
+                    return False
+            elif is_over or self._begun_bytes == images.begun_bytes:
+                return False  # nobody else will make room
+        fetch = wanted.fetch
         if fetch is not None:
             if fetch.is_done or not fetch.is_waited_for:
                 return False
             self.store.hurry(fetch)
-        if wanted.until is None:
+        if wanted.until is None:  # also while it waits for room, which the tower does not need
             costs, pixels_s = self.store.costs, self._pixels_s(wanted)
             wanted.until = costs.wait_until(images.latest_until, wanted.shape.num_tokens, pixels_s)
             images.latest_until = wanted.until
         return time.monotonic() < wanted.until
+
+    def _is_known_in_ram(self, wanted: WantedImage) -> bool:
+        identity = self.ranks.identity(wanted.identifier, wanted.modality) if wanted.identifier else None
+        return identity is not None and self.store.ram.has(identity.key)
+
+    def _has_gone(self, wanted: WantedImage) -> bool:
+        """Whether features were found and let go of before they were used."""
+        fetch = wanted.fetch
+        return fetch is not None and fetch.is_done and bool(fetch.source) and not self._is_in_ram(wanted)
 
     def _lacks_pixels(self, wanted: WantedImage) -> bool:
         """Whether pixels are needed and still being made; once they are, the image has them."""
