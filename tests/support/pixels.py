@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from mmcache_tools.harness.engines import ZooRig
 
-from vllm_mmcache.components.lazy_processing import vllm_pixels
+from vllm_mmcache.components.lazy_processing import vllm_pixels, vllm_processor
 
 
 class Processed:
@@ -15,7 +15,7 @@ class Processed:
     def __init__(self, rig: ZooRig, monkeypatch: pytest.MonkeyPatch) -> None:
         self._rig = rig
         self._num_calls = 0
-        process = vllm_pixels.process
+        process = vllm_processor.process
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self._num_calls += 1

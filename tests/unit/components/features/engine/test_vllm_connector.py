@@ -470,7 +470,7 @@ def test_features_that_a_step_counts_on_stay(
         monkeypatch.setattr(Connector, "_needs_pixels", lambda self, wanted: False)
     assert trusting.may_go_on(request)
     ram = trusting.store.ram
-    others = [ram.reserve(f"other-{number}", ALIGN_BYTES) for number in range(ram.size().budget_bytes // ALIGN_BYTES)]
+    others = [ram.reserve(f"other-{number}", ALIGN_BYTES) for number in range(trusting.arena.num_bytes // ALIGN_BYTES)]
     message = step(trusting, request, 0, is_new=True)
     assert [place.mm_hash for place in message.loads] == (["image-8"] if holds else [])
     for slot in others:
