@@ -6,6 +6,7 @@ of the arena's board. A save is good when its seal, the eight bytes behind its f
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_mmcache.components.features.package import Shape
 
@@ -33,3 +34,5 @@ class Message:
     saves: list[SlotRef] = field(default_factory=list)
     rows: dict[str, int] = field(default_factory=dict)
     """By mm_hash, how many tokens an image has in its prompt that came without its pixels."""
+    pixels: dict[str, Any] = field(default_factory=dict)
+    """By mm_hash, vLLM's items of images to be encoded that were sent without their pixels, which are made now."""

@@ -17,30 +17,33 @@ MOST_AHEAD = 32
 """Items whose pixels are made when their request arrives; of more, when it is their turn, since pixels are large."""
 
 PixelFuture = Future[Any]
-"""One item, with its pixels when it is done; None where nobody has time for them: the worker makes them in its step."""
+"""One item, with its pixels when it is done."""
 
 
 class Pixels:
-    """The pixels that an engine makes. Any thread."""
+    """The pixels that an engine makes. Scheduler's thread."""
 
     def __init__(self, model_config: Any) -> None:
         self._maker = PixelMaker(model_config)
         self._threads = Threads("pixels", background.busy_thread_limit(MOST_THREADS))
         self._estimate = Estimate()
-        self._kept = weakref.WeakSet[PixelFuture]()
+        self._kept = weakref.WeakValueDictionary[str, PixelFuture]()
 
     @property
     def may_begin_ahead(self) -> bool:
         """Whether requests that wait hold so few pixels that those of one more can be made before its turn."""
         return len(self._kept) < MOST_AHEAD
 
-    def begin(self, item: Any, num_tokens: int) -> PixelFuture:
-        """Have the pixels of a deferred item made; never waits.
+    def begin(self, item: Any, num_tokens: int, name: str) -> PixelFuture | None:
+        """Have the pixels of a deferred item made, once for all who ask while one of them has them; never waits.
 
-        The future holds None where too many wait, and what vLLM raised where nobody can make them.
+        name: what the item is called, whoever brings it. The future holds what vLLM raised where nobody can make them.
+        Returns None where too many wait: then it is to be asked again.
         """
+        under_way = self._kept.get(name)
+        if under_way is not None and not (under_way.done() and under_way.exception() is not None):
+            return under_way
         making = PixelFuture()
-        self._kept.add(making)
 
         def make() -> None:
             start = time.perf_counter()
@@ -54,7 +57,8 @@ class Pixels:
                 making.set_result(made)
 
         if not self._threads.submit(make):
-            making.set_result(None)
+            return None
+        self._kept[name] = making
         return making
 
     def seconds(self, num_tokens: int) -> float | None:

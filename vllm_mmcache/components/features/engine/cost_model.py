@@ -85,6 +85,15 @@ class CostModel:
         tower_s = self._tower_s(num_tokens, pixels_s)
         return UNKNOWN_TOWER_S if tower_s is None else tower_s
 
+    def wait_until(self, latest: float, num_tokens: int, pixels_s: float = 0.0) -> float:
+        """When a request shall go on without a package for which it begins to wait; by `time.monotonic`.
+
+        latest: when it goes on without those before it, which the same tower would have to make, one after the other.
+        """
+        now = time.monotonic()
+        begin = now if self._max_wait_s is not None else max(now, latest)
+        return begin + self.max_wait_s(num_tokens, pixels_s)
+
     def _tower_s(self, num_tokens: int, pixels_s: float) -> float | None:
         tower_s = self._tower(num_tokens)
         return None if tower_s is None or pixels_s == math.inf else tower_s + pixels_s

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from vllm_mmcache.base.lru import Size
+from vllm_mmcache.components.features.message import SEAL_BYTES
 from vllm_mmcache.components.features.tiers import FEATURES
 from vllm_mmcache.storage.tier_counts import TierCounts
 
@@ -77,6 +78,11 @@ class RamTier:
     def size(self) -> Size:
         """What there is, and what there may be."""
         return Size(len(self._slots), self._used_bytes, self._size)
+
+    @staticmethod
+    def slot_bytes(num_bytes: int) -> int:
+        """What features of so many bytes take of the memory, with the seal behind them."""
+        return Slot("", 0, num_bytes + SEAL_BYTES).end
 
     def has(self, key: str) -> bool:
         """Whether `find` would find it now; counts nothing."""

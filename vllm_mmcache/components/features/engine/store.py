@@ -2,13 +2,16 @@
 """The store of an engine: features by identity in RAM, then on disk, then in Redis or Valkey. Engine process.
 
 RAM is the arena that the engine shares with its ranks, so what is found there is where they can copy it from. What
-lies further away is fetched into it by threads, begun before its request is scheduled; what the ranks put there is
-written further by threads. Nothing here waits for a tier, and nothing here raises because of one.
+lies further away is fetched into it by threads, begun before its request is scheduled; what a request waits for is
+fetched before what one will need later. What the ranks put there is written further by threads. Nothing here waits for
+a tier, and nothing here raises because of one.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic, perf_counter
 
 from vllm_mmcache.base import background
@@ -43,6 +46,8 @@ class Fetch:
     is_done: bool = False
     source: str = ""
     """The tier that had them, once done; empty where none had."""
+    is_urgent: bool = False
+    """Whether a request that could go on otherwise waits for it."""
     is_probe: bool = False
     """Whether a tier is only asked to measure it."""
     is_filled_by_rank: bool = False
@@ -62,6 +67,37 @@ class Fetch:
         return not (self.is_probe or self.is_stuck)
 
 
+class _Queue:
+    """Fetches that wait for a thread that reads from one tier, the urgent ones first. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._urgent: OrderedDict[Fetch, None] = OrderedDict()
+        self._others: OrderedDict[Fetch, None] = OrderedDict()
+
+    def add(self, fetch: Fetch) -> None:
+        with self._lock:
+            (self._urgent if fetch.is_urgent else self._others)[fetch] = None
+
+    def remove(self, fetch: Fetch) -> None:
+        with self._lock:
+            self._urgent.pop(fetch, None)
+            self._others.pop(fetch, None)
+
+    def hurry(self, fetch: Fetch) -> None:
+        """It is urgent now, wherever it is."""
+        with self._lock:
+            if fetch in self._others:
+                del self._others[fetch]
+                self._urgent[fetch] = None
+
+    def take(self) -> Fetch | None:
+        """The next one; None where another one has taken it."""
+        with self._lock:
+            found = self._urgent or self._others
+            return found.popitem(last=False)[0] if found else None
+
+
 class Store:
     """Features by identity over the arena's RAM tier and the tiers below it, nearest first. Any thread."""
 
@@ -72,6 +108,7 @@ class Store:
         self._arena = arena
         num_readers = background.busy_thread_limit(MOST_READERS)
         self._readers = {tier.name: Threads(f"read-{tier.name}", num_readers) for tier in below}
+        self._queues = {tier.name: _Queue() for tier in below}
         self._writers = {tier.name: self._writer(tier) for tier in below}
         # In time for the one that would let go of it first.
         self._renew_s = min([RENEW_S, *(tier.ttl_s / 2 for tier in below if tier.ttl_s)])
@@ -82,21 +119,32 @@ class Store:
         self._fetches: dict[str, Fetch] = {}
         self._changed = threading.Condition()
 
-    def fetch(self, identity: Identity, shape: Shape, pixels_s: float = 0.0) -> Fetch:
+    def fetch(self, identity: Identity, shape: Shape, pixels_s: float = 0.0, is_urgent: bool = False) -> Fetch:
         """Have features brought into RAM, if some tier has them; a fetch that is under way is joined. Never waits.
 
         pixels_s: seconds that it would take to make the pixels that the tower lacks; infinite where that is not known.
         """
         with self._changed:
-            if (under_way := self._fetches.get(identity.key)) is not None:
-                return under_way
-            fetch = Fetch(identity, shape, pixels_s)
-            if self.ram.has(identity.key):
-                fetch.is_done, fetch.source = True, self.ram.name
-                return fetch
-            self._fetches[identity.key] = fetch
+            under_way = self._fetches.get(identity.key)
+            if under_way is None:
+                fetch = Fetch(identity, shape, pixels_s, is_urgent=is_urgent)
+                if self.ram.has(identity.key):
+                    fetch.is_done, fetch.source = True, self.ram.name
+                    return fetch
+                self._fetches[identity.key] = fetch
+        if under_way is not None:
+            if is_urgent:
+                self.hurry(under_way)
+            return under_way
         self._ask_from(fetch, 0)
         return fetch
+
+    def hurry(self, fetch: Fetch) -> None:
+        """A request waits for it now: it comes before those of which none does."""
+        if not fetch.is_urgent:
+            fetch.is_urgent = True
+            for queue in self._queues.values():
+                queue.hurry(fetch)
 
     def wait(self, fetches: Iterable[Fetch], timeout_s: float) -> bool:
         """Wait until all are done. Returns False after `timeout_s`."""
@@ -121,8 +169,16 @@ class Store:
                 self._writers[name].submit(identity.key, (identity, shape))
         return slot
 
+    def hold_if_there(self, identity: Identity, shape: Shape) -> Slot | None:
+        """The features in RAM, so that `find` will find them, too; held as by `find`, which counts it."""
+        slot = self.ram.hold_if_there(identity.key)
+        if slot is not None and slot.num_bytes != shape.num_bytes + SEAL_BYTES:
+            self.ram.release(slot)
+            return None
+        return slot
+
     def release(self, slot: Slot) -> None:
-        """The caller of `find` needs it no longer."""
+        """The caller of `find` or `hold_if_there` needs it no longer."""
         self.ram.release(slot)
 
     def reserve(self, identity: Identity, shape: Shape) -> Slot | None:
@@ -181,27 +237,27 @@ class Store:
             fetch.is_probe = ask is TierChoice.PROBE
             if fetch.is_probe:
                 fetch.passed_over.append(tier.name)
-            if self._readers[tier.name].submit(self._loading(fetch, number)):
+            self._queues[tier.name].add(fetch)
+            if self._readers[tier.name].submit(partial(self._load_next, number)):
                 return
+            self._queues[tier.name].remove(fetch)
             tier.counts.add(misses=1)
         with self._changed:
             if not fetch.is_filled_by_rank:
                 self._finish(fetch, "")
 
-    def _loading(self, fetch: Fetch, index: int) -> Callable[[], None]:
-        def load() -> None:
-            if fetch.is_done:  # a rank was faster
-                return
-            found = False
-            try:
-                found = self._load(fetch, index)
-            finally:
-                if found:
-                    self._finish(fetch, self.below[index].name)
-                else:
-                    self._ask_from(fetch, index + 1)
-
-        return load
+    def _load_next(self, index: int) -> None:
+        fetch = self._queues[self.below[index].name].take()
+        if fetch is None or fetch.is_done:  # a rank was faster
+            return
+        found = False
+        try:
+            found = self._load(fetch, index)
+        finally:
+            if found:
+                self._finish(fetch, self.below[index].name)
+            else:
+                self._ask_from(fetch, index + 1)
 
     def _load(self, fetch: Fetch, index: int) -> bool:
         tier, identity, shape = self.below[index], fetch.identity, fetch.shape

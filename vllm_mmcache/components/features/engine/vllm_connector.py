@@ -8,9 +8,8 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
@@ -19,11 +18,11 @@ from vllm_mmcache.base import config_payload, settings, status
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.worker_threads import Threads
 from vllm_mmcache.components.features.arena import Arena
-from vllm_mmcache.components.features.engine.store import Fetch, Store
+from vllm_mmcache.components.features.engine.request_images import RequestImages, WantedImage
+from vllm_mmcache.components.features.engine.store import Store
 from vllm_mmcache.components.features.engine.transfers import Ranks, TransferTracker
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.message import Message
-from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.components.lazy_processing.pixel_pool import PixelFuture, Pixels
 from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
 from vllm_mmcache.content import client_hashes
@@ -35,29 +34,6 @@ logger = logging.getLogger("vllm.mmcache")
 TRANSIT_BYTES = 256 * 1024**2  # of the arena where nothing is kept in RAM
 
 
-@dataclass(eq=False)
-class _Wanted:
-    """One image or video of a request that waits for the first time."""
-
-    modality: str
-    name: str
-    end: int
-    """Of its tokens in the prompt, exclusive."""
-    start: int
-    shape: Shape
-    feature: Any
-    """vLLM's: its data is replaced where pixels are made after all."""
-    pixels: Any
-    """What the processor made of it, where its name does not say what it shows; else None."""
-    identifier: str = ""
-    """That of its features; empty where they are not kept, and until it is known what the pixels show."""
-    fetch: Fetch | None = None
-    until: float | None = None
-    """When the request goes on without it; from the first time that it could have been scheduled."""
-    making: PixelFuture | None = None
-    """Of its pixels, where it came without them and they are needed."""
-
-
 class Connector(ECConnectorBase):  # type: ignore[misc]
     """One engine's store, as vLLM's scheduler sees it. The scheduler's thread."""
 
@@ -66,10 +42,19 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         self.store = store
         self.ranks = ranks
         self.copying = TransferTracker(store, arena, ranks)
+        # A drafter that is ahead by some tokens needs the images there.
         self._reach = vllm_config.scheduler_config.max_num_batched_tokens
+        self._reach += getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
         self._scheduler: Any = None
-        self._requests: dict[str, dict[int, _Wanted]] = {}
-        self._ahead: dict[str, list[_Wanted]] = {}  # images of requests that were not passed yet
+        self._requests: dict[str, RequestImages] = {}
+        # What one request has loaded and not used yet must not go for what another one loads. Half: RAM lets go of what
+        # was used longest ago, and what is used while something waits for its turn is as much again.
+        self._ram_bytes = arena.num_bytes
+        self._most_begun_bytes = arena.num_bytes // 2
+        self._begun: dict[WantedImage, RequestImages] = {}
+        self._begun_bytes = 0
+        self._held: list[WantedImage] = []  # until the end of this step
+        self._unloaded: list[tuple[str, Any]] = []  # requests and features for which the tower runs in this step
         self._digests = Threads("digest", 2)
         self._pixels = Pixels(vllm_config.model_config)
         self._failed: set[str] = set()
@@ -88,21 +73,36 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
     # Scheduler's thread, when a request arrives
 
     def on_request_added(self, request: Any) -> None:
-        """Begin to look for the features of a request's images."""
+        """Begin to look for the features of a request's images, as far as they don't lie in what is cached as KV."""
         if not request.mm_features or not status.is_on("features"):
             return
-        wanted = {}
-        for index, feature in enumerate(request.mm_features):
-            if (one := self._wanted(feature, is_kept=not client_hashes.are_in(request))) is not None:
-                wanted[index] = one
-                self._look_for(one)
-                if self._needs_pixels(one) and self._pixels.may_begin_ahead and not self._may_do_without(request, one):
-                    self._begin_pixels(one)
-        if wanted:
-            self._requests[request.request_id] = wanted
-            self._ahead[request.request_id] = list(wanted.values())
+        is_kept = not client_hashes.are_in(request)
+        wanted = [self._wanted(feature, is_kept=is_kept) for feature in request.mm_features]
+        added = [one for one in wanted if one is not None]
+        if not added:
+            return
+        if request.request_id in self._scheduler.requests:  # more of a session: its place is known when it is its turn
+            self._requests.setdefault(request.request_id, RequestImages()).add(added)
+            return
+        images = self._requests[request.request_id] = RequestImages()
+        images.add(added)
+        images.place(request.mm_features)
+        if self.store.below or any(one.comes_without_pixels or one.pixels is not None for one in added):
+            images.look_from(self._num_cached_tokens(request))
+        self._look_ahead(images)
 
-    def _wanted(self, feature: Any, *, is_kept: bool) -> _Wanted | None:
+    def _num_cached_tokens(self, request: Any) -> int:
+        """How much of a request's KV is cached now, in all layers: vLLM's own lookup, which counts and holds nothing.
+
+        A KV connector may have more. What goes before the request is scheduled is looked for then.
+        """
+        manager = self._scheduler.kv_cache_manager
+        if not manager.prefix_cache_lookup_enabled(request):
+            return 0
+        found = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        return int(found[1])
+
+    def _wanted(self, feature: Any, *, is_kept: bool) -> WantedImage | None:
         is_kept = is_kept and self.ranks.keeps(feature.modality)
         if not (is_kept or is_deferred(feature.data)):
             return None
@@ -112,69 +112,90 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         trusted = status.is_on("identity") if "api" in status.roles() else self._trusts_names
         if not trusted and feature.data is None:
             return None
-        place = feature.mm_position
-        return _Wanted(
-            modality=feature.modality,
-            name=feature.identifier,
-            start=place.offset,
-            end=place.offset + place.length,
-            shape=self.ranks.shape(place.get_num_embeds()),
+        return WantedImage(
             feature=feature,
+            shape=self.ranks.shape(feature.mm_position.get_num_embeds()),
+            is_kept=is_kept,
+            comes_without_pixels=is_deferred(feature.data),
             pixels=None if trusted or not is_kept else data,
             identifier=feature.identifier if trusted and is_kept else "",
         )
 
-    def _look_for(self, wanted: _Wanted) -> None:
-        """Begin to fetch, or first to find out what the image is."""
+    def _look_ahead(self, images: RequestImages) -> None:
+        """Begin for images that are needed later, in their order, as long as there is room for what that brings."""
+        while (one := images.next_to_look_for()) is not None:
+            if not self._has_room(images, one):
+                return
+            images.looked()
+            self._begin(images, one)
+            if (
+                self._pixels.may_begin_ahead
+                and not (one.fetch is not None and one.fetch.is_waited_for and not one.fetch.is_done)
+                and is_deferred(one.feature.data)
+                and not self._is_in_ram(one)
+            ):
+                self._begin_pixels(one)
+
+    def _has_room(self, images: RequestImages, wanted: WantedImage, *, is_next: bool = False) -> bool:
+        """Whether an image's features may be brought into RAM beside what is there to be used.
+
+        Those that come next may take all of it where no other request has begun something.
+        """
+        size = self.store.ram.slot_bytes(wanted.shape.num_bytes)
+        if self._begun_bytes + size > self._most_begun_bytes:
+            found_nothing = [one for one in self._begun if one.fetch and one.fetch.is_done and not one.fetch.source]
+            self._let_go(found_nothing)
+        if is_next and self._begun_bytes == images.begun_bytes:
+            return self._begun_bytes + size <= self._ram_bytes
+        return self._begun_bytes + size <= self._most_begun_bytes
+
+    def _begin(self, images: RequestImages, wanted: WantedImage, *, is_urgent: bool = False) -> None:
+        """Begin to look for an image's features; the room that they need is taken until they are used."""
+        self._look_for(wanted, is_urgent=is_urgent)
+        is_begun = not wanted.fetch.is_done if wanted.fetch is not None else not wanted.identifier
+        if is_begun and wanted not in self._begun:
+            wanted.begun_bytes = self.store.ram.slot_bytes(wanted.shape.num_bytes)
+            self._begun[wanted] = images
+            images.begun_bytes += wanted.begun_bytes
+            self._begun_bytes += wanted.begun_bytes
+
+    def _let_go(self, wanted: Iterable[WantedImage]) -> None:
+        """What was begun for them was used, or is not needed."""
+        for one in wanted:
+            if (images := self._begun.pop(one, None)) is not None:
+                images.begun_bytes -= one.begun_bytes
+                self._begun_bytes -= one.begun_bytes
+                one.begun_bytes = 0
+
+    def _look_for(self, wanted: WantedImage, *, is_urgent: bool = False) -> None:
+        """Begin to fetch, or first to find out what the image is; nothing where that was begun."""
+        if wanted.fetch is not None:
+            return
         if wanted.identifier:
             identity = self.ranks.identity(wanted.identifier, wanted.modality)
             if identity is not None:
-                wanted.fetch = self.store.fetch(identity, wanted.shape, self._pixels_s(wanted))
+                wanted.fetch = self.store.fetch(identity, wanted.shape, self._pixels_s(wanted), is_urgent)
         elif wanted.pixels is not None:
             pixels, wanted.pixels = wanted.pixels, None
 
             def digest() -> None:
                 wanted.identifier = f"{wanted.name}:{inputs_digest(pixels.get_data())}"
-                self._look_for(wanted)
+                self._look_for(wanted, is_urgent=is_urgent)
 
             if not self._digests.submit(digest):
                 wanted.until = 0.0  # nobody will say what it is
 
-    def _may_do_without(self, request: Any, wanted: _Wanted) -> bool:
-        """Whether features may still come, or the KV of an image seems to be cached, at least of its end."""
+    def _is_in_ram(self, wanted: WantedImage) -> bool:
         fetch = wanted.fetch
-        if fetch is not None and fetch.is_waited_for and not fetch.is_done:
-            return True
-        place = (wanted.end - 1) // self._scheduler.hash_block_size
-        if place >= len(request.block_hashes):
-            return False
-        blocks = self._scheduler.kv_cache_manager.block_pool
-        return blocks.get_cached_block(request.block_hashes[place], [0]) is not None
+        return fetch is not None and fetch.is_done and self.store.ram.has(fetch.identity.key)
 
-    def _needs_pixels(self, wanted: _Wanted) -> bool:
-        """Whether an image came without pixels, and its features are not in RAM."""
-        if not is_deferred(wanted.feature.data):
-            return False
-        fetch = wanted.fetch
-        return fetch is None or not fetch.is_done or not self.store.ram.has(fetch.identity.key)
-
-    def _begin_pixels(self, wanted: _Wanted) -> PixelFuture:
+    def _begin_pixels(self, wanted: WantedImage) -> PixelFuture | None:
         if wanted.making is None:
-            wanted.making = self._pixels.begin(wanted.feature.data, wanted.shape.num_tokens)
+            name = wanted.feature.mm_hash or wanted.name
+            wanted.making = self._pixels.begin(wanted.feature.data, wanted.shape.num_tokens, name)
         return wanted.making
 
-    def _lacks_pixels(self, wanted: _Wanted) -> bool:
-        """Whether pixels are needed and still being made; once they are, the image has them."""
-        if not self._needs_pixels(wanted):
-            return False
-        making = self._begin_pixels(wanted)
-        if not making.done() or making.exception() is not None:
-            return True
-        if (made := making.result()) is not None:
-            wanted.feature.data = made
-        return False
-
-    def _pixels_s(self, wanted: _Wanted) -> float:
+    def _pixels_s(self, wanted: WantedImage) -> float:
         """How long pixels would take that the tower needs before it can run; infinite while that is not known."""
         if not is_deferred(wanted.feature.data):
             return 0.0
@@ -184,22 +205,23 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
     # Scheduler's thread, in a step
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
-        """Whether the request may go on; False while features of an image that comes next are worth waiting for."""
+        """Whether the request may go on; False while features of an image that comes next are worth waiting for.
+
+        Nor may it while the pixels of such an image are being made: none are made in the step.
+        """
         with failsafe("features"):
             return self._may_go_on(request, num_computed_tokens)
         return True
 
     def _may_go_on(self, request: Any, num_computed_tokens: int) -> bool:
-        ahead = self._ahead.get(request.request_id)
-        if ahead is None:
+        images = self._requests.get(request.request_id)
+        if images is None:
             return True
-        ahead = [one for one in ahead if num_computed_tokens < one.end]
-        if not ahead:
-            del self._ahead[request.request_id]
-            return True
-        self._ahead[request.request_id] = ahead
-        near = [one for one in ahead if one.start < num_computed_tokens + self._reach]
-        pending = [one for one in near if self._is_awaited(one)]
+        images.place(request.mm_features)
+        self._let_go(images.advance(num_computed_tokens))
+        near = images.near(self._reach)
+        pending = [one for one in near if self._is_awaited(images, one)]
+        self._look_ahead(images)
         if not pending:
             return True
         self._wait(pending)
@@ -209,26 +231,67 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
             self._failed.add(request.request_id)
             self._refuted[request.request_id] = [one.feature.mm_hash or one.name for one, _ in failed]
             return False
-        return not any(self._is_awaited(one) for one in pending)
+        return not any(self._is_awaited(images, one) for one in pending)
 
-    def _is_awaited(self, wanted: _Wanted) -> bool:
-        return self._is_on_its_way(wanted) or self._lacks_pixels(wanted)
+    def _is_awaited(self, images: RequestImages, wanted: WantedImage) -> bool:
+        return self._is_on_its_way(images, wanted) or self._lacks_pixels(wanted)
 
-    def _is_on_its_way(self, wanted: _Wanted) -> bool:
+    def _is_on_its_way(self, images: RequestImages, wanted: WantedImage) -> bool:
         """Whether an image's features are, and are worth waiting for."""
-        if wanted.fetch is None and wanted.identifier:  # its weights were not known when it came
-            self._look_for(wanted)
-            if wanted.fetch is None:  # nor are they now
-                return False
-        fetch = wanted.fetch
-        if fetch is not None and (fetch.is_done or not fetch.is_waited_for):
+        if not wanted.is_kept:
             return False
-        now = time.monotonic()
-        if wanted.until is None:
-            wanted.until = now + self.store.costs.max_wait_s(wanted.shape.num_tokens, self._pixels_s(wanted))
-        return now < wanted.until
+        if self._has_gone(wanted) and not wanted.is_retried:
+            wanted.fetch, wanted.is_retried = None, True
+        is_over = wanted.until is not None and time.monotonic() >= wanted.until
+        if wanted.fetch is None:
+            if self._is_known_in_ram(wanted) or (not is_over and self._has_room(images, wanted, is_next=True)):
+                self._begin(images, wanted, is_urgent=True)
+                if wanted.fetch is None and wanted.identifier:  # its weights are not known yet
+                    return False
+            elif is_over or self._begun_bytes == images.begun_bytes:
+                return False  # nobody else will make room
+        fetch = wanted.fetch
+        if fetch is not None:
+            if fetch.is_done or not fetch.is_waited_for:
+                return False
+            self.store.hurry(fetch)
+        if wanted.until is None:  # also while it waits for room, which the tower does not need
+            costs, pixels_s = self.store.costs, self._pixels_s(wanted)
+            wanted.until = costs.wait_until(images.latest_until, wanted.shape.num_tokens, pixels_s)
+            images.latest_until = wanted.until
+        return time.monotonic() < wanted.until
 
-    def _wait(self, pending: Sequence[_Wanted]) -> None:
+    def _is_known_in_ram(self, wanted: WantedImage) -> bool:
+        identity = self.ranks.identity(wanted.identifier, wanted.modality) if wanted.identifier else None
+        return identity is not None and self.store.ram.has(identity.key)
+
+    def _has_gone(self, wanted: WantedImage) -> bool:
+        """Whether features were found and let go of before they were used."""
+        fetch = wanted.fetch
+        return fetch is not None and fetch.is_done and bool(fetch.source) and not self._is_in_ram(wanted)
+
+    def _lacks_pixels(self, wanted: WantedImage) -> bool:
+        """Whether pixels are needed and still being made; once they are, the image has them."""
+        if not self._needs_pixels(wanted):
+            return False
+        making = self._begin_pixels(wanted)
+        if making is None or not making.done() or making.exception() is not None:
+            return True
+        wanted.feature.data = making.result()
+        return False
+
+    def _needs_pixels(self, wanted: WantedImage) -> bool:
+        """Whether an image has no pixels, and its features are not in RAM; if they are, they stay for this step."""
+        if not is_deferred(wanted.feature.data):
+            return False
+        fetch = wanted.fetch
+        if wanted.held is None and fetch is not None and fetch.is_done:
+            wanted.held = self.store.hold_if_there(fetch.identity, wanted.shape)
+            if wanted.held is not None:
+                self._held.append(wanted)
+        return wanted.held is None
+
+    def _wait(self, pending: Sequence[WantedImage]) -> None:
         """Where nobody else is served: a moment, since what is near comes within it."""
         left = settings.current().store_step_wait_s - self._spent_s
         if left <= 0 or self._scheduler.running:
@@ -242,57 +305,85 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         """An image will be encoded in this step: tell the ranks where its features lie, or where they shall go."""
+        feature = request.mm_features[index]
+        images = self._requests.get(request.request_id)
+        wanted = images.of(feature) if images is not None else None
+        is_loaded = False
         with failsafe("features"):
-            self._mention(request, index)
-        feature = request.mm_features[index]
+            is_loaded = wanted is not None and self._mention(wanted)
+        if wanted is not None and wanted.comes_without_pixels and not is_loaded:
+            self._unloaded.append((request.request_id, feature))
         if is_deferred(feature.data):
-            if self._message is None:
-                self._message = Message(self.ranks.generation())
-            self._message.rows[feature.identifier] = feature.mm_position.get_num_embeds()
+            self._message_here().rows[feature.identifier] = feature.mm_position.get_num_embeds()
 
-    def _mention(self, request: Any, index: int) -> None:
-        feature = request.mm_features[index]
+    def _message_here(self) -> Message:
+        if self._message is None:
+            self._message = Message(self.ranks.generation())
+        return self._message
+
+    def _mention(self, wanted: WantedImage) -> bool:
+        """Whether the ranks take the image's features from RAM."""
         generation = self.ranks.generation()
-        wanted = self._requests.get(request.request_id, {}).get(index)
-        if wanted is None or not wanted.identifier or not generation or not status.is_on("features"):
-            return
+        if not wanted.identifier or not generation or not status.is_on("features"):
+            return False
         identity = self.ranks.identity(wanted.identifier, wanted.modality)
-        if identity is None or feature.identifier in self._named:
-            return
+        if identity is None or wanted.name in self._named:
+            return False
         if self._message is not None and self._message.generation != generation:
-            return
-        self._named.add(feature.identifier)
-        self._tell(generation, wanted, identity)
+            return False
+        self._named.add(wanted.name)
+        return self._tell(generation, wanted, identity)
 
-    def _tell(self, generation: int, wanted: _Wanted, identity: Identity) -> None:
+    def _tell(self, generation: int, wanted: WantedImage, identity: Identity) -> bool:
         if self._message is None:
             self._message = Message(generation)
         slot = self.store.find(identity, wanted.shape)
         if slot is not None:
             self._message.loads.append(self.copying.load(wanted.name, slot, wanted.shape))
             self._note(wanted, (wanted.fetch.source if wanted.fetch is not None else "") or self.store.ram.name)
-            return
+            return True
         if wanted.fetch is not None and wanted.fetch.passed_over:
             self._note(wanted, f"tower_faster_than_{wanted.fetch.passed_over[0]}")
         slot = self.store.reserve(identity, wanted.shape)
         if slot is None:
-            return
+            return False
         try:
             self._message.saves.append(self.copying.save(wanted.name, slot, identity, wanted.shape))
         except BaseException:
             self.store.discard(slot, identity)
             raise
+        return False
 
-    def _note(self, wanted: _Wanted, source: str) -> None:
+    def _note(self, wanted: WantedImage, source: str) -> None:
         if status.is_on("observe"):
             transport.note_feature_source(wanted.name, source)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """What the ranks are told with this step; None where there is nothing."""
+        with failsafe("features"):
+            self._send_pixels(scheduler_output)
         message, self._message = self._message, None
         self._named.clear()
         self._spent_s = 0.0
+        for one in self._held:
+            if one.held is not None:
+                self.store.release(one.held)
+                one.held = None
+        self._held.clear()
         return message
+
+    def _send_pixels(self, scheduler_output: Any) -> None:
+        """To the ranks, those that the tower needs and that were not made when the image was sent to them.
+
+        vLLM sends an image's data with its request, once: what is here replaced later reaches no other process.
+        """
+        unloaded, self._unloaded = self._unloaded, []
+        if not unloaded:
+            return
+        sent = {one.req_id for one in scheduler_output.scheduled_new_reqs}
+        for request_id, feature in unloaded:
+            if request_id not in sent and not is_deferred(feature.data):
+                self._message_here().pixels[feature.identifier] = feature.data
 
     def take_unavailable_requests(self) -> set[str]:
         """Requests that vLLM is to fail, since an image of theirs can't be processed any more."""
@@ -313,8 +404,8 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
 
     def request_finished(self, request: Any) -> tuple[bool, None]:
         """Whatever was begun for it goes on, for the next one."""
-        self._requests.pop(request.request_id, None)
-        self._ahead.pop(request.request_id, None)
+        if (images := self._requests.pop(request.request_id, None)) is not None:
+            self._let_go(images)
         return False, None
 
     def has_cache_item(self, identifier: str) -> bool:

@@ -16,7 +16,7 @@ from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.components.features.worker.opening import RANK_FEATURES, pixel_maker, rank_features_of
 from vllm_mmcache.components.features.worker.rank import RankFeatures, current, timer
 from vllm_mmcache.components.features.worker.tower import Tower
-from vllm_mmcache.components.features.worker.vllm_connector import message_of
+from vllm_mmcache.components.features.worker.vllm_connector import message_of, put_pixels
 from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters
@@ -46,7 +46,9 @@ def encode_v1(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if rank is None:
         return wrapped(*args, **kwargs)
     scheduler_output = argument(wrapped, args, kwargs, "scheduler_output")
-    with rank.encoding(message_of(scheduler_output), instance.encoder_cache) as taken:
+    message = message_of(scheduler_output)
+    put_pixels(message, scheduler_output, lambda request_id: instance.requests[request_id].mm_features)
+    with rank.encoding(message, instance.encoder_cache) as taken:
         if taken:
             left = {
                 request_id: [i for i in images if instance.requests[request_id].mm_features[i].identifier not in taken]

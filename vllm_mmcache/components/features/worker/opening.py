@@ -81,7 +81,7 @@ def _open(worker: Any, address: str) -> dict[str, Any]:
     guard_positions(model, vllm_config.model_config)
     setattr(runner, RANK_FEATURES, rank)
     if hasattr(runner, "ec_connector"):  # V2
-        runner.ec_connector = Connector(rank, runner.encoder_cache.encoder_outputs)
+        runner.ec_connector = Connector(rank, runner.encoder_cache)
     weakref.finalize(runner, rank.close)
     logger.info("mmcache: vision tower tried and its weights known in %.0f ms", 1000 * (time.perf_counter() - start))
     facts = {"width": kind.width, "sample": kind.sample, **facts_of(vllm_config, runner.device)}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was measured decides whether a tier is asked: never one that is known to be slower, but now and then."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -151,3 +153,15 @@ def test_decisions_are_counted() -> None:
     assert counts["not_asked"] == 3
     assert counts["expected_load_s"] == pytest.approx(0.4)
     assert counts["expected_tower_s"] == pytest.approx(0.16)
+
+
+@pytest.mark.parametrize(("patience_s", "expected"), [(None, [10, 20, 30]), (7.0, [7, 7, 7])])
+def test_several_images_of_a_request_are_waited_for_as_long_as_the_tower_takes_for_all(
+    patience_s: float | None, expected: list[float]
+) -> None:
+    """Or as long as the operator says, for each of them."""
+    costs, now = CostModel(lambda num_tokens: num_tokens / 10, patience_s), time.monotonic()
+    until = [0.0]
+    for _ in range(3):
+        until.append(costs.wait_until(until[-1], 100))
+    assert [round(one - now) for one in until[1:]] == expected

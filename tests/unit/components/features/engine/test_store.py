@@ -24,7 +24,7 @@ from vllm_mmcache.components.features.engine import cost_model
 from vllm_mmcache.components.features.engine import store as store_module
 from vllm_mmcache.components.features.engine.cost_model import CostModel
 from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES, RamTier, Slot
-from vllm_mmcache.components.features.engine.store import MAX_IDENTIFIER_CHARS, Store
+from vllm_mmcache.components.features.engine.store import MAX_IDENTIFIER_CHARS, Fetch, Store
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.components.features.tiers import key_of
@@ -115,6 +115,36 @@ def age(path: Path) -> None:
 def num_readers(store: Store, tier: MemoryTier) -> int:
     """How many threads read from a tier at a time, as the machine has cores for them."""
     return store._readers[tier.name]._count
+
+
+@pytest.mark.parametrize("is_urgent", ["from the start", "later", "never"])
+def test_what_a_request_waits_for_comes_first(opened: Open, is_urgent: str) -> None:
+    """Before what was asked for earlier, for later; the control comes after that."""
+    tier = MemoryTier()
+    one = opened(tier)
+    numbers = range(num_readers(one, tier) + 4)
+    for number in numbers:
+        assert put(one, number)
+    assert one.flush(LONG_S)
+    one.ram.clear()
+    tier.reading.shut()
+    fetches = [one.fetch(identity(number), SHAPE) for number in numbers[:-1]]
+    fetches.append(one.fetch(identity(numbers[-1]), SHAPE, is_urgent=is_urgent == "from the start"))
+    if is_urgent == "later":
+        assert one.fetch(identity(numbers[-1]), SHAPE, is_urgent=True) is fetches[-1]
+    order: list[Fetch] = []
+    finish = one._finish
+
+    def noted(fetch: Fetch | None, source: str) -> None:
+        if fetch is not None:
+            order.append(fetch)
+        finish(fetch, source)
+
+    one._finish = noted  # type: ignore[method-assign]
+    tier.reading.open()
+    assert one.wait(fetches, LONG_S)
+    is_early = order.index(fetches[-1]) < len(numbers) - 2
+    assert is_early == (is_urgent != "never")
 
 
 @pytest.mark.parametrize("field", ["identifier", "model", "processor", "dtype", "layout"])

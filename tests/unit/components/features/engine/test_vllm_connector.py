@@ -2,6 +2,7 @@
 """The store beside a scheduler, without an engine: which requests are held back, for what, and what ranks are told."""
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -16,9 +17,13 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from tests.support.packages import SHAPE, features
-from tests.support.tiers import LONG_S, MemoryTier
+from tests.support.tiers import LONG_S, MemoryTier, within
+from tests.support.vllm_requests import Prompt, make_request, stock_hasher
 from tests.unit.components.features.engine.test_transfers import FACTS, open_files
 from vllm_mmcache.base import status
 from vllm_mmcache.base.errors import StoreUnusable
@@ -31,10 +36,15 @@ from vllm_mmcache.components.features.engine.store import Store
 from vllm_mmcache.components.features.engine.transfers import Ranks
 from vllm_mmcache.components.features.engine.vllm_connector import Connector
 from vllm_mmcache.components.features.message import Message
+from vllm_mmcache.components.lazy_processing.vllm_item import FIELD, is_deferred
+from vllm_mmcache.components.lazy_processing.vllm_pixels import PixelMaker
 
 OFFSET = 10
 """Of an image in its prompt."""
 PATIENCE_S = 1e6
+BLOCK = 4
+FULL = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=2 * BLOCK)
 
 
 class Beside:
@@ -64,7 +74,12 @@ class Beside:
 
     def arrives(self, number: int, **more: Any) -> Any:
         request = SimpleNamespace(
-            request_id=f"request-{number}", mm_features=[image(number, **more)], sampling_params=None
+            request_id=f"request-{number}",
+            mm_features=[image(number, **more)],
+            sampling_params=None,
+            block_hashes=[],
+            skip_reading_prefix_cache=False,
+            num_tokens=100,
         )
         self.connector.on_request_added(request)
         return request
@@ -75,7 +90,7 @@ class Beside:
     def told(self, request: Any) -> Message | None:
         """What the ranks are told of a step that encodes the request's image."""
         self.connector.update_state_after_alloc(request, 0)
-        found = self.connector.build_connector_meta(None)
+        found = self.connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[]))
         assert found is None or isinstance(found, Message)
         return found
 
@@ -88,7 +103,7 @@ class Beside:
 
     def named(self, request: Any) -> Any:
         """Wait until it is known what the request's image shows."""
-        (wanted,) = self.connector._requests[request.request_id].values()
+        (wanted,) = self.connector._requests[request.request_id]
         while not wanted.identifier:
             time.sleep(0.001)
         return wanted
@@ -111,6 +126,15 @@ class Scheduler:
     def __init__(self) -> None:
         self.ec_connector: Any = None
         self.running = ["another request"]
+        self.requests: dict[str, Any] = {}
+        self.kv_cache_manager = empty_cache()
+
+
+def empty_cache() -> KVCacheManager:
+    """vLLM's own, of a model with full attention and a sliding window."""
+    groups = [KVCacheGroupSpec([type(spec).__name__], spec) for spec in (FULL, WINDOW)]
+    config = KVCacheConfig(num_blocks=400, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheManager(config, max_model_len=1024, scheduler_block_size=BLOCK, hash_block_size=BLOCK)
 
 
 def image(number: int, modality: str = "image", name: str = "pixel_values", data: bool = True) -> MultiModalFeatureSpec:
@@ -134,6 +158,16 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
     for field in ("loads_done", "saves_done"):  # as ranks that have ended their copies, which shutdown waits for
         made.arena.board[field] = 1 << 40
     made.connector.shutdown()
+
+
+@pytest.fixture
+def trusting(monkeypatch: pytest.MonkeyPatch, beside: Beside) -> Beside:
+    """Whose images have names that say what they show; the weights are known, and the tier hangs."""
+    beside.connector._trusts_names = True
+    monkeypatch.setattr(status, "_states", {})
+    beside.know()
+    beside.tier.reading.shut()
+    return beside
 
 
 def test_a_request_is_held_back_while_its_features_come(beside: Beside) -> None:
@@ -210,7 +244,7 @@ def test_a_name_alone_is_not_trusted(beside: Beside) -> None:
     beside.keep(beside.arrives(0), 0)
     again, other = beside.arrives(0), beside.arrives(1)
     other.mm_features[0].identifier = "image-0"
-    other = SimpleNamespace(request_id="other", mm_features=other.mm_features, sampling_params=None)
+    other = SimpleNamespace(**vars(other) | {"request_id": "other"})
     beside.connector.on_request_added(other)
     for request, is_there in ((again, True), (other, False)):
         assert beside.has_looked(request)
@@ -256,7 +290,213 @@ def test_a_request_that_ends_is_forgotten(beside: Beside) -> None:
     assert beside.connector.request_finished(request) == (False, None)
     assert beside.may_go_on(request)
     assert not beside.connector._requests
-    assert not beside.connector._ahead
+    assert not beside.connector._begun_bytes
+
+
+def computed(beside: Beside, request: Any, num_tokens: int) -> None:
+    """Have the KV of a request's first tokens cached."""
+    manager = beside.scheduler.kv_cache_manager
+    manager.allocate_slots(request, num_tokens)
+    manager.free(request)
+
+
+def with_images(request_id: str, *places: int, num_tokens: int = 100) -> Any:
+    """vLLM's own request, with images at these places."""
+    prompt = Prompt(tuple(range(num_tokens)), tuple((f"image-{place}", place, SHAPE.num_tokens) for place in places))
+    request = make_request(prompt, stock_hasher(BLOCK, sha256))
+    request.request_id = request_id
+    for place, feature in zip(places, request.mm_features, strict=True):
+        feature.data = image(place).data
+    return request
+
+
+def looked_for(beside: Beside, request: Any) -> list[int]:
+    """The places of the images for which something was begun at the request's arrival."""
+    beside.connector.on_request_added(request)
+    found = beside.connector._requests[request.request_id]
+    return [one.start for one in found if one.fetch is not None]
+
+
+PLACES = (8, 32, 56)
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "expected"), [(0, (8, 32, 56)), (24, (32, 56)), (44, (32, 56)), (48, (56,)), (84, ())]
+)
+def test_where_the_cached_kv_ends(trusting: Beside, num_computed: int, expected: tuple[int, ...]) -> None:
+    """Images behind it are looked for in their order, and the one that it ends in."""
+    if num_computed:
+        computed(trusting, with_images("before", *PLACES), num_computed)
+    assert tuple(looked_for(trusting, with_images("now", *PLACES))) == expected
+
+
+def test_what_one_group_of_layers_lacks_is_not_cached(trusting: Beside) -> None:
+    """Full attention has the KV of all, the sliding window lost a block: the control has it, too."""
+    computed(trusting, with_images("before", *PLACES), 100)
+    assert looked_for(trusting, with_images("control", *PLACES)) == []
+    pool, hashes = trusting.scheduler.kv_cache_manager.block_pool, with_images("one", *PLACES).block_hashes
+    for number in range(60 // BLOCK, 100 // BLOCK):
+        pool.evict_blocks({block.block_id for block in pool.get_cached_block(hashes[number], [1]) or ()})
+    assert pool.get_cached_block(hashes[-1], [0]), "full attention has it"
+    assert looked_for(trusting, with_images("now", *PLACES)) == [56]
+
+
+def test_looking_changes_nothing_in_the_cache(trusting: Beside) -> None:
+    """Neither what vLLM counts nor what it will evict next."""
+    computed(trusting, with_images("before", *PLACES), 100)
+    manager = trusting.scheduler.kv_cache_manager
+
+    def state() -> Any:
+        free = [block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()]
+        return free, vars(manager.prefix_cache_stats) if manager.prefix_cache_stats else None
+
+    before = state()
+    looked_for(trusting, with_images("now", *PLACES))
+    assert state() == before
+
+
+def test_loads_for_later_leave_room(trusting: Beside) -> None:
+    """Half of RAM, in the order of arrival; what is needed next takes the rest where nobody else has begun."""
+    size = trusting.store.ram.slot_bytes(SHAPE.num_bytes)
+    trusting.connector._most_begun_bytes = 2 * size
+    first, second = with_images("first", *PLACES), with_images("second", 4, 28)
+    assert looked_for(trusting, first) == [8, 32]
+    assert looked_for(trusting, second) == []
+    assert not trusting.may_go_on(first)
+    assert [one.fetch is not None for one in trusting.connector._requests["first"]] == [True, True, True]
+    assert not trusting.may_go_on(second)
+    assert [one.fetch for one in trusting.connector._requests["second"]] == [None, None], "it waits for room"
+    trusting.connector.request_finished(first)
+    assert not trusting.may_go_on(second)
+    assert all(one.fetch is not None for one in trusting.connector._requests["second"])
+
+
+def without_pixels(number: int) -> MultiModalKwargsItem:
+    """An item that came so; what it holds instead is looked at by nobody here."""
+    return MultiModalKwargsItem({FIELD: MultiModalFieldElem(data=[torch.empty(0)], field=MultiModalBatchedField())})
+
+
+class Maker:
+    """Makes pixels, where it may, and counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[Any] = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+        def make(maker: PixelMaker, item: Any) -> Any:
+            assert self.may_go_on.wait(LONG_S)
+            self.made.append(item)
+            return image(0).data
+
+        monkeypatch.setattr(PixelMaker, "make", make)
+
+
+@pytest.fixture
+def maker(monkeypatch: pytest.MonkeyPatch) -> Maker:
+    return Maker(monkeypatch)
+
+
+def lacking(request_id: str, *places: int) -> Any:
+    """A request whose images came without their pixels."""
+    request = with_images(request_id, *places)
+    for feature in request.mm_features:
+        feature.data = without_pixels(0)
+    return request
+
+
+def goes_on(beside: Beside, request: Any, num_computed_tokens: int = 0) -> bool:
+    """Whether it may within a time in which anything is made."""
+    return within(LONG_S, lambda: beside.may_go_on(request, num_computed_tokens))
+
+
+def step(beside: Beside, request: Any, index: int, *, is_new: bool) -> Message:
+    """What ranks are told of a step that encodes an image."""
+    beside.connector.update_state_after_alloc(request, index)
+    new = [SimpleNamespace(req_id=request.request_id)] if is_new else []
+    found = beside.connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=new))
+    assert isinstance(found, Message)
+    return found
+
+
+def test_pixels_made_later_are_sent_with_the_step(trusting: Beside, maker: Maker) -> None:
+    """Those of a request that is sent in this step go with it."""
+    trusting.tier.reading.open()
+    trusting.connector._reach = 40
+    request = lacking("a", 8, 64)
+    trusting.connector.on_request_added(request)
+    assert goes_on(trusting, request)
+    assert step(trusting, request, 0, is_new=True).pixels == {}
+    assert not is_deferred(request.mm_features[0].data)
+    assert goes_on(trusting, request, 40)
+    assert step(trusting, request, 1, is_new=False).pixels == {"image-64": request.mm_features[1].data}
+
+
+def test_a_request_waits_for_its_pixels(trusting: Beside, maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as it takes, also while nobody has time to make them; no rank makes them in a step."""
+    trusting.tier.reading.open()
+    maker.may_go_on.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(trusting.connector._pixels._threads, "submit", lambda job: False)
+        request = lacking("a", 8)
+        trusting.connector.on_request_added(request)
+        assert not within(0.2, lambda: trusting.may_go_on(request))
+    assert not within(0.2, lambda: trusting.may_go_on(request))
+    maker.may_go_on.set()
+    assert goes_on(trusting, request)
+    assert len(maker.made) == 1
+
+
+def test_requests_with_one_image_have_its_pixels_made_once(trusting: Beside, maker: Maker) -> None:
+    trusting.tier.reading.open()
+    requests = [lacking(name, 8) for name in "abc"]
+    for request in requests:
+        trusting.connector.on_request_added(request)
+    assert all(goes_on(trusting, request) for request in requests)
+    assert len(maker.made) == 1
+    assert not any(is_deferred(request.mm_features[0].data) for request in requests)
+
+
+@pytest.mark.parametrize("holds", [True, False], ids=["held", "control"])
+def test_features_that_a_step_counts_on_stay(
+    trusting: Beside, maker: Maker, monkeypatch: pytest.MonkeyPatch, holds: bool
+) -> None:
+    """Until the ranks are told of them, though RAM needs the room. The control: they go, and there are no pixels."""
+    trusting.tier.reading.open()
+    trusting.keep(trusting.arrives(8), 8)
+    request = lacking("a", 8)
+    trusting.connector.on_request_added(request)
+    if not holds:
+        monkeypatch.setattr(Connector, "_needs_pixels", lambda self, wanted: False)
+    assert trusting.may_go_on(request)
+    ram = trusting.store.ram
+    others = [ram.reserve(f"other-{number}", ALIGN_BYTES) for number in range(trusting.arena.num_bytes // ALIGN_BYTES)]
+    message = step(trusting, request, 0, is_new=True)
+    assert [place.mm_hash for place in message.loads] == (["image-8"] if holds else [])
+    for slot in others:
+        if slot is not None:
+            ram.discard(slot)
+    assert not trusting.connector._held
+    assert maker.made == []
+
+
+def test_a_request_that_was_preempted_looks_again(trusting: Beside, maker: Maker) -> None:
+    """What it found the first time may have gone meanwhile, and then its pixels are made."""
+    trusting.tier.reading.open()
+    trusting.keep(trusting.arrives(8), 8)
+    request = lacking("a", 8)
+    trusting.connector.on_request_added(request)
+    assert trusting.may_go_on(request)
+    assert step(trusting, request, 0, is_new=True).loads
+    assert trusting.may_go_on(request, 100)
+    trusting.arena.board["loads_done"] = 1
+    assert trusting.connector.copying.wait(LONG_S)
+    trusting.store.ram.clear()
+    trusting.tier.memory.clear()
+    assert goes_on(trusting, request, 0)
+    message = step(trusting, request, 0, is_new=False)
+    assert (message.loads, list(message.pixels)) == ([], ["image-8"])
+    assert len(maker.made) == 1
 
 
 class Config:
