@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from benchmarks.screenshots import Screenshot, photographs, screenshot
 
@@ -33,11 +33,15 @@ SCREEN = Kind("image/png", (1280, 720), 2, {"format": "PNG", "compress_level": 6
 
 
 class Photograph(NamedTuple):
-    """Real photographs of half a megapixel, as cameras' JPEG files. Units: margin in pixels."""
+    """Real photographs of a third of a megapixel, as JPEG files; of another size where `size` is one.
+
+    Units: size is (width, height), margin what is cut off, both in pixels.
+    """
 
     mime: str = "image/jpeg"
     quality: int = 88
     margin: int = 64
+    size: tuple[int, int] | None = None
 
 
 PHOTOGRAPH = Photograph()
@@ -52,15 +56,14 @@ def picture(kind: Pictured, number: int) -> bytes:
 
 
 def _photograph(kind: Photograph, number: int) -> bytes:
-    """One of the photographs, the frame moved a little further each time."""
+    """One of the photographs, the frame is moved a little further each time."""
     shown = photographs()
     image = Image.open(shown[number % len(shown)]).convert("RGB")
     left, top = number // len(shown) * 7 % kind.margin, number // len(shown) * 3 % kind.margin
     width, height = image.size
+    shown_part = image.crop((left, top, width - kind.margin + left, height - kind.margin + top))
     buffer = io.BytesIO()
-    image.crop((left, top, width - kind.margin + left, height - kind.margin + top)).save(
-        buffer, format="JPEG", quality=kind.quality
-    )
+    (ImageOps.fit(shown_part, kind.size) if kind.size else shown_part).save(buffer, "JPEG", quality=kind.quality)
     return buffer.getvalue()
 
 

@@ -30,10 +30,13 @@ AT_ONCE = 20  # are rendered where one is missing: most of the time is the brows
 TIMEOUT_S = 300
 
 
+Page = Literal["text", "photographs", "form"]
+
+
 class Screenshot(NamedTuple):
     """One kind of screenshot. Units: size is (width, height) in pixels."""
 
-    page: Literal["text", "photographs", "form"]
+    page: Page
     size: tuple[int, int]
     format: Literal["png", "jpeg"]
 
