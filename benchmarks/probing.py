@@ -178,11 +178,16 @@ class Middleware:
 
     def __new__(cls, app: Any) -> Any:
         install(API)
+        return layer(app)
 
-        async def asked(scope: Any, receive: Any, send: Any) -> None:
-            await (received if scope.get("path") == RECEIVE else app)(*(scope, receive, send))
 
-        return asked
+def layer(app: Any) -> Any:
+    """The app, but for RECEIVE."""
+
+    async def asked(scope: Any, receive: Any, send: Any) -> None:
+        await (received if scope.get("path") == RECEIVE else app)(scope, receive, send)
+
+    return asked
 
 
 async def received(scope: Any, receive: Any, send: Any) -> None:

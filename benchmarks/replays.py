@@ -63,7 +63,7 @@ REPLAYS = {
         "two demo images, varying query image, 20 queries": workloads.demos(SHAPES[family], 20),
     }, LONG, max_tokens=4),
     "cold_requests": Replay(lambda given, family: {
-        "cold, one by one": workloads.cold(family, given.rounds),
+        "cold": workloads.cold(family, given.rounds),
         "cold, 16 at once": workloads.cold(family, 16 * given.rounds_at_once, workloads.AT_ONCE_FROM),
     }, {**LONG, "num_seqs": 16}),
     "agents": Replay(lambda given, _: {

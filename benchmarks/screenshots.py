@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Screenshots of small pages by a real browser, as an agent takes them: Playwright's own bytes, PNG or JPEG.
 
-    python -m benchmarks.screenshots PAGE WIDTH HEIGHT png|jpeg NUMBER ... < nothing
+    python -m benchmarks.screenshots FOLDER PAGE WIDTH HEIGHT png|jpeg NUMBER ...
 
 Number n shows step n of an agent's work: scrolled further, and with more typed in. The pages lie in pages/; their fonts
 are Matplotlib's, their photographs those of scikit-image, so a browser of one version draws the same on each machine.
@@ -31,6 +31,7 @@ TIMEOUT_S = 300
 
 
 Page = Literal["text", "photographs", "form"]
+Format = Literal["png", "jpeg"]
 
 
 class Screenshot(NamedTuple):
@@ -38,7 +39,7 @@ class Screenshot(NamedTuple):
 
     page: Page
     size: tuple[int, int]
-    format: Literal["png", "jpeg"]
+    format: Format
 
     @property
     def mime(self) -> str:
@@ -55,21 +56,25 @@ def screenshot(kind: Screenshot, number: int) -> bytes:
     if not path.exists():
         first = number // AT_ONCE * AT_ONCE
         missing = [str(one) for one in range(first, first + AT_ONCE) if not _path(kind, one).exists()]
-        command = [sys.executable, "-m", "benchmarks.screenshots", kind.page, *map(str, kind.size), kind.format]
+        command = [sys.executable, "-m", "benchmarks.screenshots", str(path.parent), kind.page]
+        command += [*map(str, kind.size), kind.format]
         done = subprocess.run([*command, *missing], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         if done.returncode:
             raise RuntimeError(f"no screenshot of {kind.name}: {done.stderr[-2000:]}")
     return path.read_bytes()
 
 
-def render(kind: Screenshot, numbers: Iterable[int]) -> None:
+def render(kind: Screenshot, numbers: Iterable[int], folder: Path) -> None:
     """Write those screenshots of one kind."""
+    folder.mkdir(parents=True, exist_ok=True)
     from playwright.sync_api import Route, sync_playwright
 
     def answer(route: Route) -> None:
         name = route.request.url.partition("//")[2].partition("/")[2].partition("?")[0]
-        path = _files()[name]
-        route.fulfill(body=path.read_bytes(), content_type=mimetypes.guess_type(path.name)[0] or "font/ttf")
+        if (path := _files().get(name)) is None:
+            route.fulfill(status=404)
+        else:
+            route.fulfill(body=path.read_bytes(), content_type=mimetypes.guess_type(path.name)[0] or "font/ttf")
 
     with sync_playwright() as playwright:
         # Containers have no user namespaces for chromium's own sandbox; the pages are ours.
@@ -79,12 +84,13 @@ def render(kind: Screenshot, numbers: Iterable[int]) -> None:
         tab = context.new_page()
         tab.route("**/*", answer)
         for number in numbers:
-            tab.goto(f"http://pages/{kind.page}.html?step={number}", wait_until="load")
+            answered = tab.goto(f"http://pages/{kind.page}.html?step={number}", wait_until="load")
+            if answered is None or not answered.ok:
+                raise RuntimeError(f"there is no {kind.page}.html")
             tab.evaluate("document.fonts.ready")
             quality = JPEG_QUALITY if kind.format == "jpeg" else None
             content = tab.screenshot(type=kind.format, quality=quality, animations="disabled")
-            path = _path(kind, number)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{number}.{kind.format}"
             part = path.with_suffix(f".{os.getpid()}")
             part.write_bytes(content)
             part.replace(path)
@@ -144,5 +150,5 @@ def _path(kind: Screenshot, number: int) -> Path:
 
 
 if __name__ == "__main__":
-    page, width, height, form, *numbers = sys.argv[1:]
-    render(Screenshot(page, (int(width), int(height)), form), map(int, numbers))  # type: ignore[arg-type]
+    folder, page, width, height, form, *numbers = sys.argv[1:]
+    render(Screenshot(page, (int(width), int(height)), form), map(int, numbers), Path(folder))  # type: ignore[arg-type]

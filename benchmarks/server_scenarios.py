@@ -19,12 +19,12 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from statistics import linear_regression, median, quantiles
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 
@@ -57,7 +57,7 @@ from benchmarks.scenarios import (
     for_a_question,
     questions,
 )
-from benchmarks.screenshots import Screenshot
+from benchmarks.screenshots import Format, Page, Screenshot
 from benchmarks.servers import HEADERS, MODEL, PATH, Body, Reply, ask, counters, image_part, read_reply, request, talk
 from vllm_mmcache.client import OnceTransport
 from vllm_mmcache.prove.conversations import filler
@@ -72,14 +72,12 @@ def about(kind: Pictured, contents: list[bytes]) -> Talk:
     return talk(*(image_part(data_url(kind, content)) for content in contents))
 
 
-SCREENSHOTS = {
-    f"{name}, {page}": Screenshot(page, size, form)
-    for page in ("text", "photographs", "form")
-    for name, size, form in (
-        ("1920x1080 JPEG", (1920, 1080), "jpeg"), ("1280x720 PNG", (1280, 720), "png"),
-        ("2400x1080 PNG", (2400, 1080), "png"),
-    )
-}  # fmt: skip
+SIZES: dict[str, tuple[tuple[int, int], Format]] = {
+    "1920x1080 JPEG": ((1920, 1080), "jpeg"),
+    "1280x720 PNG": ((1280, 720), "png"),
+    "2400x1080 PNG": ((2400, 1080), "png"),
+}
+SCREENSHOTS = {f"{name}, {page}": Screenshot(page, *kind) for page in get_args(Page) for name, kind in SIZES.items()}
 PICTURES: dict[str, Pictured] = {
     **SCREENSHOTS,
     "photographs, JPEG": PHOTOGRAPH,
@@ -102,9 +100,9 @@ def warm_turn(options: Namespace, side: str, store: str) -> Iterator[Life]:
         urls = [url_of(PICTURES[name], number) for number in range(options.images)]
         uuids = [f"{name} {number}" for number in range(options.images)]
         known, alone = talk(*map(image_part, urls)), talk(*(image_part(None, uuid) for uuid in uuids))
-        asked = (
+        asked: list[tuple[Talk, Callable[[str, Body], Reply]]] = [
             (known, ask), (alone, ask), (known, partial(ask, path=RECEIVE)), (known, partial(ask_through, transport)),
-        )  # fmt: skip
+        ]  # fmt: skip
         steps.append(Step("", each([known, talk(*map(image_part, urls, uuids))])))
         for case in [*[""] * NUM_WARM_UPS, *[name] * options.turns]:
             steps += [
@@ -130,7 +128,7 @@ def of_warm_turn(options: Namespace, seen: Mapping[str, Seen]) -> Counted:
     for name in options.pictures:
         yield (name, "file_bytes"), median(len(picture(PICTURES[name], number)) for number in range(options.images))
         turns, alone, received = (seen[name + way].times_s for way in WAYS[:3])
-        yield (name, "received_s"), median(received)
+        yield (name + WAYS[2], "first_token_s"), median(received)
         rounds = zip(turns, alone, received, strict=True)
         yield (name, "by_uuids_and_receiving"), median(turn / (one + other) for turn, one, other in rounds)
 
