@@ -62,7 +62,7 @@ def test_screenshots_are_those_of_a_browser(kept: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.process
 def test_a_browser_that_fails_is_told(kept: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)no screenshot of lost-8x8: .*there is no lost\.html"):
+    with pytest.raises(RuntimeError, match=r"(?s)no screenshot of lost-8x8: .*lost\.html"):
         screenshot(Screenshot("lost", (8, 8), "png"), 0)  # type: ignore[arg-type]
     assert not list(kept.rglob("*.png"))
 
