@@ -24,6 +24,7 @@ from benchmarks.results import ROOT
 
 FOLDER = ROOT / ".artifacts" / "screenshots"
 PAGES = Path(__file__).parent / "pages"
+FIND = ROOT / "scripts" / "find_chromium"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")  # those of scripts/find_chromium
 JPEG_QUALITY = 85
 AT_ONCE = 20  # are rendered where one is missing: most of the time is the browser's start
@@ -110,10 +111,18 @@ def _version(browser: str) -> str:
 
 
 def _browser() -> str:
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    """The browser that is there, or that root has installed now. Raises: RuntimeError where there is none."""
+    path = _on_path()
     if path is None:
-        raise RuntimeError("no browser on PATH: run scripts/find_chromium, which installs Debian's as root")
+        subprocess.run([FIND], check=False)
+        path = _on_path()
+    if path is None:
+        raise RuntimeError("no browser for the screenshots: install chromium (scripts/find_chromium, as root)")
     return path
+
+
+def _on_path() -> str | None:
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 @functools.cache

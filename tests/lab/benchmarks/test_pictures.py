@@ -67,6 +67,22 @@ def test_a_browser_that_fails_is_told(kept: Path) -> None:
     assert not list(kept.rglob("*.png"))
 
 
+@pytest.mark.process
+def test_a_browser_is_installed_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the script that knows how; where it can't, the benchmark says what is missing."""
+    name = "browser-of-this-test"
+    installs = tmp_path / "installs"
+    installs.write_text(f"#!/bin/sh\ncp /bin/true {tmp_path}/{name}\n")
+    installs.chmod(0o755)
+    monkeypatch.setattr(screenshots, "BROWSERS", (name,))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(screenshots, "FIND", "/bin/true")
+    with pytest.raises(RuntimeError, match="no browser for the screenshots: install chromium"):
+        screenshots._browser()
+    monkeypatch.setattr(screenshots, "FIND", installs)
+    assert screenshots._browser() == str(tmp_path / name)
+
+
 def test_every_page_is_measured() -> None:
     pages = {one.page for one in PICTURES.values() if isinstance(one, Screenshot)}
     assert pages == set(PAGES) == {path.stem for path in screenshots.PAGES.glob("*.html")}
