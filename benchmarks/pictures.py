@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures that clients send: screenshots in size and file size, the same in every run, and cheap variants of them.
+"""The pictures that clients send, the same in every run: noise, real screenshots, photographs, and variants of them.
 
-A variant has the same pixels at the same cost, but bytes that no server has seen.
+Noise compresses badly: its files are several times as large as those of screenshots (screenshots.py). A variant has the
+same pixels at the same cost, but bytes that no server has seen.
 """
 
 import base64
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
+
+from benchmarks.screenshots import Screenshot, photographs, screenshot
 
 
 class Kind(NamedTuple):
-    """One kind of picture. Units: size is (width, height) in pixels; noise in levels of 256, which sets the bytes."""
+    """One kind of noise. Units: size is (width, height) in pixels; noise in levels of 256, which sets the bytes."""
 
     mime: str
     size: tuple[int, int]
@@ -26,11 +29,46 @@ class Kind(NamedTuple):
 PNG = Kind("image/png", (1280, 720), 20, {"format": "PNG", "compress_level": 6})
 JPEG = Kind("image/jpeg", (1920, 1080), 24, {"format": "JPEG", "quality": 86})
 SMALL = Kind("image/png", (96, 96), 20, {"format": "PNG"})
-SCREEN = Kind("image/png", (1280, 720), 2, {"format": "PNG", "compress_level": 6})  # about 0.6 MB, as screenshots are
+SCREEN = Kind("image/png", (1280, 720), 2, {"format": "PNG", "compress_level": 6})  # about 0.6 MB
 
 
-def picture(kind: Kind, number: int) -> bytes:
-    """The file of picture `number`: a slope of colours with bars and noise, the same in every run."""
+class Photograph(NamedTuple):
+    """Real photographs of a third of a megapixel, as JPEG files; of another size where `size` is one.
+
+    Units: size is (width, height), margin what is cut off, both in pixels.
+    """
+
+    mime: str = "image/jpeg"
+    quality: int = 88
+    margin: int = 64
+    size: tuple[int, int] | None = None
+
+
+PHOTOGRAPH = Photograph()
+Pictured = Kind | Screenshot | Photograph
+
+
+def picture(kind: Pictured, number: int) -> bytes:
+    """The file of picture `number`, the same in every run; each number shows something else."""
+    if isinstance(kind, Screenshot):
+        return screenshot(kind, number)
+    return _photograph(kind, number) if isinstance(kind, Photograph) else _noise(kind, number)
+
+
+def _photograph(kind: Photograph, number: int) -> bytes:
+    """One of the photographs, the frame is moved a little further each time."""
+    shown = photographs()
+    image = Image.open(shown[number % len(shown)]).convert("RGB")
+    left, top = number // len(shown) * 7 % kind.margin, number // len(shown) * 3 % kind.margin
+    width, height = image.size
+    shown_part = image.crop((left, top, width - kind.margin + left, height - kind.margin + top))
+    buffer = io.BytesIO()
+    (ImageOps.fit(shown_part, kind.size) if kind.size else shown_part).save(buffer, "JPEG", quality=kind.quality)
+    return buffer.getvalue()
+
+
+def _noise(kind: Kind, number: int) -> bytes:
+    """A slope of colours with bars and noise."""
     random = np.random.default_rng(number)
     width, height = kind.size
     slope = np.linspace(0, 200, width)[None, :, None] + np.linspace(0, 30, height)[:, None, None]
@@ -47,11 +85,11 @@ def variant(content: bytes, name: str) -> bytes:
     return content + name.encode()
 
 
-def data_url(kind: Kind, content: bytes) -> str:
+def data_url(kind: Pictured, content: bytes) -> str:
     return f"data:{kind.mime};base64,{base64.b64encode(content).decode()}"
 
 
-def url_of(kind: Kind, number: int) -> str:
+def url_of(kind: Pictured, number: int) -> str:
     """Picture `number` as a data URL."""
     return data_url(kind, picture(kind, number))
 

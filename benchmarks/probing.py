@@ -34,6 +34,8 @@ KINDS = ("decode_s", "processor_s", "hash_s", "encode_s", "receive_s")
 # Bytes, requests and moments are those of requests alone. Moments are added up: the clock is one for all processes.
 NAMES = (*KINDS, "sent_bytes", "requests", "decodes", "tower_runs", "sent_at", "received_at")
 REQUEST = "EngineCoreRequest"
+RECEIVE = "/benchmarks/receive"
+"""The path of the API server at which a body is only received."""
 OPTIONS = (
     "--middleware", "benchmarks.probing.Middleware",
     "--scheduler-cls", "benchmarks.probing.Scheduler",
@@ -172,11 +174,32 @@ def replace_everywhere(function: object, by: object) -> None:
 
 
 class Middleware:
-    """An ASGI middleware that is the app itself; asked for once in each API server."""
+    """An ASGI middleware that is the app itself, but for RECEIVE; asked for once in each API server."""
 
     def __new__(cls, app: Any) -> Any:
         install(API)
-        return app
+        return layer(app)
+
+
+def layer(app: Any) -> Any:
+    """The app, but for RECEIVE."""
+
+    async def asked(scope: Any, receive: Any, send: Any) -> None:
+        await (received if scope.get("path") == RECEIVE else app)(scope, receive, send)
+
+    return asked
+
+
+async def received(scope: Any, receive: Any, send: Any) -> None:
+    """The least that this server can do with a body: it receives it whole, and answers with one line."""
+    pieces, more = list[bytes](), True
+    while more:
+        message = await receive()
+        pieces.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    b"".join(pieces)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"6")]})
+    await send({"type": "http.response.body", "body": b"data:\n"})
 
 
 def __getattr__(name: str) -> Any:

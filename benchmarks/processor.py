@@ -12,7 +12,6 @@ features come from the plugin's RAM.
 """
 
 import base64
-import contextlib
 import json
 from argparse import Namespace
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.pictures import Kind, video
 from benchmarks.results import FOLDER, ROOT, SIDES, Result, committed, save
-from benchmarks.rows import FALLEN_OUT, TARGETS
+from benchmarks.rows import FALLEN_OUT, add_targets
 from benchmarks.scenarios import Life, Scenario, Step, asks, each, new, questions, settle
 from benchmarks.scenarios import measure as measure_scenario
 from benchmarks.servers import talk
@@ -154,10 +153,7 @@ def measure(options: Namespace) -> Result:
             for what, numbers in counted.items():
                 result.found.setdefault(case, {}).setdefault(what, {}).update(numbers)
         result.details[name] = part
-    for target in TARGETS:
-        with contextlib.suppress(KeyError):  # not measured
-            number, by = (result.found[case][what][side] for case, what, side in (target.number, target.by))
-            result.add(target.text, "ratio", {"mmcache": number / by, "at most": target.limit})
+    add_targets("processor", result)
     return result
 
 

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks that are requests to one engine of each side, and the engine itself, for others, too.
 
-Of each case and family the result has the median time of a request, tokens cached and the best possible, runs of the
-vision tower, pictures decoded, and how many answers are another than stock's, over the requests that count.
+Of each case and family the result has the median time of a request, and over all requests that count: tokens cached,
+the best possible, and computed; steps of the engine; images that the vision tower ran for (tower_runs), and how often
+it was called for them; pictures decoded; bytes of the data URLs; how many answers are another than stock's.
+`pairs_ratio` is the time by that of the same request on stock, in the median of all pairs.
 """
 
 import contextlib
 import tempfile
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
@@ -25,7 +28,9 @@ from benchmarks.workloads import SHAPES, Asks, rotation
 from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer
 from vllm_mmcache.prove.workloads import put, questions, reusable, shared
 
-COUNTED = ("cached_tokens", "best_tokens", "tower_runs", "decodes")
+COUNTED = (
+    "cached_tokens", "best_tokens", "computed_tokens", "steps", "tower_runs", "tower_calls", "decodes", "url_bytes",
+)  # fmt: skip
 # Qwen's towers see as many patches as the picture has: 4,096 of 1024x1024 pixels. Gemma 4's is a setting of servers;
 # the zoo's 70 tokens are 630 patches, too few to show. 560 tokens are 5,040, and 20 pictures are more than vLLM's own
 # encoder cache, which has room for the tokens of a step. The window holds an image, as in the published larger models.
@@ -38,6 +43,7 @@ class Replay(NamedTuple):
 
     Cases share a process, and each is asked from cold; but those of STORES keep features in that tier, each in a
     process of its own, and where it is `restarted`, another process with the same store was asked the same before.
+    The conversations of a case that AT_ONCE names are asked so many at once, and none of them needs an answer.
     """
 
     asks: Callable[[Namespace, str], Mapping[str, Asks]]
@@ -47,6 +53,7 @@ class Replay(NamedTuple):
     restarted: bool = False
 
 
+AT_ONCE = {"cold, 16 at once": 16}
 STORES = {"unknown": "disk", "disk": "disk", "valkey": "valkey"}
 LONG, SCREENS = {"max_tokens": 9216, "num_images": 10}, {"max_tokens": 16384, "num_images": 9}
 REPLAYS = {
@@ -55,14 +62,18 @@ REPLAYS = {
         "20 images x 5 questions, interleaved": workloads.interleaved(SHAPES[family], 20, 5),
         "two demo images, varying query image, 20 queries": workloads.demos(SHAPES[family], 20),
     }, LONG, max_tokens=4),
-    "cold_requests": Replay(lambda given, family: {"cold": workloads.cold(family, given.rounds)}, LONG),
+    "cold_requests": Replay(lambda given, family: {
+        "cold": workloads.cold(family, given.rounds),
+        "cold, 16 at once": workloads.cold(family, 16 * given.rounds_at_once, workloads.AT_ONCE_FROM),
+    }, {**LONG, "num_seqs": 16}),
     "agents": Replay(lambda given, _: {
         "agent replay, 18 turns": workloads.agent(18),
         "window of 5 screenshots, 15 turns": workloads.window(15, 5),
         "photographs, each once": workloads.photos(given.photos),
     }, {"max_tokens": 9216, "num_images": 8}, max_tokens=4),
     "computer_use": Replay(lambda given, _: {
-        f"{live} live": workloads.computer_use(given.steps, live) for live in given.windows
+        f"{live} live" + f", removed {chunk} at once" * (chunk > 1): workloads.computer_use(given.steps, live, chunk)
+        for chunk in given.removed_at_once for live in given.windows
     }, SCREENS, max_tokens=8),
     "image_service": Replay(lambda given, _: {
         f"{again:.0%} again": workloads.image_service(given.requests, again) for again in (0.0, 0.5)
@@ -114,7 +125,11 @@ def replayed(
         work = Work(rig)
         for case in cases:
             rig.make_cold()
-            found[case] = requests(rig, work, asks[case], replay.max_tokens)
+            if number := AT_ONCE.get(case):
+                found[case] = [work.cost(rig, asked, tag, replay.max_tokens)
+                               for tag, asked in workloads.at_once(asks[case], number)]  # fmt: skip
+            else:
+                found[case] = requests(rig, work, asks[case], replay.max_tokens)
     return found
 
 
@@ -138,23 +153,39 @@ def started(
 
 
 class Work:
-    """Counts the images that the vision tower of an engine runs for, and the pictures that are decoded."""
+    """Counts what an engine does: its steps with their tokens, the tower's calls and images, pictures decoded."""
 
     def __init__(self, rig: ZooRig) -> None:
-        self.tower_runs = self.decodes = 0
-        embed, load = rig.runner.model.embed_multimodal, ImageFile.load
+        self.done = Counter[str]()
+        embed, load, schedule = rig.runner.model.embed_multimodal, ImageFile.load, rig.scheduler.schedule
 
         def counted_embed(**kwargs: Any) -> Any:
             outputs = embed(**kwargs)
-            self.tower_runs += len(outputs)
+            self.done.update(tower_runs=len(outputs), tower_calls=1)
             return outputs
 
         def counted_load(picture: ImageFile) -> Any:
-            self.decodes += bool(picture.tile)  # what is left to decode
+            self.done["decodes"] += bool(picture.tile)  # what is left to decode
             return load(picture)
+
+        def counted_schedule(*args: Any, **kwargs: Any) -> Any:
+            step = schedule(*args, **kwargs)
+            tokens = step.total_num_scheduled_tokens
+            self.done.update(steps=tokens > 0, computed_tokens=tokens)
+            return step
 
         rig.runner.model.embed_multimodal = counted_embed
         ImageFile.load = counted_load  # type: ignore[method-assign, assignment]
+        rig.scheduler.schedule = counted_schedule
+
+    def cost(self, rig: ZooRig, conversations: list[list[Any]], tag: bool | str, max_tokens: int) -> dict[str, Any]:
+        """What so many conversations cost that are asked at once; the time is that of all of them."""
+        before, start = self.done.copy(), time.perf_counter()
+        answers = rig.ask(*conversations, max_tokens=max_tokens)
+        found: dict[str, Any] = {**dict.fromkeys(COUNTED, 0), "tag": tag, "time_s": time.perf_counter() - start}
+        found |= {what: number - before[what] for what, number in self.done.items()}
+        found["cached_tokens"] = sum(answer.num_cached_tokens for answer in answers)
+        return {**found, "answer": [list(answer.token_ids) for answer in answers]}
 
 
 def requests(rig: ZooRig, work: Work, asks: Asks, max_tokens: int) -> list[dict[str, Any]]:
@@ -167,15 +198,18 @@ def requests(rig: ZooRig, work: Work, asks: Asks, max_tokens: int) -> list[dict[
     found: list[dict[str, Any]] = []
 
     def ask(tag: bool | str, conversation: list[Any]) -> Answer:
-        tower_runs, decodes, start = work.tower_runs, work.decodes, time.perf_counter()
+        before, start = work.done.copy(), time.perf_counter()
         answer = answered(rig, conversation, max_tokens)
-        cost = {"time_s": time.perf_counter() - start, "tower_runs": work.tower_runs - tower_runs}
-        cost |= {"decodes": work.decodes - decodes, "cached_tokens": answer.num_cached_tokens}
+        cost = {"time_s": time.perf_counter() - start, "cached_tokens": answer.num_cached_tokens}
+        cost |= {what: work.done[what] - before[what] for what in COUNTED if what in work.done}
+        pictures = pictures_of(conversation)
         content: list[Any] = list(answer.prompt_ids)
-        for (first, end), name in zip(rig.image_spans(answer), pictures_of(conversation), strict=True):
+        for (first, end), name in zip(rig.image_spans(answer), pictures, strict=True):
             content[first:end] = [name] * (end - first)
         best = reusable(max((shared(content, other) for other in seen), default=0), content, rig.block_tokens)
-        found.append({"tag": tag, **cost, "best_tokens": best, "answer": list(answer.token_ids)})
+        url_bytes = sum(len(one) for one in pictures if isinstance(one, str))
+        found.append({**dict.fromkeys(COUNTED, 0), "tag": tag, **cost, "best_tokens": best, "url_bytes": url_bytes,
+                      "answer": list(answer.token_ids)})  # fmt: skip
         seen.append([*content, *answer.token_ids])
         return answer
 
@@ -210,6 +244,9 @@ def add(result: Result, case: str, sides: Mapping[str, list[dict[str, Any]]]) ->
         kept = {side: [one for one in asked if one["tag"] == tag] for side, asked in sides.items()}
         name = f"{case}, {tag}" if isinstance(tag, str) else case
         result.add(name, "time_s", {side: median(one["time_s"] for one in asked) for side, asked in kept.items()})
+        pairs = zip(kept["stock"], kept["mmcache"], strict=True)
+        result.add(name, "pairs_ratio", {"mmcache": median(ours["time_s"] / stock["time_s"] for stock, ours in pairs)})
+        result.add(name, "requests", {side: len(asked) for side, asked in kept.items()})
         result.add(name, "last_to_first", {side: last_to_first(asked) for side, asked in kept.items()})
         for what in COUNTED:
             result.add(name, what, {side: sum(one[what] for one in asked) for side, asked in kept.items()})

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from benchmarks.catalogue import CATALOGUE, command
+from benchmarks.results import Result
 
 FAMILIES = {
     "qwen2-vl": "Qwen2-VL", "qwen2.5-vl": "Qwen2.5-VL", "qwen3-vl": "Qwen3-VL", "qwen3-vl-moe": "Qwen3-VL MoE",
@@ -121,12 +122,27 @@ class Row:
 
 
 class Target(NamedTuple):
-    """A bound: the plugin's number of a case by another one's. Each is (case, what is counted, side)."""
+    """A bound: the plugin's number of a case by another one's. Each is (case, what is counted, side).
+
+    A case that has a `*` stands for several, of which the worst counts; without `by` the number is a ratio by itself.
+    """
 
     text: str
     number: list[str]
     by: list[str]
     limit: float
+
+    def ratio(self, found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> float | None:
+        """What was measured, to compare with the limit; None where it was not."""
+        case, what, side = self.number
+        of, whole, other = self.by or (case, "", "")
+        ratios = list[float]()
+        for name in [name for name in found if fnmatchcase(name, case)]:
+            number = found[name].get(what, {}).get(side)
+            by = found.get(name if of == case else of, {}).get(whole, {}).get(other) if self.by else 1.0
+            if number is not None and by:
+                ratios.append(number / by)
+        return max(ratios, default=None)
 
 
 def spread(members: list[Any]) -> Iterator[list[Any]]:
@@ -146,12 +162,19 @@ def rows() -> Iterator[Row]:
             more = rest.pop() if isinstance(rest[-1], dict) else {}
             listed: list[Any] = [[one] if isinstance(one, str) else one for one in (cases, whats)]
             yield Row(name, text, *listed, *rest, **more)
-        if name == "processor":
-            yield from (
-                Row(name, f"{target.text} (at most {target.limit:g})", [target.text], ["ratio"], "own .3f")
-                for target in TARGETS
-            )
+        yield from (
+            Row(name, f"{target.text} (at most {target.limit:g})", [target.text], ["ratio"], "own .3f")
+            for target in TARGETS.get(name, ())
+        )
 
 
-TARGETS = tuple(Target(*target) for target in spread(CATALOGUE["targets"]["processor"]))
+TARGETS = {name: tuple(Target(*one) for one in spread(targets)) for name, targets in CATALOGUE["targets"].items()}
+"""By benchmark."""
 ROWS = tuple(rows())
+
+
+def add_targets(benchmark: str, result: Result) -> None:
+    """Keep the ratio of each target of a benchmark, as far as it was measured."""
+    for target in TARGETS.get(benchmark, ()):
+        if (ratio := target.ratio(result.found)) is not None:
+            result.add(target.text, "ratio", {"mmcache": ratio, "at most": target.limit})

@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks import results, scenarios
 from benchmarks.catalogue import ABOUT, BENCHMARKS, listing
+from benchmarks.rows import add_targets
 from benchmarks.server_scenarios import SCENARIOS
 
 
@@ -79,6 +80,7 @@ def main() -> None:
         parser.exit(2, f"error: {reason}.\nCommit first, or use --output DIRECTORY instead of --save.\n")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is ended ends its servers
     result = measure_of(name)(options)
+    add_targets(name, result)
     for path in paths:
         results.save(path, result, vars(options))
     sys.exit("\n".join(result.problems) or 0)

@@ -19,21 +19,46 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from statistics import linear_regression, median, quantiles
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 
-from benchmarks.pictures import JPEG, PNG, SCREEN, SMALL, Kind, data_url, picture, url_of, variant
-from benchmarks.probing import Probed
+from benchmarks.pictures import (
+    JPEG,
+    PHOTOGRAPH,
+    PNG,
+    SCREEN,
+    SMALL,
+    Kind,
+    Pictured,
+    data_url,
+    picture,
+    url_of,
+    variant,
+)
+from benchmarks.probing import RECEIVE, Probed
 from benchmarks.processes import MIB
 from benchmarks.results import ROOT
-from benchmarks.scenarios import Client, Counted, Life, Scenario, Seen, Step, Talk, asks, each, questions
-from benchmarks.servers import HEADERS, MODEL, PATH, Body, Reply, counters, image_part, read_reply, request, talk
+from benchmarks.scenarios import (
+    Client,
+    Counted,
+    Life,
+    Scenario,
+    Seen,
+    Step,
+    Talk,
+    asks,
+    each,
+    for_a_question,
+    questions,
+)
+from benchmarks.screenshots import Format, Page, Screenshot
+from benchmarks.servers import HEADERS, MODEL, PATH, Body, Reply, ask, counters, image_part, read_reply, request, talk
 from vllm_mmcache.client import OnceTransport
 from vllm_mmcache.prove.conversations import filler
 
@@ -43,26 +68,69 @@ SMALL_ARGS = ("--mm-processor-cache-gb", "0.25", "--num-gpu-blocks-override", "2
 WITH_USAGE = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 
 
-def about(kind: Kind, contents: list[bytes]) -> Talk:
+def about(kind: Pictured, contents: list[bytes]) -> Talk:
     return talk(*(image_part(data_url(kind, content)) for content in contents))
 
 
+SIZES: dict[str, tuple[tuple[int, int], Format]] = {
+    "1920x1080 JPEG": ((1920, 1080), "jpeg"),
+    "1280x720 PNG": ((1280, 720), "png"),
+    "2400x1080 PNG": ((2400, 1080), "png"),
+}
+SCREENSHOTS = {f"{name}, {page}": Screenshot(page, *kind) for page in get_args(Page) for name, kind in SIZES.items()}
+PICTURES: dict[str, Pictured] = {
+    **SCREENSHOTS,
+    "photographs, JPEG": PHOTOGRAPH,
+    "noise, 1280x720 PNG": PNG,
+    "noise, 1920x1080 JPEG": JPEG,
+}
+"""What a warm turn is about, by the names that the option `pictures` has."""
+LARGE_CACHE = ("--mm-processor-cache-gb", "16")  # GiB, of which all pictures of a run need 3
+WAYS = ("", ", uuids alone", ", received", ", client transport")
+
+
 def warm_turn(options: Namespace, side: str, store: str) -> Iterator[Life]:
-    files = [picture(PNG, number) for number in range(options.images)]
-    png, jpeg = about(PNG, files), about(JPEG, [picture(JPEG, number) for number in range(options.images)])
-    unknown = (about(PNG, [variant(one, f"cold {number}") for one in files]) for number in range(options.cold))
-    through = partial(ask_through, OnceTransport(httpx.HTTPTransport()))
-    warm_up, turns, at_once = 1 + NUM_WARM_UPS, options.turns, options.turns_at_once
-    steps = [
-        *(Step("", each([png] * warm_up)), Step("PNG", each([png] * turns))),
-        *(Step("", each([jpeg] * warm_up)), Step("JPEG", each([jpeg] * turns))),
-        Step("", asks(*(questions([png]) for _ in range(options.conversations)))),
-        Step("conversations at once", asks(*(questions([png] * at_once) for _ in range(options.conversations)))),
-        Step("", asks(questions([png] * warm_up), ask=through)),
-        Step("PNG, client transport", asks(questions([png] * turns), ask=through)),
-        Step("unknown images", each(unknown)),
-    ]
-    yield Life(steps, ("--max-model-len", "16384"), {"VLLM_CPU_KVCACHE_SPACE": "2"}, options.images)
+    """All ways of a turn in turn, so that what else the machine does tells none of them apart.
+
+    `received` only brings the same bytes to the same process. `stock_best` is stock with a cache for all that the
+    processor makes; whatever the side, the client transport is one of the ways.
+    """
+    steps, transport = list[Step](), OnceTransport(httpx.HTTPTransport())
+    for name in options.pictures:
+        urls = [url_of(PICTURES[name], number) for number in range(options.images)]
+        uuids = [f"{name} {number}" for number in range(options.images)]
+        known, alone = talk(*map(image_part, urls)), talk(*(image_part(None, uuid) for uuid in uuids))
+        asked: list[tuple[Talk, Callable[[str, Body], Reply]]] = [
+            (known, ask), (alone, ask), (known, partial(ask, path=RECEIVE)), (known, partial(ask_through, transport)),
+        ]  # fmt: skip
+        steps.append(Step("", each([known, talk(*map(image_part, urls, uuids))])))
+        for case in [*[""] * NUM_WARM_UPS, *[name] * options.turns]:
+            steps += [
+                Step(case and case + way, asks(questions([asks_for]), ask=how))
+                for way, (asks_for, how) in zip(WAYS, asked, strict=True)
+            ]
+        if name == options.pictures[0]:
+            for case, number in (("", 1), ("conversations at once", options.turns_at_once)):
+                steps.append(Step(case, asks(*(questions([known] * number) for _ in range(options.conversations)))))
+    for name in options.pictures:
+        files = [picture(PICTURES[name], number) for number in range(options.images)]
+        unknown = [
+            about(PICTURES[name], [variant(one, f"{name} {turn}") for one in files]) for turn in range(options.cold)
+        ]
+        steps.append(Step(f"{name}, unknown", each(unknown)))
+    args = ("--max-model-len", "16384", *(LARGE_CACHE if side == "stock_best" else ()))
+    yield Life(steps, args, {"VLLM_CPU_KVCACHE_SPACE": "2"}, options.images)
+
+
+def of_warm_turn(options: Namespace, seen: Mapping[str, Seen]) -> Counted:
+    """Medians; and the time of a turn by that of its uuids and of receiving its bytes, in the median of the rounds."""
+    yield from for_a_question(options, {case: one for case, one in seen.items() if not case.endswith(WAYS[2])})
+    for name in options.pictures:
+        yield (name, "file_bytes"), median(len(picture(PICTURES[name], number)) for number in range(options.images))
+        turns, alone, received = (seen[name + way].times_s for way in WAYS[:3])
+        yield (name + WAYS[2], "first_token_s"), median(received)
+        rounds = zip(turns, alone, received, strict=True)
+        yield (name, "by_uuids_and_receiving"), median(turn / (one + other) for turn, one, other in rounds)
 
 
 def ask_through(transport: OnceTransport, url: str, body: Body) -> Reply:
@@ -257,7 +325,9 @@ def uuid_turns(options: Namespace, side: str, store: str) -> Iterator[Life]:
 
 
 SCENARIOS = {
-    "warm_turn": Scenario(warm_turn, max_pixels=768 * 768),  # 576 tokens an image: 20 fit into the 16,384 positions
+    "warm_turn": Scenario(
+        warm_turn, of_warm_turn, max_pixels=768 * 768
+    ),  # 576 tokens an image: 20 fit into the 16,384 positions
     "load": Scenario(load, of_load, max_pixels=512 * 512),  # 256 tokens a screenshot: more than two cores can't serve
     "memory": Scenario(memory, of_memory),
     "random_mm": Scenario(random_mm, of_random_mm),

@@ -113,13 +113,13 @@ class Reply:
     start_s: float = 0.0
 
 
-def ask(url: str, body: Body, timeout_s: float = TIMEOUT_S) -> Reply:
+def ask(url: str, body: Body, timeout_s: float = TIMEOUT_S, path: str = PATH) -> Reply:
     """Send one streamed request. Raises: RuntimeError with a refusal's text; OSError where nobody listens."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=timeout_s)
     with contextlib.closing(connection):
         connection.connect()
         start_s, start = time.monotonic(), time.perf_counter()
-        connection.request("POST", PATH, iter(body), {**HEADERS, "content-length": str(sum(map(len, body)))})
+        connection.request("POST", path, iter(body), {**HEADERS, "content-length": str(sum(map(len, body)))})
         answer = connection.getresponse()
         line = answer.readline()
         first_s = time.perf_counter() - start

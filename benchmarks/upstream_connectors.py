@@ -102,9 +102,9 @@ def faults(root: Path, **side: Any) -> dict[str, Any]:
         work = Work(rig)
 
         def ask(*numbers: int) -> int:
-            before = work.tower_runs
+            before = work.done["tower_runs"]
             rig.ask([user(*(picture(number, (SIDE, SIDE)) for number in numbers), "?")], max_tokens=1)
-            return work.tower_runs - before
+            return work.done["tower_runs"] - before
 
         rig.make_cold()
         ask(1)

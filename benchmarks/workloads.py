@@ -8,17 +8,23 @@ data URL where its decoding is counted, too.
 
 import itertools
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
-from benchmarks.pictures import SCREEN, url_of
+from benchmarks.pictures import PHOTOGRAPH, url_of
+from benchmarks.screenshots import Page, Screenshot
 from vllm_mmcache.prove.answers import Answer
 from vllm_mmcache.prove.conversations import assistant, filler, picture, user
 from vllm_mmcache.prove.workloads import Shape
 
 Asks = Generator[tuple[bool | str, list[Any]], Answer, None]
 
-SHAPES = {"gemma3": Shape((224, 224), 530), "qwen3-vl": Shape((1024, 1024), 0), "qwen3.5": Shape((1024, 1024), 0)}
+SHAPES = {
+    "gemma3": Shape((224, 224), 530),
+    "gemma4": Shape((1024, 1024), 530),
+    "qwen3-vl": Shape((1024, 1024), 0),
+    "qwen3.5": Shape((1024, 1024), 0),
+}
 """Of questions about images that come again: enough text before each that there is something to reuse."""
 SIDE = (448, 448)
 PHOTOS = ((448, 448), (672, 448), (448, 672), (896, 672))
@@ -53,22 +59,39 @@ def all_new(images: int, size: int) -> Asks:
         yield image >= 0, [user(picture(1000 + image, (size, size)), "?")]
 
 
-def cold(family: str, rounds: int) -> Asks:
+TOKENS_OF_AN_IMAGE = {"gemma3": 64, "gemma4": 529}  # elsewhere one for 32x32 pixels
+
+
+def cold(family: str, rounds: int, first: int = 0) -> Asks:
     """Prompts of which no request before had a block, of 4 cases, a first round ahead.
 
     Nothing is reset between them: vLLM's reset_encoder_cache says that weights may have changed, and the feature store
-    would take their fingerprint again within the measure.
+    would take their fingerprint again within the measure. first: the number of the first prompt and its picture.
     """
     size = SHAPES[family].size
-    of_image = 64 if family == "gemma3" else size[0] * size[1] // 1024
+    of_image = TOKENS_OF_AN_IMAGE.get(family, size[0] * size[1] // 1024)
     kinds = itertools.product(range(-1, rounds), (4000, 8000), (1, 4))
-    for name, (number, tokens, images) in enumerate(kinds):
+    for name, (number, tokens, images) in enumerate(kinds, first):
         words = (tokens - images * of_image) // (images + 1)
         shown: list[Any] = []
         for image in range(images):
             shown += [filler(words, image), picture(10 * name + image, size)]
         asked = user(f"{name}.", *shown, filler(words, images), "what")
         yield number >= 0 and f"{tokens} tokens, {images} images", [asked]
+
+
+AT_ONCE_FROM = 1000
+"""The number of the first prompt of those that are asked at once, which none had that was asked alone."""
+
+
+def at_once(asks: Asks, number: int) -> Iterator[tuple[bool | str, list[list[Any]]]]:
+    """The conversations of a workload that needs no answers, those of one tag `number` at a time."""
+    waiting: dict[bool | str, list[list[Any]]] = {}
+    for tag, conversation in asks:
+        together = waiting.setdefault(tag, [])
+        together.append(conversation)
+        if len(together) == number:
+            yield tag, waiting.pop(tag)
 
 
 def agent(turns: int) -> Asks:
@@ -109,21 +132,30 @@ def sent(*parts: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def computer_use(steps: int, live: int) -> Asks:
+DESKTOP = (1280, 720)
+PAGES: tuple[Page, ...] = ("text", "form", "photographs")  # that the agent looks at, in turn
+
+
+def computer_use(steps: int, live: int, removed_at_once: int = 1) -> Asks:
     """An agent at a computer: a click and a tool's text a step, the last `live` screenshots, for older ones a line.
 
+    Older ones go `removed_at_once` together, as agents do it that keep their prefix: between two removals the prompt
+    only grows, and up to `removed_at_once` - 1 more screenshots are live. Anthropic's demo removes ten.
+
     Shape: H CUA Perf (477 sessions, 38 steps in the mean, one live screenshot, older ones replaced by text). Sizes of
-    the texts are ours; screenshots are generated, 1280x720 PNG, picture 6000 and following.
+    the texts are ours. Screenshots are of a real browser, 1280x720 PNG.
     """
     begin = [{"role": "system", "content": "You use a computer." + filler(600)}, sent("Book a room." + filler(60))]
     screens: list[str] = []
     told: list[dict[str, Any]] = []  # what the agent did at each step
     for step in range(steps):
-        screens.append(url_of(SCREEN, 6000 + step))
+        screens.append(url_of(Screenshot(PAGES[step % len(PAGES)], DESKTOP, "png"), step))
+        old = max(0, step + 1 - live)
+        removed = old - old % removed_at_once
         talk = list(begin)
         for number in range(step + 1):
             tool = f"Tool {number}:" + filler(40 + 30 * (number % 4), number)
-            shown = screens[number] if number > step - live else f"[screenshot {number} removed]"
+            shown = screens[number] if number >= removed else f"[screenshot {number} removed]"
             talk += [sent(tool, shown), *told[number : number + 1]]
         answer = yield True, talk
         told.append(assistant(f"Click {step}." + answer.text))
@@ -140,10 +172,10 @@ RECENT = 50  # images of which one comes again
 def image_service(requests: int, again: float, seed: int = 0) -> Asks:
     """Requests of many users about their images, of ServeGen's counts and sizes, which says nothing of contents.
 
-    `again`: the share of images that are one of the last RECENT once more; an assumption of ours. Generated pictures,
-    7000 and following, and seeded numbers.
+    `again`: the share of images that are one of the last RECENT once more; an assumption of ours. Photographs, brought
+    to these sizes, and seeded numbers.
     """
-    chance, numbers = random.Random(seed), itertools.count(7000)
+    chance, numbers = random.Random(seed), itertools.count()
     recent: list[str] = []
     for request in range(requests):
         (count,) = chance.choices(list(IMAGES), list(IMAGES.values()))
@@ -155,7 +187,7 @@ def image_service(requests: int, again: float, seed: int = 0) -> Asks:
             tokens = min(chance.lognormvariate(0, TOKENS_SPREAD) * TOKENS, MOST_TOKENS)
             width = round((tokens * 4 / 3) ** 0.5)  # in tokens of 32x32 pixels, 4 to 3
             size = (32 * width, 32 * round(tokens / width))
-            urls.append(url_of(SCREEN._replace(size=size), next(numbers)))
+            urls.append(url_of(PHOTOGRAPH._replace(size=size), next(numbers)))
             recent = [*recent[1 - RECENT :], urls[-1]]
         words = round(min(chance.lognormvariate(0, WORDS_SPREAD) * WORDS, MOST_WORDS))
         asked = sent(*urls, f"Request {request}:" + filler(words, request))

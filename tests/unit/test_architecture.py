@@ -32,6 +32,7 @@ LAYERS = (
 )
 # Components that may import another one.
 BESIDE = {
+    ("components.image_extraction", "components.lazy_media"),
     ("components.lazy_processing", "components.lazy_media"),
     ("components.features", "components.lazy_processing"),
     ("components.observe", "components.lazy_media"),

@@ -14,6 +14,8 @@ from vllm_mmcache.content.base64_image import Base64Image
 from vllm_mmcache.metrics import table_sizes
 
 PREFIX = f"mmcache-{secrets.token_hex(8)}-"  # of this process
+MAX_NAME_CHARS = 128
+"""More than the longest name has."""
 
 _lent: dict[str, Base64Image] = {}
 

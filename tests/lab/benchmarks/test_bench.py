@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from argparse import Namespace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from PIL import Image
 from benchmarks import bench, results, run, summary
 from benchmarks.catalogue import ABOUT, BENCHMARKS, command, listing
 from benchmarks.results import Result
-from benchmarks.rows import FAMILIES, ROWS, Row, spread
+from benchmarks.rows import FAMILIES, ROWS, TARGETS, Row, Target, add_targets, spread
 from benchmarks.server_scenarios import SCENARIOS
 
 REPLAYS = {"image_questions", "cold_requests", "agents", "computer_use", "image_service", "gallery", "restart"}
@@ -56,9 +57,17 @@ def test_every_replay_is_there() -> None:
 
     assert set(FOUND) == REPLAYS
     for row in (row for row in ROWS if row.benchmark in REPLAYS):
-        (case,) = (case.removeprefix("*, ").removesuffix(", *") for case in row.cases)
-        options = Namespace(**BENCHMARKS[row.benchmark].options)
-        assert case in FOUND[row.benchmark].asks(options, options.families[0])
+        if row.text in {f"{one.text} (at most {one.limit:g})" for one in TARGETS.get(row.benchmark, ())}:
+            continue
+        (case,), options = row.cases, Namespace(**BENCHMARKS[row.benchmark].options)
+        asked = [f"{options.families[0]}, {name}" for name in FOUND[row.benchmark].asks(options, options.families[0])]
+        tagged = [
+            f"{name}, {tokens} tokens, {images} images"
+            for name in asked
+            for tokens in (4000, 8000)
+            for images in (1, 4)
+        ]
+        assert any(fnmatchcase(name, case) for name in (*asked, *tagged)), case
     assert all(set(BENCHMARKS[name].options["families"]) <= set(FAMILIES) for name in REPLAYS)
 
 
@@ -139,6 +148,27 @@ def test_rows_that_are_there_once_for_each_value() -> None:
     assert list(spread([["first"], several])) == [
         ["first"], ["in a folder", ["disk"]], ["again"], ["in Valkey", ["valkey"]], ["again"]
     ]  # fmt: skip
+
+
+def test_a_target_is_of_the_worst_case() -> None:
+    found: dict[str, dict[str, dict[str, float]]] = {
+        "gemma3, cold": {"steps": {"stock": 4, "mmcache": 4}, "pairs_ratio": {"mmcache": 0.9}},
+        "qwen3.5, cold": {"steps": {"stock": 4, "mmcache": 5}, "pairs_ratio": {"mmcache": 1.1}},
+        "qwen3.5, hot": {"steps": {"stock": 1, "mmcache": 9}},
+    }
+    steps = Target("steps", ["*, cold", "steps", "mmcache"], ["*, cold", "steps", "stock"], 1.0)
+    assert steps.ratio(found) == 1.25, "each by its own"
+    assert Target("pairs", ["*, cold", "pairs_ratio", "mmcache"], [], 1.02).ratio(found) == 1.1
+    by_another = Target("hot", ["qwen3.5, hot", "steps", "mmcache"], ["gemma3, cold", "steps", "stock"], 1.0)
+    assert by_another.ratio(found) == 9 / 4
+    assert Target("none", ["*, warm", "steps", "mmcache"], ["*, warm", "steps", "stock"], 1.0).ratio(found) is None
+    result = Result({f"{case}, 4000 tokens, 1 images": found[case] for case in ("gemma3, cold", "qwen3.5, cold")})
+    add_targets("cold_requests", result)
+    kept = {case: counted["ratio"] for case, counted in result.found.items() if "ratio" in counted}
+    assert [(one["mmcache"], one["at most"]) for one in kept.values()] == [(1.25, 1.0), (1.1, 1.02)], (
+        "what was measured"
+    )
+    assert [row.cases for row in ROWS if row.cases[0] in kept] == [[case] for case in kept], "and it has a row"
 
 
 def test_the_pages_show_the_committed_results() -> None:

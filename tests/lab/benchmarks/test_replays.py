@@ -2,6 +2,7 @@
 """The replays have the shape of their traces, ask every side the same, and are counted rightly."""
 
 from argparse import Namespace
+from collections import Counter
 from itertools import pairwise
 from statistics import mean, median, quantiles
 from types import SimpleNamespace
@@ -81,6 +82,26 @@ def test_computer_use_keeps_its_last_screenshots(live: int, drawn: list[tuple[in
     assert put(computer_use(12, live), "other")[3] != asked[3], "the answer is part of what is asked next"
 
 
+@pytest.mark.parametrize("live", [1, 3])
+def test_screenshots_are_removed_several_at_once(live: int, drawn: list[tuple[int, int]]) -> None:
+    """Between two removals a prompt begins with the whole of the one before it."""
+    asked = put(computer_use(14, live, removed_at_once=5))
+    assert [len(replays.pictures_of(one)) for one in asked] == [
+        step + 1 - (step + 1 - live) // 5 * 5 if step >= live else step + 1 for step in range(14)
+    ]
+    grown = [after[: len(before)] == before for before, after in pairwise(asked)]
+    assert [step for step, has in enumerate(grown, 1) if not has] == [live + 4, live + 9]
+    one_by_one = put(computer_use(14, live))
+    assert sum(after[: len(before)] == before for before, after in pairwise(one_by_one)) == live - 1
+
+
+def test_prompts_at_once_are_of_one_kind() -> None:
+    asks = ((tag, [number]) for number, tag in enumerate(["a", "b", "a", False, "b", "a", "a", "b"]))
+    assert list(workloads.at_once(asks, 2)) == [  # type: ignore[arg-type]
+        ("a", [[0], [2]]), ("b", [[1], [4]]), ("a", [[5], [6]])
+    ]  # fmt: skip
+
+
 class Engine:
     """A stand-in that caches nothing and answers with one token; a word is a token, an image four."""
 
@@ -114,7 +135,7 @@ def test_the_best_possible() -> None:
         for number, message in enumerate(asked):
             yield number > 0 and "case", [message]
 
-    work = SimpleNamespace(tower_runs=0, decodes=0)
+    work = SimpleNamespace(done=Counter())
     found = replays.requests(Engine(), work, asks(), 1)  # type: ignore[arg-type]
     assert [one["best_tokens"] for one in found] == [0, 6, 2, 6, 6]
     assert [one["tag"] for one in found] == [False, *["case"] * 4]
@@ -134,6 +155,8 @@ def test_numbers_of_a_case() -> None:
     assert found["time_s"] == {"stock": 2.0, "mmcache": 0.5}
     assert found["tower_runs"] == {"stock": 6, "mmcache": 6}
     assert found["other_answers"] == {"mmcache": 1}
+    assert found["pairs_ratio"] == {"mmcache": (0.5 / 1.0 + 0.5 / 3.0) / 2}, "each by the same request of stock"
+    assert found["requests"] == {"stock": 2, "mmcache": 2}
     replays.add(result, "gemma3", {side: [asked(1.0, 0, ""), asked(2.0, 1, "kind")] for side in ("stock", "mmcache")})
     assert result.found["gemma3, kind"]["time_s"] == {"stock": 2.0, "mmcache": 2.0}, "of the case that is named"
     assert set(result.found) == {"gemma3, again", "gemma3, kind"}
@@ -148,8 +171,12 @@ def test_cold_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [bool(tag) for tag, _ in asked] == [False] * 4 + [True] * 4
     assert len({tag for tag, _ in asked if tag}) == 4
     assert len(set(pictures)) == len(pictures) == 2 * 2 * (1 + 4)
+    later = [parts for _, (parts,) in workloads.cold("gemma3", 16, workloads.AT_ONCE_FROM)]
+    assert not {part[0] for parts in later for part in parts if isinstance(part, tuple)} & set(pictures)
+    assert not {parts[0] for parts in later} & {parts[0] for _, (parts,) in asked}
 
 
 def test_options_reach_the_cases() -> None:
-    options = Namespace(windows=[3], steps=2)
-    assert list(replays.REPLAYS["computer_use"].asks(options, "qwen3-vl")) == ["3 live"]
+    options = Namespace(windows=[3], steps=2, removed_at_once=[1, 5])
+    named = ["3 live", "3 live, removed 5 at once"]
+    assert list(replays.REPLAYS["computer_use"].asks(options, "qwen3-vl")) == named

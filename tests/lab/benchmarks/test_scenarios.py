@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What carries out the benchmarks of servers: each step on each side, in order; every request is counted or fails."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,8 +22,9 @@ import httpx
 import pytest
 from mmcache_tools.harness.server import free_port
 
-from benchmarks import scenarios, server_scenarios
-from benchmarks.pictures import SMALL, data_url, picture
+from benchmarks import probing, scenarios, server_scenarios
+from benchmarks.catalogue import BENCHMARKS
+from benchmarks.pictures import PHOTOGRAPH, SMALL, data_url, picture
 from benchmarks.probing import NAMES, Probed
 from benchmarks.results import ROOT
 from benchmarks.scenarios import Life, Scenario, Seen, Step, asks, for_a_question, measure, questions
@@ -138,6 +140,67 @@ def test_steps_are_put_together() -> None:
     assert len(content) == pytest.approx(
         dict(for_a_question(Namespace(), {"case": seen}))["case", "encoded_bytes"], abs=300
     )
+
+
+def test_a_warm_turn_is_measured_by_its_parts() -> None:
+    """Each round by itself: a slow one does not count, whichever part it is slow in."""
+    zeros = dict.fromkeys((*NAMES, "api_server_cpu_s", "engine_cpu_s"), 0.0)
+
+    def seen_of(*times_s: float, requests: int) -> Seen:
+        replies = [Reply(one, one) for one in times_s]
+        return Seen(replies, times_s=list(times_s), seconds=1.0, spent=Counter(zeros | {"requests": requests}))
+
+    name = "photographs, JPEG"
+    seen = {
+        name: seen_of(3.0, 9.0, 3.0, requests=3),
+        f"{name}, uuids alone": seen_of(1.0, 1.0, 7.0, requests=3),
+        f"{name}, received": seen_of(1.0, 1.0, 1.0, requests=0),
+    }
+    found = dict(server_scenarios.of_warm_turn(Namespace(pictures=[name], images=3), seen))
+    assert found[name, "by_uuids_and_receiving"] == 1.5
+    assert found[f"{name}, received", "first_token_s"] == 1.0
+    assert (found[name, "questions"], found[f"{name}, uuids alone", "first_token_s"]) == (3, 1.0)
+    files = sorted(len(picture(PHOTOGRAPH, number)) for number in range(3))
+    assert found[name, "file_bytes"] == files[1]
+
+
+def test_all_ways_of_a_turn_are_asked_in_turn() -> None:
+    options = Namespace(**{**BENCHMARKS["warm_turn"].options, "pictures": ["photographs, JPEG"], "turns": 2})
+    lives = {side: life for side in options.sides for life in server_scenarios.warm_turn(options, side, "")}
+    cases = [step.case for step in lives["mmcache"].steps]
+    ways = [f"photographs, JPEG{way}" for way in server_scenarios.WAYS]
+    assert cases == ["", *[""] * 8, *ways, *ways, "", "conversations at once", "photographs, JPEG, unknown"]
+    assert "--mm-processor-cache-gb" in lives["stock_best"].args
+    assert lives["stock"].args == lives["mmcache"].args
+    assert set(BENCHMARKS["warm_turn"].options["pictures"]) <= set(server_scenarios.PICTURES)
+
+
+def test_a_body_is_received_and_nothing_else() -> None:
+    """The application is not called; every other path is the application's."""
+    sent: list[dict[str, Any]] = []
+    asked: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope["path"])
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    messages: Iterator[dict[str, Any]] = iter([{"body": b"a", "more_body": True}, {"body": b"b"}])
+
+    async def receive() -> dict[str, Any]:
+        return next(messages)
+
+    async def ask_both() -> None:
+        layer = probing.layer(app)
+        await layer({"path": probing.RECEIVE}, receive, send)
+        await layer({"path": "/v1/chat/completions"}, receive, send)
+
+    asyncio.run(ask_both())
+    assert next(messages, None) is None, "the body was read"
+    assert asked == ["/v1/chat/completions"]
+    assert sent[0]["status"] == 200
+    assert read_reply(0, 0, sent[1]["body"].decode().splitlines()).text == ""
 
 
 @larger

@@ -10,7 +10,9 @@ from typing import Any
 import vllm.envs as envs
 
 from vllm_mmcache.base import status
+from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.components.image_extraction.middleware import Scope, work_begun
+from vllm_mmcache.components.lazy_media.hooks import is_at_hand
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.hooking.subclasses import base_of
 
@@ -41,14 +43,28 @@ async def mark_engine_called(wrapped: Any, instance: Any, args: Any, kwargs: Any
     "vllm.multimodal.media.connector:MediaConnector.load_from_url",
     name="media",
 )
+def tell_layer_of_media(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of MediaConnector.load_from_url(url, media_io): images are fetched and opened now."""
+    work_begun()
+    return wrapped(*args, **kwargs)
+
+
 @hook(
     "vllm.multimodal.media.connector:MediaConnector.load_from_url_async",
     name="media_async",
+    args=("url", "media_io"),
+    reads=("vllm.multimodal.media.connector:MediaConnector.load_from_url",),
 )
-def tell_layer_of_media(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of MediaConnector.load_from_url(url, media_io) and its async one: images are fetched and opened now."""
+async def open_known_at_once(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of MediaConnector.load_from_url_async(url, media_io); as tell_layer_of_media.
+
+    A known image that was taken out of its body is opened here: the way to a thread and back takes longer.
+    """
     work_begun()
-    return wrapped(*args, **kwargs)
+    url, loader = (argument(wrapped, args, kwargs, name) for name in ("url", "media_io"))
+    if is_at_hand(url, loader):
+        return instance.load_from_url(url, loader)
+    return await wrapped(*args, **kwargs)
 
 
 def is_eligible(scope: Scope, path: str) -> bool:

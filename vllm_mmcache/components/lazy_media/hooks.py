@@ -15,6 +15,7 @@ import vllm
 import vllm.envs as envs
 from PIL import Image, ImageFile, features
 from vllm.multimodal.media import MediaWithBytes
+from vllm.multimodal.media.image import ImageMediaIO
 
 from vllm_mmcache.base import status
 from vllm_mmcache.base.arguments import argument
@@ -162,6 +163,18 @@ def _recorded(value: Any) -> tuple[KnownImage | KnownFrames, Callable[[Any], Any
     return None
 
 
+def is_at_hand(url: str, loader: Any) -> bool:
+    """Whether a data URL is of an image that was taken out of its body and is known here: opening it waits for nothing.
+
+    loader: whatever is to open it. Event loop.
+    """
+    extracted = placeholders.resolve(url[-placeholders.MAX_NAME_CHARS :].rpartition(",")[2])
+    if extracted is None or type(loader) is not ImageMediaIO or not _is_served(loader):
+        return False
+    record = media_info.RECORDS.get(_key(extracted.content_id, loader))
+    return record is not None and _is_lazy(record)
+
+
 def _is_served(loader: Any) -> bool:
     """Whether its images are to be known: not those that are frames of a video."""
     return status.is_on("lazy_media") and not is_of_frames(loader)
@@ -196,7 +209,7 @@ def _facts() -> str:
 def _open(stock: Callable[[bytes], Any], content: Callable[[], bytes], instance: Any, content_id: bytes) -> Any:
     key = _key(content_id, instance)
     record = media_info.find(key)
-    if record is not None and record.mode != "video" and _is_allowed(record.size):
+    if record is not None and _is_lazy(record):
         return _open_lazily(key, record, stock, content, instance, content_id)
     decoded_from = content()
     opened = stock(decoded_from)
@@ -206,6 +219,11 @@ def _open(stock: Callable[[bytes], Any], content: Callable[[], bytes], instance:
     record = media_info.admit(key, MediaInfo(opened.media.size, opened.media.mode, opened.io_config))
     origin = source_of(instance, lambda: decoded_from)
     return KnownImage(opened.media, lambda: decoded_from, record, content_id, origin)
+
+
+def _is_lazy(record: MediaInfo) -> bool:
+    """Whether an image with this record is left undecoded."""
+    return record.mode != "video" and _is_allowed(record.size)
 
 
 def _is_allowed(size: tuple[int, int]) -> bool:
