@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans and keeps the image checkpoints of one scheduler. Engine process."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.image_checkpoints.backoff import Backoff, TrackedCheckpoints
 from vllm_mmcache.components.image_checkpoints.positions import KINDS, Checkpoint, candidates, choose
+from vllm_mmcache.components.image_checkpoints.vllm_underway import Underway
 from vllm_mmcache.metrics import counters, table_sizes
 
 PLAN = "_mmcache_checkpoint_plan"
@@ -38,7 +40,9 @@ class Checkpoints:
         self.pool = scheduler.kv_cache_manager.block_pool
         self.block_tokens = coordinator.scheduler_block_size
         self.lookahead_tokens = _lookahead_tokens(coordinator)
-        self.group = next(m for m in coordinator.single_type_managers if is_sparse(m)).kv_cache_group_id
+        sparse = [manager for manager in coordinator.single_type_managers if is_sparse(manager)]
+        self.group = sparse[0].kv_cache_group_id
+        self.underway = Underway(scheduler, sparse, self.lookahead_tokens, self.note_kept)
         self.backoff = Backoff()
         self.tracked = TrackedCheckpoints(self.backoff)
         table_sizes.of_engine("checkpoints", self.tracked.size)
@@ -50,8 +54,11 @@ class Checkpoints:
             self._cached = self.pool.cached_block_hash_to_block
             self.tracked.clear()
         kept = getattr(request, PLAN, None)
-        if kept is not None and kept.hit_tokens == hit_tokens:
-            return
+        if kept is None or kept.hit_tokens != hit_tokens:
+            self._choose(request, kept, hit_tokens, junction_tokens)
+        self.underway.begin(request, getattr(request, PLAN).checkpoints)
+
+    def _choose(self, request: Any, kept: Plan | None, hit_tokens: int, junction_tokens: int) -> None:
         if hit_tokens and self.tracked.use(self._key(request, hit_tokens)):
             counters.CHECKPOINTS_USED.add()
             counters.CHECKPOINT_TOKENS_SAVED.add(hit_tokens)
@@ -81,7 +88,7 @@ class Checkpoints:
         dropped = self.block_tokens if self.lookahead_tokens else 0
         return {end // self.block_tokens * self.block_tokens - dropped for end in ends}
 
-    def note_kept(self, request: Any, manager: Any, before: int, checkpoints: tuple[Checkpoint, ...]) -> None:
+    def note_kept(self, request: Any, manager: Any, before: int, checkpoints: Sequence[Checkpoint]) -> None:
         """Count what was kept of one group, from block `before` on."""
         blocks = manager.req_to_blocks[request.request_id]
         after = manager.num_cached_block.get(request.request_id, 0)
