@@ -184,7 +184,12 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
     # Scheduler's thread, in a step
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
-        """Whether the request may go on; False while features of an image that comes next are worth waiting for."""
+        """Whether the request may go on; False while features of an image that comes next are worth waiting for.
+
+        vLLM asks for every request with images in every step, also where only its answer goes on.
+        """
+        if request.request_id not in self._ahead:
+            return True
         with failsafe("features"):
             return self._may_go_on(request, num_computed_tokens)
         return True
