@@ -37,6 +37,7 @@ from vllm_mmcache.hooking import subclasses
 
 Sparse = Literal["", "window", "mamba"]
 BLOCK = 16  # tokens
+MOST_STEPS = 10_000
 
 
 def groups(sparse: Sparse, num_groups: int, block_tokens: int = BLOCK) -> list[KVCacheSpec]:
@@ -140,9 +141,14 @@ class Steps:
         return output
 
     def finish(self) -> list[Any]:
-        """Step until no request is left; the SchedulerOutputs of the steps that computed something."""
-        outputs = []
+        """Step until no request is left; the SchedulerOutputs of the steps that computed something.
+
+        Raises: AssertionError where some request does not come to its end.
+        """
+        outputs: list[Any] = []
+        steps = itertools.count()
         while self.scheduler.has_unfinished_requests() or self._scheduled:
+            assert next(steps) < MOST_STEPS, "a request hangs"
             if (output := self.step()).total_num_scheduled_tokens:
                 outputs.append(output)
         return outputs

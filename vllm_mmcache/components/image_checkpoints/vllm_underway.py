@@ -21,11 +21,13 @@ Kept = Callable[[Any, Any, int, Sequence[Checkpoint]], None]
 class Underway:
     """The checkpoints to come of one scheduler's requests."""
 
-    def __init__(self, scheduler: Any, sparse: Sequence[Any], lookahead_tokens: int, note_kept: Kept) -> None:
+    def __init__(
+        self, scheduler: Any, sparse: Sequence[Any], lookahead_tokens: int, note_kept: Kept, *, ends_chunks: bool
+    ) -> None:
         """sparse: the managers of the groups that keep states sparsely; the positions are kept in these."""
         self._coordinator = scheduler.kv_cache_manager.coordinator
         self._scheduler: Any = weakref.proxy(scheduler)
-        self._splits = getattr(scheduler, "need_mamba_block_aligned_split", False)
+        self._splits = ends_chunks
         self._sparse = sparse
         self._lookahead_tokens = lookahead_tokens
         self._note_kept = note_kept

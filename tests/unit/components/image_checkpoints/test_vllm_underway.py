@@ -4,71 +4,35 @@
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
-from mmcache_tools.zoo import build_cached
-from vllm.config import VllmConfig
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from tests.support.schedulers import BLOCK, Sparse, Steps, engine_config, groups, make_scheduler
-from vllm_mmcache.base import settings, status
+from tests.support.schedulers import BLOCK, Steps
+from tests.unit.components.image_checkpoints.conftest import KINDS
+from vllm_mmcache.base import status
+from vllm_mmcache.components.image_checkpoints.expected_value import ReuseRates
 from vllm_mmcache.components.image_checkpoints.vllm_planner import Checkpoints
 from vllm_mmcache.hooking import installer
-from vllm_mmcache.lifecycle import activation, rank_sync
 
 pytestmark = [pytest.mark.answers, pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_installed", "no_role")]
 
 OURS = str(Path(installer.__file__).parents[1])
-IMAGES = [("one image", 40, 100), ("another image", 300, 100)]
-LAST_END = (300 + 100) // BLOCK * BLOCK
+IMAGES = [("one image", 40, 100), ("another image", 500, 100)]
+LAST_END = (500 + 100) // BLOCK * BLOCK
 NUM_DECODING = 64
-KINDS: dict[str, tuple[str, Sparse, int]] = {
-    "full attention": ("qwen3-vl", "", 1),
-    "windows": ("gemma3", "window", 6),
-    "mamba": ("qwen3.5", "mamba", 6),
-}
 MOST_CALLS_A_REQUEST = {"full attention": 0, "windows": 1, "mamba": 0}
 """Of images of Gemma 3 it is asked once which are in a step's window."""
 
 
-@pytest.fixture(scope="module")
-def configs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], VllmConfig]:
-    root = tmp_path_factory.mktemp("zoo")
-
-    def config(kind: str, is_async: bool) -> VllmConfig:
-        dtype = {"dtype": "bfloat16"} if kind == "mamba" else {}
-        return engine_config(build_cached(KINDS[kind][0], root), is_async=is_async, max_num_seqs=256, **dtype)
-
-    return config
-
-
-@pytest.fixture
-def engine(
-    configs: Callable[[str, bool], VllmConfig], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Steps]]:
-    """An engine but for its model, with the plugin's components as they are by default where they are proven."""
-    monkeypatch.setattr(settings, "_current", settings.load_settings({"unproven": True, "features": False}))
-
-    def start(kind: str, is_async: bool = False) -> Steps:
-        config = configs(kind, is_async)
-        activation.activate("engine", config)
-        _, sparse, num_groups = KINDS[kind]
-        scheduler = make_scheduler(config, groups(sparse, num_groups), 20_000, with_plugin=True)
-        rank_sync.of_engine(SimpleNamespace(scheduler=scheduler, model_executor=None))
-        return Steps(scheduler, is_async)
-
-    yield start
-    activation.stop()
-
-
 def question(number: int) -> list[int]:
     """A prompt about two images, with its own text behind. On Mamba models it is computed in several steps."""
-    return [1] * 40 + [9] * 100 + [2] * 160 + [9] * 100 + [20 + number] * 50
+    return [1] * 40 + [9] * 100 + [2] * 360 + [9] * 100 + [20 + number] * 50
 
 
 def decoding(engine: Steps, number: int = NUM_DECODING) -> None:
@@ -115,6 +79,7 @@ def test_calls_are_seen_at_all(engine: Callable[..., Steps]) -> None:
     """The control: while a prompt with a checkpoint to come is computed, each request is looked at."""
     running = engine("mamba")
     decoding(running)
+    running.scheduler._mmcache_checkpoints.rates = ReuseRates()
     running.add(question(0), IMAGES)
     calls = our_calls(lambda: [running.step() for _ in range(3)])
     looked = {name: count for name, count in calls.items() if name.startswith("vllm_underway.py")}
