@@ -84,6 +84,22 @@ def base_of(instance: Any) -> type:
     return kind.__bases__[1] if kind.__module__ == __name__ else kind
 
 
+def bypass(instance: Any, methods: tuple[str, ...], is_bypassed: bool) -> None:
+    """Call an object's methods as they would be without us, or no longer: for hot ones, while ours have nothing to do.
+
+    An object of another class than ours is left as it is.
+    """
+    kind = type(instance)
+    own = vars(instance)
+    if kind.__module__ != __name__ or is_bypassed == (methods[0] in own):
+        return
+    for name in methods:
+        if is_bypassed:
+            own[name] = getattr(super(kind.__bases__[0], instance), name)
+        else:
+            del own[name]
+
+
 @functools.cache
 def derived(mixin: type, base: type) -> type:
     """The one class that derives from both. It has the base's name, and this module's."""

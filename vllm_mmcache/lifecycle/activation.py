@@ -58,7 +58,7 @@ def activate(role: Role, vllm_config: Any) -> None:
     version, engine = vllm_version(), engine_here(vllm_config)
     own, unusable = own_proofs(engine, vllm_config)
     absent = config_rules.why_absent(role, vllm_config)
-    absent = absent or _install(f"{REPORT.name} ({role})", REPORT.hooks_in(role), version).reason
+    absent = absent or _install(_group(REPORT.name, role), REPORT.hooks_in(role), version).reason
     for component in parts(role).values():
         name = component.name
         state = State("off", absent) if absent else decide(name, engine, vllm_config, own)
@@ -178,6 +178,15 @@ def stop() -> None:
     installer.undo_all()
 
 
+def step_aside(role: Role, name: str, reason: str) -> None:
+    """A component has nothing to do in this process, as is known only now: its hooks are taken back."""
+    status.put(role, name, State("unneeded", reason))
+    try:
+        installer.undo(_group(name, role))
+    except HookError as error:  # another plugin's stand around them; ours do nothing any more
+        logger.debug("mmcache: hooks of %s stay: %s", name, error)
+
+
 def words(states: Iterable[tuple[str, State]]) -> str:
     """Components and their states in one line: what is on, then the others with their reasons."""
     said = list(states)
@@ -193,7 +202,7 @@ def words(states: Iterable[tuple[str, State]]) -> str:
 def _switch_on(component: Component, role: Role, vllm_config: Any, version: str) -> State:
     """Install what a component has in this role. Returns on, or off and why."""
     needed = [hook for hook in component.hooks_in(role) if config_rules.needs_hook(vllm_config, hook.only)]
-    group = f"{component.name} ({role})"
+    group = _group(component.name, role)
     outcome = _install(group, needed, version)
     if outcome.state != "on":
         return State("off", outcome.reason)
@@ -204,6 +213,10 @@ def _switch_on(component: Component, role: Role, vllm_config: Any, version: str)
         installer.undo(group)
         return State("off", str(error))
     return ON
+
+
+def _group(name: str, role: Role) -> str:
+    return f"{name} ({role})"
 
 
 def _install(group: str, hooks: list[Hook], version: str) -> installer.Outcome:

@@ -19,6 +19,7 @@ from vllm_mmcache.base import status
 from vllm_mmcache.base.errors import MMCacheError
 from vllm_mmcache.base.status import ON, State
 from vllm_mmcache.hooking.hook import Hooks
+from vllm_mmcache.lifecycle import activation
 from vllm_mmcache.lifecycle.registry import parts
 
 logger = logging.getLogger("vllm.mmcache")
@@ -117,9 +118,10 @@ def send_report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def of_engine(engine_core: Any) -> dict[str, PlainStates]:
     """What is told of each process of an engine, by name. Engine process, when it has its scheduler."""
     if status.is_on("image_checkpoints"):
-        from vllm_mmcache.components.image_checkpoints.hooks import report_applicability
+        from vllm_mmcache.components.image_checkpoints.hooks import why_unneeded
 
-        report_applicability(engine_core.scheduler)
+        if reason := why_unneeded(engine_core.scheduler):
+            activation.step_aside("engine", "image_checkpoints", reason)
     workers: dict[int, Mapping[str, State]] = getattr(engine_core.model_executor, _WORKERS, {})
     processes = {"engine": status.of("engine"), **{f"worker {rank}": states for rank, states in workers.items()}}
     return {process: as_plain_data(states) for process, states in processes.items()}

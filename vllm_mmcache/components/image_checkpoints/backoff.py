@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learns whether checkpoints pay, from those that were used and those that were evicted unused. Pure, no vLLM.
+"""Learns whether checkpoints are worth their memory, from those used and those evicted unused. Pure, no vLLM.
 
+Memory costs something only where a cache evicts. What costs steps of the engine has to pay as well (expected_value.py).
 Where every picture is unique, a checkpoint at its end is never used and only displaces other blocks. Starts and ends
 are judged apart: behind a shared system prompt the start of a unique picture pays, its end does not.
 """
@@ -74,14 +75,14 @@ class TrackedCheckpoints:
         self._tracked[key] = _Tracked(checkpoint)
         return True
 
-    def use(self, key: bytes) -> bool:
-        """A prefix hit ended at this key; False if that is no checkpoint."""
+    def use(self, key: bytes) -> Checkpoint | None:
+        """A prefix hit ended at this key: the checkpoint there, if there is one."""
         tracked = self._tracked.get(key)
         if tracked is None:
-            return False
+            return None
         tracked.was_used = True
         self.backoff.record_hit(tracked.checkpoint.kinds)
-        return True
+        return tracked.checkpoint
 
     def sweep(self, is_cached: Callable[[bytes], bool]) -> int:
         """Look at the next few; returns how many of them were evicted unused."""

@@ -6,11 +6,12 @@ question follows) or before an image that varies (its start, fixed demonstration
 or a window of blocks, for Mamba also a chunk of its own; so there are few, and the likely ones come first.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 START, END = "start", "end"
 KINDS = frozenset({START, END})
+INNER = "inner "  # before the kind of those that are not likely, where their reuse is counted
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,13 @@ class Checkpoint:
 
     tokens: int
     kinds: frozenset[str]  # what it is: the start of an image, the end of one, or both
+    is_likely: bool = True  # among the first that come into question
+    ending_image: int | None = None  # the number of the image whose end it is
+
+    @property
+    def rated_as(self) -> frozenset[str]:
+        """The names under which its reuse is counted (expected_value.py)."""
+        return self.kinds if self.is_likely else frozenset(INNER + kind for kind in self.kinds)
 
 
 def candidates(
@@ -39,16 +47,28 @@ def candidates(
             kinds.setdefault(tokens, set()).add(kind)
     varying = [start for start, end in zip(starts, ends, strict=True) if end > hit_tokens][:1]
     order = [*ends[-1:], *varying, *starts[-1:], *reversed(ends), *reversed(starts)]
-    return [Checkpoint(tokens, frozenset(kinds[tokens])) for tokens in dict.fromkeys(order) if tokens > hit_tokens]
+    numbers = {tokens: number for number, tokens in enumerate(ends)}
+    likely = {*ends[-1:], *varying, *starts[-1:]}
+    return [
+        Checkpoint(tokens, frozenset(kinds[tokens]), tokens in likely, numbers.get(tokens))
+        for tokens in dict.fromkeys(order)
+        if tokens > hit_tokens
+    ]
 
 
 def choose(
-    found: Sequence[Checkpoint], kept_tokens: Collection[int], kinds: Collection[str], most: int, apart_tokens: int
+    found: Sequence[Checkpoint],
+    kept_tokens: Collection[int],
+    kinds: Collection[str],
+    most: int,
+    apart_tokens: int,
+    pays: Callable[[Checkpoint, Sequence[int]], bool] = lambda checkpoint, chosen: True,
 ) -> tuple[Checkpoint, ...]:
     """At most `most` of the candidates, in prompt order, apart_tokens or more from each other and the prompt's start.
 
     kept_tokens are the positions that vLLM keeps by itself, which cost nothing and need nothing; kinds are those that
-    pay (backoff.py).
+    are worth their memory (backoff.py). pays says whether one is worth its steps, beside the positions chosen before
+    (expected_value.py).
     """
     chosen: list[Checkpoint] = []
     for checkpoint in found:
@@ -59,6 +79,7 @@ def choose(
             checkpoint.tokens not in kept_tokens
             and not checkpoint.kinds.isdisjoint(kinds)
             and all(abs(checkpoint.tokens - other) >= apart_tokens for other in others)
+            and pays(checkpoint, others[1:])
         ):
             chosen.append(checkpoint)
     return tuple(sorted(chosen, key=lambda checkpoint: checkpoint.tokens))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans and keeps the image checkpoints of one scheduler. Engine process."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,9 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.image_checkpoints.backoff import Backoff, TrackedCheckpoints
+from vllm_mmcache.components.image_checkpoints.expected_value import Prefill, ReuseRates, pays
 from vllm_mmcache.components.image_checkpoints.positions import KINDS, Checkpoint, candidates, choose
+from vllm_mmcache.components.image_checkpoints.vllm_underway import Underway
 from vllm_mmcache.metrics import counters, table_sizes
 
 PLAN = "_mmcache_checkpoint_plan"
@@ -38,7 +41,14 @@ class Checkpoints:
         self.pool = scheduler.kv_cache_manager.block_pool
         self.block_tokens = coordinator.scheduler_block_size
         self.lookahead_tokens = _lookahead_tokens(coordinator)
-        self.group = next(m for m in coordinator.single_type_managers if is_sparse(m)).kv_cache_group_id
+        sparse = [manager for manager in coordinator.single_type_managers if is_sparse(manager)]
+        self.group = sparse[0].kv_cache_group_id
+        self.ends_chunks = bool(getattr(scheduler, "need_mamba_block_aligned_split", False))
+        """Whether a checkpoint ends a chunk of the prefill. Not where states are kept within a chunk: then none costs a
+        step, and what one costs is memory."""
+        self.budget_tokens = getattr(scheduler, "max_num_scheduled_tokens", 0) // self.block_tokens * self.block_tokens
+        self.underway = Underway(scheduler, sparse, self.lookahead_tokens, self.note_kept, ends_chunks=self.ends_chunks)
+        self.rates = ReuseRates()
         self.backoff = Backoff()
         self.tracked = TrackedCheckpoints(self.backoff)
         table_sizes.of_engine("checkpoints", self.tracked.size)
@@ -50,9 +60,17 @@ class Checkpoints:
             self._cached = self.pool.cached_block_hash_to_block
             self.tracked.clear()
         kept = getattr(request, PLAN, None)
-        if kept is not None and kept.hit_tokens == hit_tokens:
-            return
-        if hit_tokens and self.tracked.use(self._key(request, hit_tokens)):
+        if kept is None or kept.hit_tokens != hit_tokens:
+            self._choose(request, kept, hit_tokens, junction_tokens)
+        self.underway.begin(request, getattr(request, PLAN).checkpoints)
+
+    def extra_steps(self, prefill: Prefill, stops: Collection[int], more: int) -> int:
+        """What a checkpoint at `more` costs in steps of the engine, where chunks end at `stops` anyway."""
+        return prefill.extra_steps(stops, more) if self.ends_chunks and self.budget_tokens else 0
+
+    def _choose(self, request: Any, kept: Plan | None, hit_tokens: int, junction_tokens: int) -> None:
+        used = self.tracked.use(self._key(request, hit_tokens)) if hit_tokens else None
+        if used is not None:
             counters.CHECKPOINTS_USED.add()
             counters.CHECKPOINT_TOKENS_SAVED.add(hit_tokens)
         if not request.mm_features:
@@ -61,18 +79,38 @@ class Checkpoints:
         ranges = [(f.mm_position.offset, f.mm_position.length) for f in request.mm_features]
         found = candidates(ranges, hit_tokens, self.block_tokens, self.lookahead_tokens)
         junction = junction_tokens // self.block_tokens * self.block_tokens
-        for checkpoint in found:
-            if checkpoint.tokens == junction:  # it would have been used
-                self.backoff.record_hit(checkpoint.kinds)
+        missed = max((one for one in found if one.tokens <= junction), key=lambda one: one.tokens, default=None)
+        if missed is not None:  # it would have been used
+            self.backoff.record_hit(missed.kinds)
         counters.CHECKPOINTS_EVICTED_UNUSED.add(self.tracked.sweep(self._is_cached))
+        salt = request.cache_salt or ""
         if kept is None:
             kinds = self.backoff.ask()
-            counters.CHECKPOINT_REQUESTS_BACKED_OFF.add(kinds != KINDS)
+            reused = missed or used
+            self.rates.record(salt, found, reused, _image_of(request, reused))
         else:
             kinds = kept.kinds
         in_force = settings.current()
         by_vllm = {junction, *self._kept_by_vllm(request.num_prompt_tokens)}
-        chosen = choose(found, by_vllm, kinds, in_force.checkpoints_per_request, in_force.checkpoint_min_tokens)
+        prefill = Prefill(hit_tokens, request.num_tokens, self.budget_tokens, ranges)
+        refused = 0
+
+        def is_worth_its_steps(checkpoint: Checkpoint, chosen: Sequence[int]) -> bool:
+            nonlocal refused
+            before = max((tokens for tokens in (hit_tokens, *chosen) if tokens < checkpoint.tokens), default=0)
+            rate = self.rates.expected(checkpoint, salt, _image_of(request, checkpoint))
+            extra = self.extra_steps(prefill, {*by_vllm, *chosen}, checkpoint.tokens)
+            is_worth = pays(rate, checkpoint.tokens - before, extra)
+            refused += not is_worth and checkpoint.is_likely
+            return is_worth
+
+        chosen = choose(
+            found, by_vllm, kinds, in_force.checkpoints_per_request, in_force.checkpoint_min_tokens, is_worth_its_steps
+        )
+        if kept is None:
+            for checkpoint in chosen:
+                self.rates.made(checkpoint, salt, _image_of(request, checkpoint))
+            counters.CHECKPOINT_REQUESTS_BACKED_OFF.add(kinds != KINDS or refused > 0)
         setattr(request, PLAN, Plan(self, hit_tokens, kinds, chosen))
 
     def _kept_by_vllm(self, num_prompt_tokens: int) -> set[int]:
@@ -81,7 +119,7 @@ class Checkpoints:
         dropped = self.block_tokens if self.lookahead_tokens else 0
         return {end // self.block_tokens * self.block_tokens - dropped for end in ends}
 
-    def note_kept(self, request: Any, manager: Any, before: int, checkpoints: tuple[Checkpoint, ...]) -> None:
+    def note_kept(self, request: Any, manager: Any, before: int, checkpoints: Sequence[Checkpoint]) -> None:
         """Count what was kept of one group, from block `before` on."""
         blocks = manager.req_to_blocks[request.request_id]
         after = manager.num_cached_block.get(request.request_id, 0)
@@ -108,6 +146,13 @@ class Checkpoints:
 
     def _is_cached(self, key: bytes) -> bool:
         return self.pool.get_cached_block(BlockHash(key), [self.group]) is not None
+
+
+def _image_of(request: Any, checkpoint: Checkpoint | None) -> str:
+    """Of the image whose end a checkpoint is, vLLM's name; empty where it is no image's."""
+    number = None if checkpoint is None else checkpoint.ending_image
+    features = request.mm_features
+    return str(features[number].identifier) if number is not None and number < len(features) else ""
 
 
 def is_sparse(manager: Any) -> bool:

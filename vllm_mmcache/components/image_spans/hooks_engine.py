@@ -22,6 +22,7 @@ from vllm_mmcache.components.image_spans.limits import why_never
 from vllm_mmcache.components.image_spans.spans import image_spans, keeps_images_whole, last_embedding, whole_spans
 from vllm_mmcache.components.image_spans.step_limits import engine_limits, items_of
 from vllm_mmcache.components.image_spans.waiting import Waiting
+from vllm_mmcache.hooking import subclasses
 from vllm_mmcache.hooking.hook import Hooks
 
 logger = init_logger("vllm.mmcache.admission")
@@ -96,7 +97,7 @@ def skip_computed_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
     An image whose last embedding lies before the window overlaps it with text only, so its output isn't needed again.
     """
     lo, hi = wrapped(*args, **kwargs)
-    if not status.is_on("image_spans"):
+    if lo == hi or not status.is_on("image_spans"):
         return lo, hi
     mm_features: Sequence[Any] = argument(wrapped, args, kwargs, "mm_features")
     start = argument(wrapped, args, kwargs, "start")
@@ -106,6 +107,8 @@ def skip_computed_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 
 _WAITING = "_mmcache_waiting"
+_OF_IMAGES = ("_try_schedule_encoder_inputs", "_free_encoder_inputs")
+"""Methods that vLLM calls in each step for each request with images, also where only its answer goes on."""
 
 
 @hook(
@@ -119,7 +122,9 @@ def schedule_fairly(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler.schedule: a span that the other running requests leave no room for gets a step in the end.
 
     The others rest for that one step, as vLLM lets them itself with pipeline parallelism. Bounded: see Waiting.
+    In a step in which only answers go on, no image is ahead, and vLLM's own methods are called.
     """
+    subclasses.bypass(instance, _OF_IMAGES, _only_answers_go_on(instance))
     if not keeps_images_whole(instance.vllm_config):
         return wrapped(*args, **kwargs)
     waiting: Waiting | None = vars(instance).get(_WAITING)
@@ -143,6 +148,14 @@ def schedule_fairly(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     output = wrapped(*args, **kwargs)
     waiting.stepped(getattr(instance, BLOCKED), output.num_scheduled_tokens)
     return output
+
+
+def _only_answers_go_on(scheduler: Any) -> bool:
+    """Whether the prompts of all requests are computed; what waits may come into the step."""
+    running = scheduler.running
+    return len(scheduler.requests) == len(running) and all(
+        request.num_computed_tokens >= request.num_prompt_tokens for request in running
+    )
 
 
 def _can_rest(scheduler: Any) -> bool:

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is planned and counted on vLLM's own KV cache manager, without an engine: groups in any order, a draft head."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import wrapt
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-from tests.support.vllm_requests import Prompt, make_request, original, our_hasher
-from vllm_mmcache.components.image_checkpoints.hooks import keep_checkpoints
+from tests.support.vllm_requests import Prompt, make_request, our_hasher
 from vllm_mmcache.components.image_checkpoints.vllm_planner import PLAN, Checkpoints
 from vllm_mmcache.metrics import counters, transport
 
@@ -32,6 +28,13 @@ def about_the_image(word: int, length: int = 60) -> Prompt:
     return Prompt(tokens, (IMAGE,))
 
 
+class Scheduler:
+    """As much of vLLM's as is looked at."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self.kv_cache_manager = manager
+
+
 class Cache:
     """vLLM's KV cache manager for these groups of layers, and the planner of checkpoints on it."""
 
@@ -46,7 +49,8 @@ class Cache:
             config, max_model_len=1024, scheduler_block_size=BLOCK, hash_block_size=BLOCK, use_eagle=draft_head
         )
         self.hasher = our_hasher(BLOCK, sha256)
-        self.checkpoints = Checkpoints(SimpleNamespace(kv_cache_manager=self.manager))
+        self.scheduler = Scheduler(self.manager)
+        self.checkpoints = Checkpoints(self.scheduler)
 
     def hit(self, prompt: Prompt) -> int:
         """How many tokens of a prompt are cached."""
@@ -71,9 +75,7 @@ class Cache:
 
 @pytest.fixture(autouse=True)
 def counted(no_role: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The component's hook on vLLM's managers, once, default settings, and counters at 0 that are this test's alone."""
-    hooked = wrapt.FunctionWrapper(original(SingleTypeKVCacheManager.cache_blocks), keep_checkpoints)
-    monkeypatch.setattr(SingleTypeKVCacheManager, "cache_blocks", hooked)
+    """Default settings, and counters at 0 that are this test's alone."""
     for counter in (counters.CHECKPOINTS_MADE, counters.CHECKPOINTS_USED, counters.CHECKPOINTS_EVICTED_UNUSED):
         monkeypatch.setattr(counter, "value", 0)
     monkeypatch.setattr(transport, "_counted", {})

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from typing import Any
 
 from vllm_mmcache.components.features.engine.ram_tier import Slot
@@ -83,6 +84,8 @@ class RequestImages:
         """The end of the longest wait for one of them so far."""
         self.begun_bytes = 0
         """Of RAM, for all of them."""
+        self.settled_from = inf
+        """The computed tokens from which on none of them is needed; infinite while one may be."""
         self._by_feature: dict[int, WantedImage] = {}  # by id(feature), which lives as long as the image does
         self._images: list[WantedImage] = []
         self._ends: list[int] = []  # the largest end so far
@@ -98,6 +101,7 @@ class RequestImages:
     def add(self, images: Iterable[WantedImage]) -> None:
         """Images whose place in the prompt may not be known yet: it is when their feature is in the request's list."""
         self._by_feature |= {id(image.feature): image for image in images}
+        self.settled_from = inf
 
     def place(self, features: Sequence[Any]) -> None:
         """Take note of the features that the request has now; a session's grow."""
@@ -129,6 +133,8 @@ class RequestImages:
         elif first < self._lowest:  # it was expected to be cached
             self._lowest = self._next = first
         passed = self._images[self._first : first]
+        is_settled = first == len(self._images) == len(self._by_feature)
+        self.settled_from = self._ends[-1] if is_settled and self._ends else inf
         self._first, self._num_computed = first, num_computed
         self._next = max(self._next, first)
         return passed

@@ -207,16 +207,17 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the request may go on; False while features of an image that comes next are worth waiting for.
 
-        Nor may it while the pixels of such an image are being made: none are made in the step.
+        Nor may it while the pixels of such an image are being made: none are made in the step. vLLM asks for every
+        request with images in every step, also where only its answer goes on.
         """
+        images = self._requests.get(request.request_id)
+        if images is None or num_computed_tokens >= images.settled_from:
+            return True
         with failsafe("features"):
-            return self._may_go_on(request, num_computed_tokens)
+            return self._may_go_on(request, images, num_computed_tokens)
         return True
 
-    def _may_go_on(self, request: Any, num_computed_tokens: int) -> bool:
-        images = self._requests.get(request.request_id)
-        if images is None:
-            return True
+    def _may_go_on(self, request: Any, images: RequestImages, num_computed_tokens: int) -> bool:
         images.place(request.mm_features)
         self._let_go(images.advance(num_computed_tokens))
         near = images.near(self._reach)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which images of a request come next, as its computing goes on and back."""
 
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,3 +91,17 @@ def test_what_comes_later_in_a_session() -> None:
     placed.images.place(placed.features)
     assert placed.images.near(1000) == [later]
     assert placed.images.of(later.feature) is later
+
+
+def test_a_request_whose_images_are_all_computed() -> None:
+    """Needs no look in the steps of its answer, until it begins anew or has more images."""
+    placed, later = Placed(2), image(0)
+    end = placed.all[-1].end
+    placed.images.advance(end - 1)
+    assert placed.images.settled_from == inf, "the control"
+    placed.images.advance(end)
+    assert placed.images.settled_from == end
+    placed.images.add([later])
+    assert placed.images.settled_from == inf
+    placed.images.advance(end)
+    assert placed.images.settled_from == inf, "its place is not known"
