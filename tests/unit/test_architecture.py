@@ -34,6 +34,7 @@ LAYERS = (
 BESIDE = {
     ("components.lazy_processing", "components.lazy_media"),
     ("components.features", "components.lazy_processing"),
+    ("components.inner_checkpoints", "components.image_checkpoints"),
     ("components.observe", "components.lazy_media"),
 }
 # In components and metrics, files of these names alone import vLLM: hooks, and subclasses and callers of its classes.

@@ -20,6 +20,7 @@ _PACKAGES = (
     "vllm_mmcache.components.image_spans",
     "vllm_mmcache.components.resumed_images",
     "vllm_mmcache.components.image_checkpoints",
+    "vllm_mmcache.components.inner_checkpoints",
     "vllm_mmcache.components.features",
     "vllm_mmcache.metrics",
     "vllm_mmcache.components.lazy_media",

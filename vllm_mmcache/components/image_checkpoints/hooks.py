@@ -57,7 +57,7 @@ def stop_at_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     """Wrapper of Scheduler._mamba_block_aligned_split: asks for a chunk that does not run past a checkpoint."""
     request = argument(wrapped, args, kwargs, "request")
     checkpoints = _plan_of(request)
-    if not checkpoints:  # most requests, in every step
+    if not checkpoints or status.is_on("inner_checkpoints"):  # most requests, in every step; or a state needs no end
         return wrapped(*args, **kwargs)
     given = named(wrapped, args, kwargs)
     found = [argument(wrapped, args, kwargs, f"num_{where}_computed_tokens") for where in ("new_local", "external")]

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a configuration says of this component. Any process, at start."""
+
+from typing import Any
+
+from vllm_mmcache.base.status import State
+
+
+def state_in(vllm_config: Any) -> State | None:
+    """Only a hybrid model has Mamba layers, and without prefix caching nothing is kept."""
+    if not vllm_config.model_config.is_hybrid:
+        return State("unneeded", "this model has no Mamba layers")
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return State("unneeded", "prefix caching is off")
+    if vllm_config.speculative_config is not None:
+        return State("off", "not shown to be right with speculative decoding")
+    if vllm_config.kv_transfer_config is not None:
+        return State("off", "not shown to be right with a KV connector")
+    return None
