@@ -47,6 +47,12 @@ def parts(role: Role) -> dict[str, Component]:
     return {name: component for name, component in COMPONENTS.items() if component.hooks.get(role)}
 
 
+def with_needed(component: str) -> tuple[str, ...]:
+    """A component after the one that it needs, if any."""
+    needed = COMPONENTS[component].needs
+    return (needed, component) if needed else (component,)
+
+
 @cache
 def table() -> tuple[Hook, ...]:
     """Every symbol of vLLM that is replaced or overridden; imports all that declares one."""

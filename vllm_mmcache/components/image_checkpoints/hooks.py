@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints at image boundaries, in vLLM's scheduler and KV cache. Engine process, scheduler thread.
 
-When a request is looked up in the prefix cache, its checkpoints are chosen. A Mamba prefill then ends a chunk at each
-(a state exists only where a chunk ends), and when the blocks are cached, the positions are handed to vLLM as further
-positions to resume at. Which blocks that means is vLLM's own calculation. Never changes what a block key says.
+When a request is looked up in the prefix cache, its checkpoints are chosen. A Mamba prefill then ends a chunk at each,
+unless inner_checkpoints keeps the states inside one (a state exists only where a kernel stops), and when the blocks are
+cached, the positions are handed to vLLM as further positions to resume at. Which blocks that means is vLLM's own
+calculation. Never changes what a block key says.
 """
 
 from typing import Any

@@ -58,7 +58,9 @@ def pieces_of(lengths: Sequence[int], cuts: Mapping[int, Sequence[Cut]]) -> list
         for cut in cuts[row]:
             end = starts[row] + cut.offset
             if not max(first, starts[row]) < end < starts[row + 1]:
-                raise ValueError(f"a cut after {cut.offset} tokens is not inside {lengths[row]} tokens, or out of order")
+                raise ValueError(
+                    f"a cut after {cut.offset} tokens is not inside {lengths[row]} tokens, or out of order"
+                )
             pieces.append(piece(end, row, cut))
             first, first_row, goes_on = end, row, True
     pieces.append(piece(starts[-1], len(lengths) - 1, None))

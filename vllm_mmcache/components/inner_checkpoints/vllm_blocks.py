@@ -57,9 +57,7 @@ class InnerBlocks:
                 break
             blocks = self.pool.get_new_blocks(len(self.mamba))
             groups = {manager.kv_cache_group_id: block for manager, block in zip(self.mamba, blocks, strict=True)}
-            cuts.append(
-                Cut(tokens - wanted.start, {group: int(block.block_id) for group, block in groups.items()})
-            )
+            cuts.append(Cut(tokens - wanted.start, {group: int(block.block_id) for group, block in groups.items()}))
             self.made[request_id] = tuple(cuts)  # before a key can be published
             for manager in self.mamba:
                 block = groups[manager.kv_cache_group_id]
@@ -78,7 +76,9 @@ class InnerBlocks:
         """
         self.wanted.clear()
         made, self.made = self.made, {}
-        lost = {block for request_id in made.keys() - scheduled for cut in made[request_id] for block in cut.blocks.values()}
+        lost = {
+            block for request_id in made.keys() - scheduled for cut in made[request_id] for block in cut.blocks.values()
+        }
         if lost:
             self.pool.evict_blocks(lost)
         return {request_id: cuts for request_id, cuts in made.items() if request_id in scheduled}
