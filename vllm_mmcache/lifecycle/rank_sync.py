@@ -134,7 +134,7 @@ def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> PlainStates:
     for component, reason in off.items():
         if component in status.of("worker") and status.of("worker")[component].state != "unneeded":
             status.put("worker", component, State("off", reason))  # the same reason everywhere, with the ranks it is of
-    if status.is_on("inner_checkpoints"):
+    if status.of("worker").get("inner_checkpoints") == ON:
         from vllm_mmcache.components.inner_checkpoints import hooks_worker
 
         hooks_worker.look_at(worker)

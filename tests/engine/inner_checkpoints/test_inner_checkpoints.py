@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GDN state at an image's end costs no step and no other run of the vision tower, and answers stay those of cold runs.
+"""A GDN state at an image's end costs no step and changes no run of the vision tower; answers are those of cold runs.
 
 Stock is the same engine with both components switched off; with this one alone switched off, chunks end. The tests of
 image_checkpoints run with it on, among them random load on a small KV cache. Negative controls: a state that is not
@@ -15,8 +15,7 @@ from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 
 from tests.engine.exactness.mixed import ask_mixed
 from vllm_mmcache.base import status
-from vllm_mmcache.components.inner_checkpoints import vllm_gdn
-from vllm_mmcache.components.inner_checkpoints.cuts import CUTS
+from vllm_mmcache.components.inner_checkpoints.cuts import CUTS, Cut
 from vllm_mmcache.components.inner_checkpoints.vllm_gdn import StateNotWritten, Step
 from vllm_mmcache.prove.answers import Answer, Inexact, assert_equals_answer
 from vllm_mmcache.prove.conversations import filler, one, picture, user
@@ -124,7 +123,7 @@ def test_a_batch_of_prefills_and_decodes(pool: EnginePool, monkeypatch: pytest.M
     """Several requests are cut in one step, beside others that decode; then each is asked again from its states."""
     rig = pool.get(EngineConfig("qwen3.5", num_seqs=3, batched_tokens=4096))
     steps = watch(rig, monkeypatch)
-    asked = [
+    asked: list[list[Any]] = [
         [filler(100 + 30 * n, n), picture(n, SIZE), filler(20), picture(n + 1, SIZE), filler(50 * n + 9, n)]
         for n in range(5)
     ]
@@ -147,7 +146,7 @@ def test_a_wrong_state_is_found(pool: EnginePool, spoiled: str, monkeypatch: pyt
     def wrong(step: Step, layer: Any, metadata: Any, row: int, cut: Any) -> None:
         if spoiled == "of another group":
             blocks = {group: cut.blocks[(group + 1) % groups] for group in cut.blocks}
-            keep(step, layer, metadata, row, vllm_gdn.Cut(cut.offset, blocks))
+            keep(step, layer, metadata, row, Cut(cut.offset, blocks))
 
     ask(rig, [filler(150, 7), picture(5, SIZE), filler(220)])  # so that blocks hold something
     monkeypatch.setattr(Step, "_keep", wrong)

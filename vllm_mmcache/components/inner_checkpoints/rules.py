@@ -16,4 +16,9 @@ def state_in(vllm_config: Any) -> State | None:
         return State("off", "not shown to be right with speculative decoding")
     if vllm_config.kv_transfer_config is not None:
         return State("off", "not shown to be right with a KV connector")
+    parallel = vllm_config.parallel_config
+    if parallel.use_ubatching:
+        return State("off", "not shown to be right with a batch that is computed in two halves")
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return State("off", "not shown to be right with context parallelism")
     return None

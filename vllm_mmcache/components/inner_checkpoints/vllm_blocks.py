@@ -86,7 +86,7 @@ class InnerBlocks:
     def _needed_later(self, request_id: str, num_tokens: int) -> int:
         """Blocks that the rest of the request's prefill takes: with fewer it would wait for those of its own holes."""
         held = (-(-num_tokens // m.block_size) - len(m.req_to_blocks[request_id]) for m in self.others)
-        return sum(max(0, count) for count in held) + 2 * len(self.mamba) + len(self.others)
+        return sum(max(0, int(count)) for count in held) + 2 * len(self.mamba) + len(self.others)
 
     def _has_hole(self, manager: Any, request_id: str, tokens: int) -> bool:
         blocks = manager.req_to_blocks[request_id]

@@ -11,11 +11,13 @@ from vllm_mmcache.components.inner_checkpoints.rules import state_in
 
 def configuration(**chosen: Any) -> Any:
     given = {"is_hybrid": True, "caching": True, "speculative": None, "transfer": None} | chosen
+    parallel = {"use_ubatching": False, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     return SimpleNamespace(
         model_config=SimpleNamespace(is_hybrid=given["is_hybrid"]),
         cache_config=SimpleNamespace(enable_prefix_caching=given["caching"]),
         speculative_config=given["speculative"],
         kv_transfer_config=given["transfer"],
+        parallel_config=SimpleNamespace(**{name: chosen.get(name, value) for name, value in parallel.items()}),
     )
 
 
@@ -30,6 +32,8 @@ def test_a_hybrid_model_with_prefix_caching_has_it() -> None:
         ({"caching": False}, "unneeded", "prefix caching is off"),
         ({"speculative": object()}, "off", "speculative decoding"),
         ({"transfer": object()}, "off", "KV connector"),
+        ({"use_ubatching": True}, "off", "two halves"),
+        ({"decode_context_parallel_size": 2}, "off", "context parallelism"),
     ],
 )
 def test_elsewhere_it_says_why_not(chosen: dict[str, Any], state: str, why: str) -> None:
