@@ -109,7 +109,7 @@ def test_first_requests_take_the_steps_of_stock_and_answer_as_it_does(
         found[side] = steps.take()
         second = ask(rig, PROMPTS[prompt], 1)
         cached[side] = second.num_cached_tokens
-        rig.assert_exact([answers[side], second])
+    rig.assert_exact([answers["inner"], second])
     print(prompt, {side: (one.tokens, one.images, cached[side]) for side, one in found.items()})
     assert found["inner"].cuts > 0
     assert (found["inner"].tokens, found["inner"].images) == (found["stock"].tokens, found["stock"].images)
@@ -125,9 +125,9 @@ def test_a_batch_of_prefills_and_decodes(pool: EnginePool, monkeypatch: pytest.M
     steps = watch(rig, monkeypatch)
     asked: list[list[Any]] = [
         [filler(100 + 30 * n, n), picture(n, SIZE), filler(20), picture(n + 1, SIZE), filler(50 * n + 9, n)]
-        for n in range(5)
+        for n in range(4)
     ]
-    answers = rig.ask(*([user(*parts)] for parts in asked), max_tokens=[20, 3, 7, 12, 5])
+    answers = rig.ask(*([user(*parts)] for parts in asked), max_tokens=[20, 3, 7, 5])
     seen = steps.take()
     assert any(min(tokens) == 1 < max(tokens) for tokens in seen.tokens), "a decode beside a prefill"
     assert any(sum(number > 1 for number in tokens) > 1 for tokens in seen.tokens), "several prefills"

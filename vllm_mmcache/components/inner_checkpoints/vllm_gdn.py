@@ -25,6 +25,9 @@ from vllm_mmcache.components.inner_checkpoints.cuts import Cut, Piece, pieces_of
 
 PartFor = Callable[[Any, Piece], Any]
 
+_KERNELS = frozenset({"triton", "flashinfer"})
+"""Backends of GDN's prefill whose metadata is what part_for_kernels makes: FlashInfer reads less of it than FLA."""
+
 
 class StateNotWritten(MMCacheError):
     """A state that a published block key promises was not written: the engine must not go on."""
@@ -106,7 +109,7 @@ def why_not(worker: Any) -> str:
             return f"Mamba states are kept in the mode {spec.mamba_cache_mode}"
         if spec.num_prefill_checkpoint_blocks or spec.num_speculative_blocks:
             return "vLLM keeps further states of these layers"
-        if runner.device.type != "cpu" and layer.gdn_prefill_backend != "triton":
+        if runner.device.type != "cpu" and layer.gdn_prefill_backend not in _KERNELS:
             return f"GDN's backend {layer.gdn_prefill_backend} is not known"
     return ""
 
