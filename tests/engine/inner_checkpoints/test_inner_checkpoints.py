@@ -23,8 +23,8 @@ from vllm_mmcache.prove.conversations import filler, one, picture, user
 pytestmark = pytest.mark.engine
 
 QWEN = EngineConfig("qwen3.5")
-# Two images of 196 tokens don't fit such a step: chunks begin and end between the checkpoints.
-SMALL_STEPS = EngineConfig("qwen3.5", batched_tokens=352)
+# A prompt takes several such steps: its chunks begin and end between its checkpoints, and at some of them.
+SMALL_STEPS = EngineConfig("qwen3.5", batched_tokens=512)
 SIZE = (448, 448)
 PROMPTS: dict[str, Sequence[Any]] = {
     "one image": [filler(150), picture(1, SIZE), filler(220)],
