@@ -103,7 +103,7 @@ def test_the_state_at_a_cut_is_copied_from_the_running_block_and_nothing_else_ch
     for name in ("gdn 0", "gdn 1"):
         states = [torch.zeros(12, 2, 3), torch.zeros(12, 4)]
         layer = SimpleNamespace(prefix=name, kv_cache=states)
-        seen = []
+        seen: list[tuple[int, int]] = []
 
         def core(part: Any, tokens: slice, states: Any = states, seen: Any = seen) -> None:
             seen.append((tokens.start, tokens.stop))
