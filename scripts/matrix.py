@@ -74,6 +74,7 @@ EVIDENCE: dict[str, tuple[str, ...]] = {
     "image_spans": ("tests/engine/exactness", "tests/engine/image_spans"),
     "resumed_images": ("tests/engine/exactness", "tests/engine/resumed_images"),
     "image_checkpoints": ("tests/engine/exactness", "tests/engine/image_checkpoints"),
+    "inner_checkpoints": ("tests/engine/exactness", "tests/engine/image_checkpoints", "tests/engine/inner_checkpoints"),
     "metrics": ("tests/engine/observe",),
     "features": ("tests/engine/exactness", "tests/engine/features"),
 }

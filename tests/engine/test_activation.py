@@ -52,7 +52,7 @@ pool.close()
     assert num_cached > 0
     assert without_features
     assert not replaced
-    unneeded = {"image_spans", "resumed_images"} if CHOSEN.runner == 2 else {"image_spans"}
+    unneeded = {"image_spans", "inner_checkpoints"} | ({"resumed_images"} if CHOSEN.runner == 2 else set())
     assert {component: states[component] for component in ENGINE_COMPONENTS} == {
         component: "unneeded" if component in unneeded else "off" for component in ENGINE_COMPONENTS
     }

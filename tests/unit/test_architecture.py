@@ -35,6 +35,7 @@ BESIDE = {
     ("components.image_extraction", "components.lazy_media"),
     ("components.lazy_processing", "components.lazy_media"),
     ("components.features", "components.lazy_processing"),
+    ("components.inner_checkpoints", "components.image_checkpoints"),
     ("components.observe", "components.lazy_media"),
 }
 # In components and metrics, files of these names alone import vLLM: hooks, and subclasses and callers of its classes.

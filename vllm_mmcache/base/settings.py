@@ -73,6 +73,13 @@ class Settings(BaseSettings):
             "about an image is a prefix hit."
         ),
     )
+    inner_checkpoints: bool | None = Field(
+        default=None,
+        description=(
+            "Keeps GDN states at image boundaries inside a chunk of the prefill. Without it, a chunk ends at each of "
+            "them. It needs `image_checkpoints` to be on."
+        ),
+    )
     checkpoints_per_request: int = Field(
         default=4, ge=0, le=64, description="The largest number of image boundaries that are kept per request."
     )

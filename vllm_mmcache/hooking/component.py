@@ -30,7 +30,8 @@ class Component:
     rule: str = ""
     """"module:function": what a VllmConfig says of it, as a State or None."""
     on_install: Mapping[Role, str] = field(default_factory=dict)
-    """By process, a module with install() and undo(): a public extension point of vLLM, used after its hooks are in."""
+    """By process, a module with install() and undo(): an extension point of vLLM, or of the component that it needs. It
+    is used after its hooks are in."""
     needs: str = ""
     """Another component, without which it can't be on."""
     opt_in: bool = False

@@ -121,7 +121,9 @@ def of_engine(engine_core: Any) -> dict[str, PlainStates]:
         from vllm_mmcache.components.image_checkpoints.hooks import why_unneeded
 
         if reason := why_unneeded(engine_core.scheduler):
-            activation.step_aside("engine", "image_checkpoints", reason)
+            for name in ("image_checkpoints", "inner_checkpoints"):
+                if status.is_on(name):
+                    activation.step_aside("engine", name, reason)
     workers: dict[int, Mapping[str, State]] = getattr(engine_core.model_executor, _WORKERS, {})
     processes = {"engine": status.of("engine"), **{f"worker {rank}": states for rank, states in workers.items()}}
     return {process: as_plain_data(states) for process, states in processes.items()}
@@ -136,6 +138,10 @@ def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> PlainStates:
     for component, reason in off.items():
         if component in status.of("worker") and status.of("worker")[component].state != "unneeded":
             status.put("worker", component, State("off", reason))  # the same reason everywhere, with the ranks it is of
+    if status.of("worker").get("inner_checkpoints") == ON:
+        from vllm_mmcache.components.inner_checkpoints import hooks_worker
+
+        hooks_worker.look_at(worker)
     features: Mapping[str, Any] = {}
     if status.is_on("features"):
         from vllm_mmcache.components.features.worker import opening

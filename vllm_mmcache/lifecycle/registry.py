@@ -20,6 +20,7 @@ _PACKAGES = (
     "vllm_mmcache.components.image_spans",
     "vllm_mmcache.components.resumed_images",
     "vllm_mmcache.components.image_checkpoints",
+    "vllm_mmcache.components.inner_checkpoints",
     "vllm_mmcache.components.features",
     "vllm_mmcache.metrics",
     "vllm_mmcache.components.lazy_media",
@@ -44,6 +45,12 @@ COMPONENT_NAMES = tuple(COMPONENTS)
 def parts(role: Role) -> dict[str, Component]:
     """The components with hooks in a process of this role, by name."""
     return {name: component for name, component in COMPONENTS.items() if component.hooks.get(role)}
+
+
+def with_needed(component: str) -> tuple[str, ...]:
+    """A component after the one that it needs, if any."""
+    needed = COMPONENTS[component].needs
+    return (needed, component) if needed else (component,)
 
 
 @cache

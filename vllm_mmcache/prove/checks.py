@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_mmcache.base import status
+from vllm_mmcache.components.inner_checkpoints.cuts import CUTS
 from vllm_mmcache.lifecycle import activation, user_proofs
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, why_unproven
 from vllm_mmcache.metrics import counters
@@ -74,6 +75,7 @@ def place_of(rig: Rig) -> dict[str, Any]:
         "image_spans": rig.images_attend_both_ways,
         "resumed_images": scope.runner == 1 and not rig.vllm_config.model_config.is_hybrid,
         "image_checkpoints": not rig.keeps_all_kv,
+        "inner_checkpoints": rig.vllm_config.model_config.is_hybrid,
     }
     return {
         "place": asdict(scope),
@@ -192,6 +194,25 @@ def use_image_checkpoints(rig: Rig, shape: workloads.Shape | None = None) -> Non
     rig.assert_exact([answer for _, answer in answers])
 
 
+def use_inner_checkpoints(rig: Rig) -> None:
+    """The same, with states that were kept inside a chunk of the prefill."""
+    if not rig.vllm_config.model_config.is_hybrid:
+        raise NotChecked("the model has no Mamba layers")
+    schedule, steps = rig.scheduler.schedule, []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        step = schedule(*args, **kwargs)
+        steps.append(hasattr(step, CUTS))
+        return step
+
+    rig.scheduler.schedule = noting
+    try:
+        use_image_checkpoints(rig)
+    finally:
+        del rig.scheduler.schedule
+    assert any(steps), f"no state was kept inside a chunk in {len(steps)} steps"
+
+
 def use_metrics(rig: Rig) -> None:
     """What is counted in the engine is on /metrics after the next step."""
     counter, name = counters.TOWER_TOKENS, "mmcache:tower_tokens_total"
@@ -221,6 +242,7 @@ USES: dict[str, Callable[[Rig], None]] = {
     "image_spans": use_image_spans,
     "resumed_images": use_resumed_images,
     "image_checkpoints": use_image_checkpoints,
+    "inner_checkpoints": use_inner_checkpoints,
     "metrics": use_metrics,
     "features": use_features,
 }

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_mmcache.lifecycle import user_proofs
+from vllm_mmcache.lifecycle.registry import with_needed
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 from vllm_mmcache.lifecycle.user_proofs import ProofScope
 from vllm_mmcache.prove.items import RESULT, Item
@@ -94,7 +95,7 @@ def prove(
     of = len(useful) + 2 + compiled
     alone: dict[str, RESULT] = {}
     for number, component in enumerate(useful, 2):
-        alone[component] = run(f"{number}/{of}", Item(subject, ordered({*base, component}), None))
+        alone[component] = run(f"{number}/{of}", Item(subject, ordered({*base, *with_needed(component)}), None))
         verdict.components[component] = state_of(alone[component])
     candidates = [
         component

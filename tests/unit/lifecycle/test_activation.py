@@ -76,7 +76,7 @@ def test_proof_decides_where_no_setting_does(
     component: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tested_engines, "TABLE", [])
-    if component == "resumed_images" and CHOSEN.runner == 2:
+    if component == "inner_checkpoints" or (component == "resumed_images" and CHOSEN.runner == 2):
         assert decide(component, configurations).state == "unneeded"
         return
     off = decide(component, configurations)
@@ -169,7 +169,15 @@ def test_a_deployment_without_images(configurations: dict[str, Any]) -> None:
     without = copy.deepcopy(with_images)
     assert without.model_config.multimodal_config.get_limit_per_prompt("image") > 0
     without.model_config.multimodal_config.language_model_only = True
-    alone = {"resumed_images", "image_checkpoints", "features", "lazy_media", "image_extraction", "lazy_processing"}
+    alone = {
+        "resumed_images",
+        "image_checkpoints",
+        "inner_checkpoints",
+        "features",
+        "lazy_media",
+        "image_extraction",
+        "lazy_processing",
+    }
     for component in COMPONENT_NAMES:
         found = config_rules.state_in(COMPONENTS[component], without)
         if component in alone:

@@ -303,7 +303,8 @@ def test_the_table_and_show(started: Callable[..., list[Item]], capsys: pytest.C
     assert "Kept in " in said
     assert verb.list_proofs(as_json=False) == 0
     said = capsys.readouterr().out
-    assert said.startswith("1. block_keys, image_spans, resumed_images, image_checkpoints, metrics: vLLM 0.33.0, ")
+    components = "block_keys, image_spans, resumed_images, image_checkpoints, inner_checkpoints, metrics"
+    assert said.startswith(f"1. {components}: vLLM 0.33.0, ")
     assert "not used here: it is for vllm 0.33.0, installed is" in said
     user_proofs.path().write_text("rubbish")
     assert verb.list_proofs(as_json=False) == 0

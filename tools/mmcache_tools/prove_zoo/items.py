@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from mmcache_tools.zoo import FAMILIES, FIRST_FAMILIES, architecture_of
+from vllm_mmcache.lifecycle.registry import with_needed
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 from vllm_mmcache.prove.items import RESULT, Item, RunOptions, switches, users_environment
 
@@ -15,6 +16,7 @@ WHERE: dict[str, tuple[str, ...]] = {
     "image_spans": ("gemma3",),
     "resumed_images": ("qwen3-vl", "gemma3"),
     "image_checkpoints": ("qwen3.5", "gemma3"),
+    "inner_checkpoints": ("qwen3.5",),
     "metrics": ("qwen3-vl",),
     "features": FIRST_FAMILIES,
 }
@@ -69,7 +71,7 @@ def plan(families: Sequence[str], runners: Sequence[str], compiled: bool, short:
             for is_compiled in (False, True) if compiled else (False,):
                 items += [Item(family, components, runner, is_compiled) for family in families]
         items += [
-            Item(family, (component,), runner)
+            Item(family, with_needed(component), runner)
             for component in ENGINE_COMPONENTS
             for family in families
             if family in WHERE[component]

@@ -4,8 +4,8 @@
 Only for models whose KV cache keeps states sparsely: sliding-window and Mamba (GDN) groups. vLLM keeps the state of
 such groups at a prompt's end alone; a request that shares the image but not the question finds nothing there. A
 positive `prefix_cache_retention_interval` would keep states at every so many tokens: a hit falls short by up to that
-many, and every prompt pays. A checkpoint of a Mamba model ends a prefill chunk, so it changes which images share a run
-of the tower: that weighs more in a first request's time than the checkpoint itself.
+many, and every prompt pays. Where inner_checkpoints is off, a checkpoint of a Mamba model ends a prefill chunk, so
+it changes which images share a run of the tower: that weighs more in a first request's time than the checkpoint itself.
 """
 
 from vllm_mmcache.hooking.component import Component

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints at image boundaries, in vLLM's scheduler and KV cache. Engine process, scheduler thread.
 
-When a request is looked up in the prefix cache, its checkpoints are chosen. A Mamba prefill then ends a chunk at each
-(a state exists only where a chunk ends), and when the blocks are cached, the positions are handed to vLLM as further
-positions to resume at (vllm_underway.py). Which blocks that means is vLLM's own calculation. Never changes what a block
-key says. Nothing here runs for a request that decodes.
+When a request is looked up in the prefix cache, its checkpoints are chosen. A Mamba prefill then ends a chunk at each,
+unless inner_checkpoints keeps the states inside one (a state exists only where a kernel stops), and when the blocks are
+cached, the positions are handed to vLLM as further positions to resume at (vllm_underway.py). Which blocks that means
+is vLLM's own calculation. Never changes what a block key says. Nothing here runs for a request that decodes.
 """
 
 from typing import Any
@@ -12,11 +12,8 @@ from typing import Any
 from vllm_mmcache.base import status
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.base.failsafe import failsafe
-from vllm_mmcache.components.image_checkpoints.vllm_planner import Checkpoints, is_sparse
+from vllm_mmcache.components.image_checkpoints.vllm_planner import CHECKPOINTS, Checkpoints, is_sparse
 from vllm_mmcache.hooking.hook import Hooks
-
-_CHECKPOINTS = "_mmcache_checkpoints"
-
 
 hook = Hooks(
     "image_checkpoints",
@@ -56,9 +53,9 @@ def why_unneeded(scheduler: Any) -> str:
 
 def _checkpoints_of(scheduler: Any) -> Checkpoints | None:
     """The scheduler's checkpoints; None where nothing is kept sparsely, or where they are off."""
-    if not hasattr(scheduler, _CHECKPOINTS):
+    if not hasattr(scheduler, CHECKPOINTS):
         manager = scheduler.kv_cache_manager
         keeps_few = manager.enable_caching and any(map(is_sparse, manager.coordinator.single_type_managers))
-        setattr(scheduler, _CHECKPOINTS, Checkpoints(scheduler) if keeps_few else None)
-    found: Checkpoints | None = getattr(scheduler, _CHECKPOINTS)
+        setattr(scheduler, CHECKPOINTS, Checkpoints(scheduler) if keeps_few else None)
+    found: Checkpoints | None = getattr(scheduler, CHECKPOINTS)
     return found if status.is_on("image_checkpoints") else None

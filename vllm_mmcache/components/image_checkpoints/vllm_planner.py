@@ -15,6 +15,9 @@ from vllm_mmcache.components.image_checkpoints.positions import KINDS, Checkpoin
 from vllm_mmcache.components.image_checkpoints.vllm_underway import Underway
 from vllm_mmcache.metrics import counters, table_sizes
 
+CHECKPOINTS = "_mmcache_checkpoints"
+"""The attribute of a vLLM scheduler that holds its Checkpoints; None where nothing is kept sparsely."""
+
 PLAN = "_mmcache_checkpoint_plan"
 """The attribute of a vLLM request that holds its Plan."""
 
@@ -43,11 +46,12 @@ class Checkpoints:
         self.lookahead_tokens = _lookahead_tokens(coordinator)
         sparse = [manager for manager in coordinator.single_type_managers if is_sparse(manager)]
         self.group = sparse[0].kv_cache_group_id
-        self.ends_chunks = bool(getattr(scheduler, "need_mamba_block_aligned_split", False))
-        """Whether a checkpoint ends a chunk of the prefill. Not where states are kept within a chunk: then none costs a
-        step, and what one costs is memory."""
+        self.is_recurrent = bool(getattr(scheduler, "need_mamba_block_aligned_split", False))
+        """Whether some layers have a state that exists only where their kernel stops."""
         self.budget_tokens = getattr(scheduler, "max_num_scheduled_tokens", 0) // self.block_tokens * self.block_tokens
-        self.underway = Underway(scheduler, sparse, self.lookahead_tokens, self.note_kept, ends_chunks=self.ends_chunks)
+        self.underway = Underway(
+            scheduler, sparse, self.lookahead_tokens, self.note_kept, is_recurrent=self.is_recurrent
+        )
         self.rates = ReuseRates()
         self.backoff = Backoff()
         self.tracked = TrackedCheckpoints(self.backoff)
@@ -63,6 +67,14 @@ class Checkpoints:
         if kept is None or kept.hit_tokens != hit_tokens:
             self._choose(request, kept, hit_tokens, junction_tokens)
         self.underway.begin(request, getattr(request, PLAN).checkpoints)
+
+    @property
+    def ends_chunks(self) -> bool:
+        """Whether a checkpoint ends a chunk of the prefill.
+
+        Not where states are kept inside one: then none costs a step, and what one costs is memory.
+        """
+        return self.is_recurrent and not self.underway.keeps_states_inside_chunks
 
     def extra_steps(self, prefill: Prefill, stops: Collection[int], more: int) -> int:
         """What a checkpoint at `more` costs in steps of the engine, where chunks end at `stops` anyway."""

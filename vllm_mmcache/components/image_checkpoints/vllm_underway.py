@@ -2,15 +2,16 @@
 """Has vLLM make and keep the checkpoints of requests whose prompts are being computed. Engine process, its thread.
 
 A step calls what has to know of checkpoints for every request: a hook there would cost all that decode. So nothing
-stands in vLLM's classes. While some request has checkpoints to come, two methods of this scheduler's own objects are
+stands in vLLM's classes. While some request has checkpoints to come, a few methods of this scheduler's own objects are
 replaced, and they are given back when none has: in most steps vLLM runs as it is.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from vllm_mmcache.base.arguments import named
+from vllm_mmcache.base import status
+from vllm_mmcache.base.arguments import argument, named
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.components.image_checkpoints.positions import Checkpoint
 
@@ -18,16 +19,31 @@ Kept = Callable[[Any, Any, int, Sequence[Checkpoint]], None]
 """Told of a request, a manager of a group, the blocks that were cached before, and the request's checkpoints."""
 
 
+class InsideChunks(Protocol):
+    """Keeps states inside a chunk of a Mamba prefill, which need not end at a checkpoint then."""
+
+    def want(self, request_id: str, start: int, checkpoints: tuple[int, ...], num_tokens: int) -> None:
+        """A step may compute tokens of a request from `start` on; its checkpoints are in tokens, num_tokens all."""
+
+    def fill(self, request_id: str, end: int, new_blocks: Sequence[list[Any]]) -> None:
+        """VLLM has allocated the blocks of a chunk that ends at `end`; by group, as the workers will see them."""
+
+
+inside_chunks: Callable[[Any], InsideChunks] | None = None
+"""Makes that of a KV cache coordinator; None where the component inner_checkpoints is not installed."""
+
+
 class Underway:
     """The checkpoints to come of one scheduler's requests."""
 
     def __init__(
-        self, scheduler: Any, sparse: Sequence[Any], lookahead_tokens: int, note_kept: Kept, *, ends_chunks: bool
+        self, scheduler: Any, sparse: Sequence[Any], lookahead_tokens: int, note_kept: Kept, *, is_recurrent: bool
     ) -> None:
         """sparse: the managers of the groups that keep states sparsely; the positions are kept in these."""
         self._coordinator = scheduler.kv_cache_manager.coordinator
         self._scheduler: Any = weakref.proxy(scheduler)
-        self._splits = ends_chunks
+        self._is_recurrent = is_recurrent
+        self.inside = inside_chunks(self._coordinator) if is_recurrent and inside_chunks is not None else None
         self._sparse = sparse
         self._lookahead_tokens = lookahead_tokens
         self._note_kept = note_kept
@@ -36,6 +52,11 @@ class Underway:
 
     def __len__(self) -> int:
         return len(self._to_come)
+
+    @property
+    def keeps_states_inside_chunks(self) -> bool:
+        """Whether a state is kept without the end of a chunk, in all ranks."""
+        return self.inside is not None and status.is_on("inner_checkpoints")
 
     def begin(self, request: Any, checkpoints: tuple[Checkpoint, ...]) -> None:
         """A request that was looked up is to have these. One that ends before it has them is forgotten with it."""
@@ -61,7 +82,7 @@ class Underway:
             return self._keep(cache_blocks, request, args, kwargs)
 
         coordinator.cache_blocks = cache_and_keep
-        if not self._splits:
+        if not self._is_recurrent:
             return
         split = self._scheduler._mamba_block_aligned_split
 
@@ -71,23 +92,42 @@ class Underway:
             return self._split(split, request, args, kwargs)
 
         self._scheduler._mamba_block_aligned_split = split_at_checkpoints
+        if self.inside is None:
+            return
+        inside, allocate = self.inside, coordinator.allocate_new_blocks
+
+        def allocate_and_fill(request_id: str, *args: Any, **kwargs: Any) -> Any:
+            new_blocks = allocate(request_id, *args, **kwargs)
+            if request_id in to_come:
+                end = argument(allocate, (request_id, *args), kwargs, "num_tokens_main_model")
+                inside.fill(request_id, end, new_blocks)
+            return new_blocks
+
+        coordinator.allocate_new_blocks = allocate_and_fill
 
     def _disarm(self) -> None:
         self._is_armed = False
         del self._coordinator.cache_blocks
-        if self._splits:
+        if self._is_recurrent:
             del self._scheduler._mamba_block_aligned_split
+        if self.inside is not None:
+            del self._coordinator.allocate_new_blocks
 
     def _split(self, split: Callable[..., Any], request: Any, args: Any, kwargs: Any) -> Any:
         """Scheduler._mamba_block_aligned_split for a chunk that does not run past a checkpoint.
 
-        A state exists only where a chunk ends.
+        A state exists only where a chunk ends, or where the layers' kernels stop inside it.
         """
         given = named(split, (request, *args), kwargs)
         start = request.num_computed_tokens + sum(
             given.get(f"num_{where}_computed_tokens", 0) for where in ("new_local", "external")
         )
-        for checkpoint in self._to_come[request.request_id][1]:
+        checkpoints = self._to_come[request.request_id][1]
+        if self.inside is not None and self.keeps_states_inside_chunks:
+            positions = tuple(checkpoint.tokens for checkpoint in checkpoints)
+            self.inside.want(request.request_id, start, positions, request.num_tokens)
+            return split(**given)
+        for checkpoint in checkpoints:
             if start < checkpoint.tokens < start + given["num_new_tokens"]:
                 given["num_new_tokens"] = checkpoint.tokens - start
                 break

@@ -36,11 +36,19 @@ def engine(
 ) -> Iterator[Callable[..., Steps]]:
     """An engine but for its model, with the plugin's components as they are by default where they are proven.
 
-    Or with none, until the next one is started.
+    Or with none, until the next one is started. inner: whether states are kept inside chunks, too.
     """
-    monkeypatch.setattr(settings, "_current", settings.load_settings({"unproven": True, "features": False}))
 
-    def start(kind: str, is_async: bool = False, *, with_plugin: bool = True, num_blocks: int = 20_000) -> Steps:
+    def start(
+        kind: str,
+        is_async: bool = False,
+        *,
+        with_plugin: bool = True,
+        inner: bool = False,
+        num_blocks: int = 20_000,
+    ) -> Steps:
+        given = settings.load_settings({"unproven": True, "features": False, "inner_checkpoints": inner})
+        monkeypatch.setattr(settings, "_current", given)
         config = configs(kind, is_async)
         _, sparse, num_groups = KINDS[kind]
         if with_plugin:

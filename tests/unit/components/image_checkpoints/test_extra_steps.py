@@ -94,32 +94,33 @@ def test_phases_switch_in_both_directions(engine: Engine) -> None:
     assert any(more), "the control"
 
 
-def test_where_states_are_kept_within_a_chunk_no_step_is_added(engine: Engine) -> None:
-    running = engine("mamba")
-    put(running, unique(100))
+def test_where_states_are_kept_inside_a_chunk_no_step_is_added(engine: Engine) -> None:
+    """From the first request on, and however many have shown that nothing comes again."""
+    stock = put(engine("mamba", with_plugin=False), unique(100))
+    running = engine("mamba", inner=True)
+    assert not any(extra(put(running, unique(100)), stock))
     checkpoints: Checkpoints = running.scheduler._mmcache_checkpoints
-    request = running.add([*SYSTEM, *[9] * IMAGE_TOKENS, *[7] * QUESTION_TOKENS], [("an image", 10, IMAGE_TOKENS)])
-    checkpoints.plan(request, 0, 0)
-    assert len(checkpoints.underway) == 0, "given up"
-    checkpoints.ends_chunks = False
-    other = running.add([*SYSTEM, *[9] * IMAGE_TOKENS, *[8] * QUESTION_TOKENS], [("an image", 10, IMAGE_TOKENS)])
-    checkpoints.plan(other, 0, 0)
-    assert len(checkpoints.underway) == 1
-    checkpoints.underway.begin(other, ())
+    assert len(checkpoints.tracked) >= 100, "one for each image all the same"
+
+
+def tower_runs(running: Steps) -> list[list[int]]:
+    """Images of each run of the tower, for requests about four unique images each."""
+    found = []
+    for request in range(12):
+        images = [(f"image {request} {number}", 100 + 950 * number, 850) for number in range(4)]
+        running.add([100 + request] * 100 + ([9] * 850 + [5] * 100) * 4, images)
+        steps = [sum(map(len, output.scheduled_encoder_inputs.values())) for output in running.finish()]
+        found.append([run for run in steps if run])
+    return found
 
 
 def test_runs_of_the_tower_become_those_of_stock(engine: Engine) -> None:
-    """Four unique images in each prompt: a stop before the last one is tried a few times, then left out."""
-
-    def runs(running: Steps) -> list[list[int]]:
-        found = []
-        for request in range(12):
-            images = [(f"image {request} {number}", 100 + 950 * number, 850) for number in range(4)]
-            running.add([100 + request] * 100 + ([9] * 850 + [5] * 100) * 4, images)
-            steps = [sum(map(len, output.scheduled_encoder_inputs.values())) for output in running.finish()]
-            found.append([run for run in steps if run])
-        return found
-
-    ours, stock = runs(engine("mamba")), runs(engine("mamba", with_plugin=False))
+    """Where chunks end: a stop before the last image is tried a few times, then left out."""
+    ours, stock = tower_runs(engine("mamba")), tower_runs(engine("mamba", with_plugin=False))
     assert ours[TRIED[START] :] == stock[TRIED[START] :]
     assert ours[0] != stock[0], "the control"
+
+
+def test_runs_of_the_tower_are_those_of_stock_where_states_are_kept_inside_a_chunk(engine: Engine) -> None:
+    """From the first request on."""
+    assert tower_runs(engine("mamba", inner=True)) == tower_runs(engine("mamba", with_plugin=False))
