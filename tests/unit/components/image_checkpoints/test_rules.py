@@ -20,6 +20,10 @@ pytestmark = pytest.mark.answers
         (False, True, "eagle", "None"),
         (False, False, "mtp", "off: not shown to be right with speculative decoding by mtp"),
         (True, False, "ngram", "off: wrong prefix hits of Mamba states are reported with speculative"),
+        (True, False, "mtp", "off: wrong prefix hits of Mamba states are reported with speculative"),
+        (True, True, "mtp", "None"),
+        (False, True, "mtp", "off: not shown to be right with speculative decoding by mtp on model runner V2"),
+        (True, True, "eagle", "off: not shown to be right with speculative decoding by eagle on a hybrid model on"),
     ],
 )
 def test_hybrids_and_other_drafters_have_none(is_hybrid: bool, is_v2: bool, drafter: str | None, said: str) -> None:
