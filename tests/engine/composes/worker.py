@@ -74,9 +74,9 @@ def components_of_engine() -> dict[str, str]:
     return {component: str(state) for component, state in status.in_force().items()}
 
 
-def question(number: int, behind: int, words: str = "What is in this picture?") -> list[Message]:
-    """About a picture, with so many tokens of text behind it."""
-    return [user(filler(180), picture(number), words + filler(behind))]
+def question(feature: Feature, number: int, words: str = "What is in this picture?") -> list[Message]:
+    """About a picture, with as much text before and behind it as the feature wants."""
+    return [user(filler(feature.tokens_before), picture(number), words + filler(feature.tokens_behind))]
 
 
 def ask(rig: ZooRig, feature: Feature, scratch: Path) -> dict[str, Any]:
@@ -95,8 +95,7 @@ def ask(rig: ZooRig, feature: Feature, scratch: Path) -> dict[str, Any]:
         for folder in scratch.glob("*ExampleConnector"):
             shutil.rmtree(folder)
 
-    behind = feature.tokens_behind
-    same, second, other = question(80, behind), question(80, behind, "How many are there?"), question(81, behind)
+    same, second, other = question(feature, 80), question(feature, 80, "How many are there?"), question(feature, 81)
     asked = {"first": count(same), "again": count(same), "second": count(second), "other": count(other)}
     rig.forget_all_but_features()
     before = len(runs)

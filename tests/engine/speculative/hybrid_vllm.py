@@ -109,8 +109,8 @@ def one_program_per_copy() -> None:
 def faulty(fault: str | None) -> Iterator[None]:
     """Model runner V2 with a fault while the block runs.
 
-    "precopy": a state isn't copied into the block that follows. "boundary": the state at a block's end isn't kept there.
-    "count": each request goes by the count of accepted tokens of another one.
+    "precopy": a state isn't copied into the block that follows. "boundary": the state at a block's end isn't kept
+    there. "count": each request goes by the count of accepted tokens of another one.
     """
     from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
     from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext

@@ -139,7 +139,9 @@ def put(rig: ZooRig, task: Task, phase: Phase) -> list[Asked]:
     """All requests, two more of them in each step while there is room, and for each that ended one that goes on."""
     allowed = words(Path(task.scratch))
     rng = random.Random(phase.seed + 1)
-    waiting, running, ended = asks(rig, phase), {}, []
+    waiting = asks(rig, phase)
+    running: dict[str, Asked] = {}
+    ended: list[Asked] = []
     engine = rig.llm.llm_engine
     while waiting or running:
         while waiting and len(running) < task.num_seqs + 1 and rng.random() < 0.7:
@@ -190,9 +192,7 @@ def errors(rig: ZooRig, one: Asked) -> list[float]:
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
     (output,) = rig.llm.generate([asked_for(one, one.prompt + one.tokens)], params, use_tqdm=False)
     cold = output.prompt_logprobs[-len(one.tokens) :]
-    return [
-        abs(step[token].logprob - said) for token, said, step in zip(one.tokens, one.logprobs, cold, strict=True)
-    ]
+    return [abs(step[token].logprob - said) for token, said, step in zip(one.tokens, one.logprobs, cold, strict=True)]
 
 
 if __name__ == "__main__":

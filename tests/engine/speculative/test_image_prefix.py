@@ -61,8 +61,11 @@ def assert_right(found: Any) -> None:
 def test_answers_are_cold_ones_and_faults_are_noticed(tmp_path: Path) -> None:
     right, precopy, count = asked(
         tmp_path,
-        [{"aborts": True}, {"num_requests": 4, "fault": "precopy"}, {"num_requests": 4, "fault": "count"}],
-        num_blocks=40,
+        [
+            {"num_requests": 6, "aborts": True},
+            {"num_requests": 3, "fault": "precopy"},
+            {"num_requests": 3, "fault": "count"},
+        ],
     )
     assert_right(right)
     assert len(far(precopy)) > 1

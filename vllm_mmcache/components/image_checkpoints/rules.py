@@ -34,9 +34,8 @@ def state_in(vllm_config: Any) -> State | None:
             return State("off", "with a KV connector, vLLM uses a Mamba state before the load that brings it")
         if speculative is not None:
             return State("off", "not shown to be right with a KV connector and speculative decoding together")
-        if vllm_config.use_v2_model_runner or vllm_config.scheduler_config.async_scheduling:
-            why = "with a KV connector, not shown to be right on model runner V2 or with async scheduling"
-            return State("off", why)
+        if vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner:
+            return State("off", "with a KV connector, not shown to be right with async scheduling on model runner V1")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return State("off", "not shown to be right with context parallelism")
     return None
