@@ -13,15 +13,17 @@ from typing import Any
 
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+from vllm import SamplingParams
 
 from tests.support.sizes import larger
 from tests.support.towers import Asked, forget_outputs
-from vllm_mmcache.prove.answers import Answer
+from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer
 from vllm_mmcache.prove.conversations import assistant, filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 
 SIZE = {"qwen3-vl": (448, 448), "qwen3.5": (448, 448), "gemma3": (224, 224)}
+SHOTS = [(width, width * 800 // 1280) for width in (128, 256, 384, 448)]  # pixels
 QUESTION = filler(170, 5)  # so long that vLLM itself keeps no state near the image
 FAMILIES = ("qwen3-vl", "qwen3.5", "gemma3")
 
@@ -127,33 +129,43 @@ def test_growing_screenshots_and_an_encoder_cache_for_one(pool: EnginePool, conf
     is as much smaller.
     """
     rig = pool.get(config)
+    ((start, end),) = rig.image_spans(one(rig, user(picture(99, SHOTS[-1]), "How large is it?")))
     talks: list[list[Any]] = [[], []]
     answers: list[Answer] = []
-    largest = 0
-    for turn, width in enumerate((128, 256, 384, 448)):
-        size = (width, width * 800 // 1280)
-        for number, talk in enumerate(talks):
-            shot = picture(10 * number + turn, size)
-            talk.append(user(filler(60 * (not talk), number), shot, f"{turn}: what now?" + filler(20 + 31 * number)))
-        if not largest:
-            probe = one(rig, user(picture(99, (448, 280)), "How large is it?"))
-            ((start, end),) = rig.image_spans(probe)
-            largest = end - start
-        with little_room(rig, largest):
+    with little_room(rig, end - start):
+        for turn, size in enumerate(SHOTS):
+            for number, talk in enumerate(talks):
+                before = filler(170) if not talk else ""
+                shot = picture(10 * number + turn, size)
+                talk.append(user(before, shot, f"{turn}: what now?" + filler(20 + 61 * number, turn)))
             said = ask_stepwise(rig, talks)
-        for talk, answer in zip(talks, said, strict=True):
-            talk.append(assistant(answer.text))
-        answers += said
+            for talk, answer in zip(talks, said, strict=True):
+                talk.append(assistant(answer.text))
+            answers += said
+        again = ask_stepwise(rig, [[*talk[:-2], *swapped(talk[-2])] for talk in talks])
     assert all(answer.num_cached_tokens > 0 for answer in answers[-4:])
-    rig.assert_exact(answers)
+    for answer in again:
+        assert answer.num_cached_tokens <= rig.image_spans(answer)[-1][0], "another picture of as many tokens"
+    rig.assert_exact(answers + again)
+
+
+def test_a_request_without_an_end_is_noticed(pool: EnginePool) -> None:
+    """Negative control: no room for the image, so that it is never scheduled."""
+    rig = pool.get(EngineConfig("qwen3-vl"))
+    ((start, end),) = rig.image_spans(one(rig, user(picture(99, SHOTS[-1]), "How large is it?")))
+    with little_room(rig, end - start - 1), pytest.raises(AssertionError, match="no end after"):
+        ask_stepwise(rig, [[user(picture(98, SHOTS[-1]), "How large is it?")]])
+
+
+def swapped(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same question about another picture."""
+    (image,) = [part for part in message["content"] if part["type"] == "image"]
+    others = [part if part is not image else {**part, "image": picture(77, SHOTS[-1])} for part in message["content"]]
+    return [message | {"content": others}]
 
 
 def ask_stepwise(rig: ZooRig, talks: list[list[Any]]) -> list[Answer]:
-    """Both at once, in as many steps as it takes, within a bound; a hang is a failure, not a timeout."""
-    from vllm import SamplingParams
-
-    from vllm_mmcache.prove.answers import NUM_LOGPROBS
-
+    """Both at once, in as many steps as it takes, within a bound: a hang is a failure, not a timeout."""
     prompts = {}
     for talk in talks:
         prompt, images = rig.render(talk)
@@ -169,4 +181,5 @@ def ask_stepwise(rig: ZooRig, talks: list[list[Any]]) -> list[Answer]:
                 found[output.request_id] = Answer.of(*prompts[output.request_id], output)
         if len(found) == len(prompts):
             return [found[name] for name in prompts]
+    rig.llm.llm_engine.abort_request(list(rig.scheduler.requests), internal=True)
     raise AssertionError(f"no end after 200 steps: {len(found)} of {len(prompts)} answers")
