@@ -26,7 +26,6 @@ CHOSEN.apply()
 from mmcache_tools.harness.engines import EngineConfig, ZooRig  # noqa: E402
 from mmcache_tools.zoo import build_cached  # noqa: E402
 
-from tests.engine.composes.draft import write_draft  # noqa: E402
 from tests.engine.composes.transfer import register  # noqa: E402
 from tests.engine.composes.ways import WAYS, Said  # noqa: E402
 from tests.engine.speculative.drafters import speculative_config  # noqa: E402
@@ -45,14 +44,7 @@ def run(feature: Feature, scratch: Path) -> dict[str, Any]:
     model = build_cached(feature.family, scratch / "zoo")
     arguments = json.loads(json.dumps(feature.engine).replace(SCRATCH, str(scratch)))
     drafter = arguments.get("speculative_config", {}).get("drafter")
-    if drafter == "draft_model":
-        drawn = {
-            "method": drafter,
-            "model": str(write_draft(model, scratch / f"draft-{model.name}")),
-            "num_speculative_tokens": 2,
-        }
-        arguments["speculative_config"] = drawn
-    elif drafter is not None:
+    if drafter is not None:
         model, arguments["speculative_config"] = speculative_config(drafter, model, scratch)
     if "weight_transfer_config" in arguments:
         register()

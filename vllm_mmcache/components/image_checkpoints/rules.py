@@ -7,7 +7,7 @@ from vllm_mmcache.base.status import State
 
 _DRAFTERS: dict[tuple[bool, bool], frozenset[str]] = {
     (False, False): frozenset({"ngram", "eagle"}),
-    (False, True): frozenset({"eagle"}),  # ngram is a kernel that Triton's interpreter can't run
+    (False, True): frozenset({"eagle", "draft_model"}),  # ngram is a kernel that Triton's interpreter can't run
     (True, False): frozenset(),
     (True, True): frozenset({"mtp"}),
 }

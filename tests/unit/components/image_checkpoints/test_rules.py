@@ -18,6 +18,8 @@ pytestmark = pytest.mark.answers
         (False, False, "ngram", "None"),
         (False, True, "ngram", "off: not shown to be right with speculative decoding by ngram on model runner V2"),
         (False, True, "eagle", "None"),
+        (False, True, "draft_model", "None"),
+        (False, False, "draft_model", "off: not shown to be right with speculative decoding by draft_model"),
         (False, False, "mtp", "off: not shown to be right with speculative decoding by mtp"),
         (True, False, "ngram", "off: wrong prefix hits of Mamba states are reported with speculative"),
         (True, False, "mtp", "off: wrong prefix hits of Mamba states are reported with speculative"),
