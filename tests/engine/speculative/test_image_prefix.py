@@ -53,7 +53,7 @@ def assert_right(found: Any) -> None:
     """Drafts were accepted and rejected, checkpoints made and used, and no answer is another one."""
     assert found["state"] == "on"
     assert found["draft_tokens"] / 2 < found["accepted_tokens"] < found["draft_tokens"]
-    assert found["checkpoints_made"] > 2
+    assert found["checkpoints_made"] > 1
     assert found["checkpoints_used"] > 2
     assert far(found) == []
 
