@@ -114,7 +114,7 @@ class Answer:
 def ask(server: Deployment, size: tuple[int, int], number: int, question: str) -> Answer:
     """A question about picture `number`, greedy."""
     parts = [
-        {"type": "text", "text": filler(330)},
+        {"type": "text", "text": filler(200)},
         {"type": "image_url", "image_url": {"url": url_of(png(number, size))}},
         {"type": "text", "text": question + filler(200, 3)},
     ]
