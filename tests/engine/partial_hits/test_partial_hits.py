@@ -74,7 +74,7 @@ def test_the_rest_of_the_image_is_computed(pool: EnginePool, config: EngineConfi
 
 
 SMALL_STEPS = [
-    pytest.param(EngineConfig("qwen3-vl", batched_tokens=96), id="qwen3-vl"),
+    pytest.param(EngineConfig("qwen3-vl", batched_tokens=64), id="qwen3-vl"),
     pytest.param(
         EngineConfig("qwen3.5", batched_tokens=160, more=(("prefix_cache_retention_interval", None),)), id="qwen3.5"
     ),
