@@ -2,13 +2,15 @@
 """The command lines of vLLM's own recipes, on real servers: what is on, the second question is a hit, and it is right.
 
 Sources, all public: https://docs.vllm.ai/projects/recipes/en/latest/Qwen/Qwen3.5.html (Qwen3.6 with MTP),
-https://recipes.vllm.ai/Qwen/Qwen3.6-35B-A3B (its KV cache in fp8), and
-https://recipes.vllm.ai/Qwen/Qwen3-VL-235B-A22B-Instruct (images only).
+https://recipes.vllm.ai/Qwen/Qwen3.6-35B-A3B (its KV cache in fp8),
+https://recipes.vllm.ai/Qwen/Qwen3-VL-235B-A22B-Instruct (images only), and
+https://recipes.vllm.ai/google/gemma-4-31B-it (the server with all features).
 
 Models are tiny ones of the same architecture. Left out is what a CPU or such a model does not have: the numbers of GPUs
-and of tokens, `--gpu-memory-utilization`, `moe_backend`, `--attention-backend`, `--load-format`, quantized weights and
-`--trust-remote-code`. CI runs the one with MTP, on model runner V2; `make matrix` all. Recipes with several ranks, the
-encoder's data parallel and the cache in shared memory: ../deployments/test_composes.py.
+and of tokens, `--gpu-memory-utilization`, `moe_backend`, `--attention-backend`, `--load-format`, quantized weights,
+audio, `--trust-remote-code`, and the chat template of Gemma 4's tools, which is no part of vLLM's wheel. CI runs the
+one with MTP, on model runner V2; `make matrix` all. The encoder's data parallel and the processor cache in shared
+memory: ../deployments/test_composes.py.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import httpx
 import pytest
 from mmcache_tools.zoo import BY_NAME, build_cached
 
-from tests.support.deployment import NUM_LOGPROBS, Deployment, deployed
+from tests.support.deployment import NUM_LOGPROBS, TWO_RANKS, Deployment, deployed
 from tests.support.engine_configuration import CHOSEN
 from tests.support.sizes import larger
 from tests.support.target import png, url_of
@@ -65,6 +67,15 @@ RECIPES = {
         "qwen3-vl",
         ("--limit-mm-per-prompt.video", "0", "--async-scheduling", "--max-num-seqs", "128"),
         KEEPS_ALL,
+    ),
+    "gemma4": Recipe(
+        "gemma4",
+        (
+            *TWO_RANKS, "--enable-auto-tool-choice", "--reasoning-parser", "gemma4", "--tool-call-parser", "gemma4",
+            "--limit-mm-per-prompt", '{"image": 4}', "--async-scheduling",
+        ),
+        {"observe": "off"},
+        size=(224, 224),
     ),
 }  # fmt: skip
 IN_CI = "qwen3.6-mtp"
