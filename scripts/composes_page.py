@@ -95,7 +95,8 @@ keys and `identity` of a configuration.
 ### What was run
 
 vLLM's ExampleConnector and a connector of the project's tests were run on model runner V1 with Qwen3-VL and Gemma 3,
-over restarts and with loads that fail. All answers were those of Transformers.
+over restarts and with loads that fail. All answers were those of Transformers. So were those of Gemma 3 on model runner
+V2 with async scheduling, with loads in a step and beside the steps.
 
 A conversation about 20 screenshots, with a prompt of 14,249 tokens, was continued after a restart
 on the CPU (`make bench-kv-restart`). The first token came after 6.5 s on stock vLLM without a connector, after 0.69 s
@@ -105,9 +106,10 @@ on stock vLLM with ExampleConnector, and after 0.23 s with ExampleConnector and 
 
 - The files of ExampleConnector have no `cache_salt` in their names, so **the KV of one tenant's text is loaded for
   another tenant**. Use this connector for one tenant. It finds only whole prompts that were computed in one step.
-- `image_checkpoints` is on beside a connector only for models with sliding windows, on model runner V1 with synchronous
-  scheduling. On hybrid models (Qwen3.5), what a connector loads in a step comes after vLLM has copied the Mamba state.
-  Their answers are wrong, also without checkpoints.
+- `image_checkpoints` is on beside a connector only for models with sliding windows, and on model runner V1 only with
+  synchronous scheduling. On hybrid models (Qwen3.5), what a connector loads in a step comes after vLLM has copied the
+  Mamba state, on V1 and V2. Their answers are wrong then, also without checkpoints. Answers after a load that runs
+  beside the steps are right.
 - A load that fails makes its request fail, unless `kv_load_failure_policy` is `recompute`. If loads fail while steps
   run and few KV blocks are free, the engine can hang.
 - Don't use LMCache with images in vLLM 0.32: `LMCacheMPConnector`, and `LMCacheConnectorV1` with `use_native`, can load

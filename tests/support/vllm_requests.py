@@ -57,11 +57,13 @@ def original(function: Any) -> Any:
     return getattr(function, "__wrapped__", function)
 
 
-def stock_hasher(block_size: int, hash_function: Callable[[Any], bytes]) -> Callable[[Request], list[bytes]]:
-    """vLLM's own block hasher."""
+def stock_hasher(
+    block_size: int, hash_function: Callable[[Any], bytes], **more: Any
+) -> Callable[[Request], list[bytes]]:
+    """vLLM's own block hasher, with further arguments of its version."""
     kv_cache_utils.init_none_hash(hash_function)
     hasher: Callable[[Request], list[bytes]] = original(kv_cache_utils.get_request_block_hasher)(
-        block_size, hash_function
+        block_size, hash_function, **more
     )
     return hasher
 

@@ -11,11 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 
-def write_draft(model: Path, directory: Path) -> Path:
+def write_draft(model: Path, directory: Path) -> None:
     """Write it, with the model's tokenizer; says the last token again, as a random target does now and then."""
-    if directory.exists():
-        return directory
-    directory.mkdir(parents=True)
     for path in model.glob("token*"):
         os.link(path, directory / path.name)
     config = json.loads((model / "config.json").read_text())
@@ -46,4 +43,3 @@ def write_draft(model: Path, directory: Path) -> Path:
         "dtype": config["dtype"],
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(about))
-    return directory

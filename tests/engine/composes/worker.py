@@ -26,7 +26,6 @@ CHOSEN.apply()
 from mmcache_tools.harness.engines import EngineConfig, ZooRig  # noqa: E402
 from mmcache_tools.zoo import build_cached  # noqa: E402
 
-from tests.engine.composes.draft import write_draft  # noqa: E402
 from tests.engine.composes.transfer import register  # noqa: E402
 from tests.engine.composes.ways import WAYS, Said  # noqa: E402
 from tests.engine.speculative.drafters import speculative_config  # noqa: E402
@@ -45,14 +44,7 @@ def run(feature: Feature, scratch: Path) -> dict[str, Any]:
     model = build_cached(feature.family, scratch / "zoo")
     arguments = json.loads(json.dumps(feature.engine).replace(SCRATCH, str(scratch)))
     drafter = arguments.get("speculative_config", {}).get("drafter")
-    if drafter == "draft_model":
-        drawn = {
-            "method": drafter,
-            "model": str(write_draft(model, scratch / f"draft-{model.name}")),
-            "num_speculative_tokens": 2,
-        }
-        arguments["speculative_config"] = drawn
-    elif drafter is not None:
+    if drafter is not None:
         model, arguments["speculative_config"] = speculative_config(drafter, model, scratch)
     if "weight_transfer_config" in arguments:
         register()
@@ -74,9 +66,9 @@ def components_of_engine() -> dict[str, str]:
     return {component: str(state) for component, state in status.in_force().items()}
 
 
-def question(number: int, behind: int, words: str = "What is in this picture?") -> list[Message]:
-    """About a picture, with so many tokens of text behind it."""
-    return [user(filler(180), picture(number), words + filler(behind))]
+def question(feature: Feature, number: int, words: str = "What is in this picture?") -> list[Message]:
+    """About a picture, with as much text before and behind it as the feature wants."""
+    return [user(filler(feature.tokens_before), picture(number), words + filler(feature.tokens_behind))]
 
 
 def ask(rig: ZooRig, feature: Feature, scratch: Path) -> dict[str, Any]:
@@ -95,8 +87,7 @@ def ask(rig: ZooRig, feature: Feature, scratch: Path) -> dict[str, Any]:
         for folder in scratch.glob("*ExampleConnector"):
             shutil.rmtree(folder)
 
-    behind = feature.tokens_behind
-    same, second, other = question(80, behind), question(80, behind, "How many are there?"), question(81, behind)
+    same, second, other = question(feature, 80), question(feature, 80, "How many are there?"), question(feature, 81)
     asked = {"first": count(same), "again": count(same), "second": count(second), "other": count(other)}
     rig.forget_all_but_features()
     before = len(runs)

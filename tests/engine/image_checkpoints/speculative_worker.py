@@ -38,8 +38,14 @@ def main() -> None:
     found = {}
     for name, is_on in (("on", status.is_on("image_checkpoints")), ("off", False)):
         status._is_on["image_checkpoints"] = is_on
-        found[name] = asked(rig, lookahead_tokens=rig.block_tokens if task["drafter"].startswith("eagle") else 0)
+        found[name] = asked(rig, lookahead_tokens(rig, task["drafter"]))
     print(json.dumps(found), flush=True)
+
+
+def lookahead_tokens(rig: ZooRig, drafter: str) -> int:
+    """What must be equal behind a hit: what the keys of vLLM 0.33 cover there, or the block that 0.32 drops."""
+    in_keys = int(getattr(rig.scheduler.kv_cache_manager.block_pool, "num_hash_lookahead_tokens", 0))
+    return in_keys or (rig.block_tokens if drafter.startswith("eagle") else 0)
 
 
 def asked(rig: ZooRig, lookahead_tokens: int) -> dict[str, Any]:

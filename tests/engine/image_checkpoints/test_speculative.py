@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """With speculative decoding, the second question about an image is a hit as without it, and drafts fare as they did.
 
-Mamba hybrids have no checkpoints then: wrong prefix hits of their states are reported (vLLM 53912).
+Mamba hybrids: ../speculative/test_image_prefix.py.
 """
 
 import json
@@ -34,11 +34,14 @@ def asked(family: str, drafter: str, scratch: Path) -> Any:
         ("gemma3", "ngram"),
         pytest.param("gemma4", "ngram", marks=larger),
         pytest.param("gemma3", "eagle", marks=larger),
+        pytest.param("gemma3", "draft_model", marks=larger),
     ],
 )
 def test_second_question_with_a_drafter(family: str, drafter: str, tmp_path: Path) -> None:
     if CHOSEN.runner == 2 and drafter == "ngram":
         pytest.skip("Triton's interpreter can't run vLLM's kernel of ngram (mask has unsupported dtype)")
+    if CHOSEN.runner == 1 and drafter == "draft_model":
+        pytest.skip("stock vLLM answers wrongly with a draft model on Gemma 3, so there are no checkpoints")
     found = asked(family, drafter, tmp_path)
     on, off = found["on"], found["off"]
     first, later = [0, 3], [1, 2, 4, 5]  # three questions about each of two images

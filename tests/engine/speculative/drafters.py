@@ -4,6 +4,7 @@
 - `ngram`: looks for the last tokens earlier in the text; needs nothing.
 - `mtp`: the model's own head, as Qwen3.5 publishes it; its layer is a copy of the full attention layer.
 - `eagle`, `eagle3`: one random Llama layer in a directory of its own.
+- `draft_model`: a model of one random Llama layer (../composes/draft.py).
 
 A random model can't be foreseen, so its answers are drawn from `LETTERS` alone, and every drafter but ngram says the
 last token again, with a little of its own layer added: some drafts are accepted and some are not, and both are tested.
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.engine.composes.draft import write_draft
 
 NUM_TOKENS = 2  # drafted in a step
 LETTERS = (" red", " cat", " dog")  # the tokens of which answers are made
@@ -34,7 +37,8 @@ def speculative_config(drafter: str, model: Path, scratch: Path) -> tuple[Path, 
     directory = scratch / f"{model.name}-{drafter}"
     if not directory.exists():
         directory.mkdir(parents=True)
-        {"mtp": write_mtp, "eagle": write_eagle, "eagle3": write_eagle3}[drafter](model, directory)
+        writers = {"mtp": write_mtp, "eagle": write_eagle, "eagle3": write_eagle3, "draft_model": write_draft}
+        writers[drafter](model, directory)
     if drafter == "mtp":
         return directory, common
     return model, common | {"model": str(directory)}

@@ -8,6 +8,7 @@ the orders that a GPU may take: the one in which it runs ahead of a busy host.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -95,3 +96,41 @@ def _watch(mamba_utils: Any, forget: bool) -> Witness:
     _set(mamba_utils, "preprocess_mamba", preprocess_mamba)
     _set(mamba_utils, "postprocess_mamba_align_gpu", postprocess_mamba_align_gpu)
     return witness
+
+
+def one_program_per_copy() -> None:
+    """Triton's interpreter runs a kernel's programs one after the other."""
+    from vllm.v1.worker import mamba_utils
+
+    _set(mamba_utils, "_TEMPORAL_TILES", 1)
+
+
+@contextlib.contextmanager
+def faulty(fault: str | None) -> Iterator[None]:
+    """Model runner V2 with a fault while the block runs.
+
+    "precopy": a state isn't copied into the block that follows. "boundary": the state at a block's end isn't kept
+    there. "count": each request goes by the count of accepted tokens of another one.
+    """
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+    from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
+
+    after = MambaHybridModelState.postprocess_state
+
+    def swapped(self: Any, idx_mapping: Any, num_sampled: Any, *rest: Any) -> None:
+        after(self, idx_mapping, num_sampled if isinstance(num_sampled, int) else num_sampled.roll(1), *rest)
+
+    def nothing(self: Any, *arguments: Any) -> None: ...
+
+    owner, name, value = {
+        None: (MambaHybridModelState, "postprocess_state", after),
+        "precopy": (MambaSpecDecodeGPUContext, "run_fused_precopy", nothing),
+        "boundary": (MambaSpecDecodeGPUContext, "run_fused_postprocess_align", nothing),
+        "count": (MambaHybridModelState, "postprocess_state", swapped),
+    }[fault]
+    before = getattr(owner, name)
+    _set(owner, name, value)
+    try:
+        yield
+    finally:
+        _set(owner, name, before)

@@ -35,9 +35,9 @@ def candidates(
     """Every image boundary behind the prefix hit, floored to a block, the likely ones first.
 
     ranges are the (offset, length) of the placeholder ranges, in prompt order. lookahead_tokens must be equal behind a
-    hit, too: a draft head looks one token ahead, so vLLM matches a block more and drops it. First comes the last
-    image's end, then the start of the first image that the hit does not cover and the start of the last image; then the
-    other ends from the last to the first, and the other starts.
+    hit, too: a draft head looks ahead, so vLLM matches a block more and drops it, or each block's key covers tokens
+    behind it. First comes the last image's end, then the start of the first image that the hit does not cover and the
+    start of the last image; then the other ends from the last to the first, and the other starts.
     """
     kinds: dict[int, set[str]] = {}
     starts = [(offset - lookahead_tokens) // block_tokens * block_tokens for offset, _ in ranges]

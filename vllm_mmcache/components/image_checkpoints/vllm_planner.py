@@ -43,15 +43,15 @@ class Checkpoints:
         coordinator = scheduler.kv_cache_manager.coordinator
         self.pool = scheduler.kv_cache_manager.block_pool
         self.block_tokens = coordinator.scheduler_block_size
-        self.lookahead_tokens = _lookahead_tokens(coordinator)
+        self.dropped_tokens = _dropped_tokens(coordinator)
+        # From vLLM 0.33 on, a block's key may cover tokens behind it instead.
+        self.lookahead_tokens = self.dropped_tokens + int(getattr(self.pool, "num_hash_lookahead_tokens", 0))
         sparse = [manager for manager in coordinator.single_type_managers if is_sparse(manager)]
         self.group = sparse[0].kv_cache_group_id
         self.is_recurrent = bool(getattr(scheduler, "need_mamba_block_aligned_split", False))
         """Whether some layers have a state that exists only where their kernel stops."""
         self.budget_tokens = getattr(scheduler, "max_num_scheduled_tokens", 0) // self.block_tokens * self.block_tokens
-        self.underway = Underway(
-            scheduler, sparse, self.lookahead_tokens, self.note_kept, is_recurrent=self.is_recurrent
-        )
+        self.underway = Underway(scheduler, sparse, self.dropped_tokens, self.note_kept, is_recurrent=self.is_recurrent)
         self.rates = ReuseRates()
         self.backoff = Backoff()
         self.tracked = TrackedCheckpoints(self.backoff)
@@ -127,8 +127,8 @@ class Checkpoints:
 
     def _kept_by_vllm(self, num_prompt_tokens: int) -> set[int]:
         """Where the same prompt, or a longer one, resumes; a block earlier where one is matched and dropped."""
-        ends = [num_prompt_tokens - 1, *([num_prompt_tokens] if self.lookahead_tokens else [])]
-        dropped = self.block_tokens if self.lookahead_tokens else 0
+        ends = [num_prompt_tokens - 1, *([num_prompt_tokens] if self.dropped_tokens else [])]
+        dropped = self.block_tokens if self.dropped_tokens else 0
         return {end // self.block_tokens * self.block_tokens - dropped for end in ends}
 
     def note_kept(self, request: Any, manager: Any, before: int, checkpoints: Sequence[Checkpoint]) -> None:
@@ -177,8 +177,8 @@ def _drops_last_block(manager: Any) -> bool:
     return manager.use_eagle and not isinstance(manager.kv_cache_spec, MambaSpec)
 
 
-def _lookahead_tokens(coordinator: Any) -> int:
-    """What must be equal behind a hit for one to end there, in tokens; 0 without a draft head."""
+def _dropped_tokens(coordinator: Any) -> int:
+    """What vLLM matches behind a hit and drops, in tokens; 0 without a draft head, and where keys look ahead."""
     return max(
         (manager.block_size for manager in coordinator.single_type_managers if _drops_last_block(manager)), default=0
     )

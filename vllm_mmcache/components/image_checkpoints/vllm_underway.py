@@ -37,15 +37,18 @@ class Underway:
     """The checkpoints to come of one scheduler's requests."""
 
     def __init__(
-        self, scheduler: Any, sparse: Sequence[Any], lookahead_tokens: int, note_kept: Kept, *, is_recurrent: bool
+        self, scheduler: Any, sparse: Sequence[Any], dropped_tokens: int, note_kept: Kept, *, is_recurrent: bool
     ) -> None:
-        """sparse: the managers of the groups that keep states sparsely; the positions are kept in these."""
+        """sparse: the managers of the groups that keep states sparsely; the positions are kept in these.
+
+        dropped_tokens: what vLLM matches behind a hit, and drops.
+        """
         self._coordinator = scheduler.kv_cache_manager.coordinator
         self._scheduler: Any = weakref.proxy(scheduler)
         self._is_recurrent = is_recurrent
         self.inside = inside_chunks(self._coordinator) if is_recurrent and inside_chunks is not None else None
         self._sparse = sparse
-        self._lookahead_tokens = lookahead_tokens
+        self._dropped_tokens = dropped_tokens
         self._note_kept = note_kept
         self._to_come: dict[str, tuple[weakref.ref[Any], tuple[Checkpoint, ...]]] = {}  # by request id
         self._is_armed = False
@@ -143,7 +146,7 @@ class Underway:
         finally:
             for manager in self._sparse:
                 vars(manager).pop("cache_blocks", None)
-        end = checkpoints[-1].tokens + self._lookahead_tokens
+        end = checkpoints[-1].tokens + self._dropped_tokens
         if all(one.num_cached_block.get(request.request_id, 0) * one.block_size >= end for one in self._sparse):
             del self._to_come[request.request_id]
         if not self._to_come:

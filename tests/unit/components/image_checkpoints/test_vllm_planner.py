@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is planned and counted on vLLM's own KV cache manager, without an engine: groups in any order, a draft head."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-from tests.support.vllm_requests import Prompt, make_request, our_hasher
+from tests.support.vllm_requests import Prompt, make_request, our_hasher, stock_hasher
 from vllm_mmcache.components.image_checkpoints.vllm_planner import PLAN, Checkpoints
 from vllm_mmcache.metrics import counters, transport
 
@@ -38,17 +39,25 @@ class Scheduler:
 class Cache:
     """vLLM's KV cache manager for these groups of layers, and the planner of checkpoints on it."""
 
-    def __init__(self, *groups: FullAttentionSpec | SlidingWindowSpec, draft_head: bool = False) -> None:
+    def __init__(
+        self, *groups: FullAttentionSpec | SlidingWindowSpec, draft_head: bool = False, key_lookahead: int = 0
+    ) -> None:
         config = KVCacheConfig(
             num_blocks=400,
             kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(groups)],
             prefix_cache_retention_interval=0,  # of sparse groups vLLM keeps the prompt's end alone
         )
+        looks_ahead = {"num_hash_lookahead_tokens": key_lookahead} if key_lookahead else {}
         self.manager = KVCacheManager(
-            config, max_model_len=1024, scheduler_block_size=BLOCK, hash_block_size=BLOCK, use_eagle=draft_head
+            config,
+            max_model_len=1024,
+            scheduler_block_size=BLOCK,
+            hash_block_size=BLOCK,
+            use_eagle=draft_head,
+            **looks_ahead,
         )
-        self.hasher = our_hasher(BLOCK, sha256)
+        self.hasher = stock_hasher(BLOCK, sha256, **looks_ahead) if key_lookahead else our_hasher(BLOCK, sha256)
         self.scheduler = Scheduler(self.manager)
         self.checkpoints = Checkpoints(self.scheduler)
 
@@ -143,3 +152,37 @@ def test_the_second_question_resumes_at_the_checkpoint_also_with_a_draft_head(dr
     planned = cache.compute(about_the_image(2))
     assert planned == [(IMAGE_END - BLOCK * draft_head) // BLOCK * BLOCK]
     assert cache.hit(about_the_image(3)) == planned[0]
+
+
+needs_lookahead = pytest.mark.skipif(
+    "num_hash_lookahead_tokens" not in inspect.signature(KVCacheManager).parameters,
+    reason="this vLLM's block keys don't look ahead; those of 0.33 do",
+)
+
+
+@needs_lookahead
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+@pytest.mark.parametrize("length", [95, 96, 97, 98, 99, 111, 112, 113])
+def test_what_vllm_keeps_by_itself_is_known_also_where_keys_look_ahead(length: int, ahead: int) -> None:
+    """The last block's key needs the tokens behind it; where the prompt lacks them, vLLM keeps none instead."""
+    cache = Cache(FULL, SPARSE, key_lookahead=ahead)
+    cache.compute(Prompt((1,) * length))
+    (kept,) = cache.checkpoints._kept_by_vllm(length)
+    assert kept == (length - 1) // BLOCK * BLOCK
+    assert cache.hit(Prompt((1,) * length)) == (kept if kept + ahead <= length else 0)
+
+
+@needs_lookahead
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+@pytest.mark.parametrize("end", [127, 128, 129, 130, 131, 132])
+def test_the_second_question_resumes_at_the_checkpoint_also_where_keys_look_ahead(end: int, ahead: int) -> None:
+    """The checkpoint is the last block behind which that many tokens of the image still come."""
+    cache = Cache(FULL, SPARSE, key_lookahead=ahead)
+
+    def about(word: int) -> Prompt:
+        tokens = (1,) * IMAGE_START + (7,) * (end - IMAGE_START) + (word,) * 60
+        return Prompt(tokens, (("image", IMAGE_START, end - IMAGE_START),))
+
+    planned = cache.compute(about(2))
+    assert planned == [(end - ahead) // BLOCK * BLOCK]
+    assert cache.hit(about(3)) == planned[0]
