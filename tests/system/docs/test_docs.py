@@ -149,7 +149,7 @@ def test_the_three_hops_lead_to_a_line_and_a_test() -> None:
     checkpoints = REPO / "vllm_mmcache" / "components" / "image_checkpoints"
     (line,) = re.findall(r"^ {7}(\S.*)$", walk, re.MULTILINE)
     assert f"    {line}\n" in (checkpoints / "positions.py").read_text()
-    assert "def keep_checkpoints(" in (checkpoints / "hooks.py").read_text()
+    assert "class Underway:" in (checkpoints / "vllm_underway.py").read_text()
     tests = REPO / "tests" / "unit" / "components" / "image_checkpoints"
     assert "def test_order(" in (tests / "test_positions.py").read_text()
     assert (REPO / "tests" / "engine" / "image_checkpoints" / "test_checkpoints.py").exists()
