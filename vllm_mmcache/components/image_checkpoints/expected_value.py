@@ -19,8 +19,6 @@ TRIED = {START: 8, END: 32}
 """First requests, whose likely checkpoints are made to find out. Fewer starts: vLLM itself keeps where requests part,
 once two have, and a stop before an image changes what goes through the vision tower together."""
 KNOWN_AFTER = 8  # requests, behind which a tenant's own rate counts
-STEP_TOKENS = 150
-"""What a step costs before its first token, in tokens of a prefill: that of a model of 9 billion parameters."""
 MOST_TENANTS = 4096
 MOST_IMAGES = 16384
 _ENTRY_BYTES = 400  # about
@@ -104,8 +102,11 @@ class ReuseRates:
         return self._all[kind]
 
 
-def pays(rate: float, saved_tokens: float, extra_steps: float, step_tokens: float = STEP_TOKENS) -> bool:
-    """Whether what a checkpoint saves, by how often it is reused, is what it costs, or more."""
+def pays(rate: float, saved_tokens: float, extra_steps: float, step_tokens: float) -> bool:
+    """Whether what a checkpoint saves, by how often it is reused, is what it costs, or more.
+
+    step_tokens: what a step costs beside its tokens, in tokens (step_cost.py).
+    """
     return extra_steps <= 0 or rate * saved_tokens >= extra_steps * step_tokens
 
 

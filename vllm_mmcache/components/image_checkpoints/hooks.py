@@ -46,6 +46,22 @@ def plan_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     return outcome
 
 
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+    name="time",
+    args=("scheduler_output",),
+    why="what a step costs beside its tokens says which checkpoints pay that add one",
+)
+def time_steps(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler.update_from_output(scheduler_output, model_runner_output): once a step."""
+    by_client = wrapped(*args, **kwargs)
+    with failsafe("image_checkpoints"):
+        checkpoints = _checkpoints_of(instance)
+        if checkpoints is not None:
+            checkpoints.note_step(instance, argument(wrapped, args, kwargs, "scheduler_output"))
+    return by_client
+
+
 def why_unneeded(scheduler: Any) -> str:
     """Why there is nothing to keep; empty where there is. When the scheduler is made."""
     return "" if _checkpoints_of(scheduler) is not None else "this model keeps every block's KV"

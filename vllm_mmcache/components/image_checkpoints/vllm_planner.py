@@ -3,6 +3,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -12,6 +13,7 @@ from vllm_mmcache.base import settings
 from vllm_mmcache.components.image_checkpoints.backoff import Backoff, TrackedCheckpoints
 from vllm_mmcache.components.image_checkpoints.expected_value import Prefill, ReuseRates, pays
 from vllm_mmcache.components.image_checkpoints.positions import KINDS, Checkpoint, candidates, choose
+from vllm_mmcache.components.image_checkpoints.step_cost import StepCost
 from vllm_mmcache.components.image_checkpoints.vllm_underway import Underway
 from vllm_mmcache.metrics import counters, table_sizes
 
@@ -53,6 +55,8 @@ class Checkpoints:
         self.budget_tokens = getattr(scheduler, "max_num_scheduled_tokens", 0) // self.block_tokens * self.block_tokens
         self.underway = Underway(scheduler, sparse, self.dropped_tokens, self.note_kept, is_recurrent=self.is_recurrent)
         self.rates = ReuseRates()
+        self.step_cost = StepCost()
+        self._last_output_s: float | None = None
         self.backoff = Backoff()
         self.tracked = TrackedCheckpoints(self.backoff)
         table_sizes.of_engine("checkpoints", self.tracked.size)
@@ -75,6 +79,20 @@ class Checkpoints:
         Not where states are kept inside one: then none costs a step, and what one costs is memory.
         """
         return self.is_recurrent and not self.underway.keeps_states_inside_chunks
+
+    def note_step(self, scheduler: Any, scheduler_output: Any) -> None:
+        """A step's output has come: learn what steps with a prefill cost, where a checkpoint adds some.
+
+        Steps are computed one after the other, so one takes the time between its output and the one before, unless
+        nothing was to be computed in between.
+        """
+        if not self.ends_chunks:
+            return
+        now, before = perf_counter(), self._last_output_s
+        self._last_output_s = now if scheduler.running else None
+        tokens = scheduler_output.total_num_scheduled_tokens
+        if before is not None and tokens > 2 * len(scheduler_output.num_scheduled_tokens):
+            self.step_cost.add(tokens, now - before)
 
     def extra_steps(self, prefill: Prefill, stops: Collection[int], more: int) -> int:
         """What a checkpoint at `more` costs in steps of the engine, where chunks end at `stops` anyway."""
@@ -112,7 +130,7 @@ class Checkpoints:
             before = max((tokens for tokens in (hit_tokens, *chosen) if tokens < checkpoint.tokens), default=0)
             rate = self.rates.expected(checkpoint, salt, _image_of(request, checkpoint))
             extra = self.extra_steps(prefill, {*by_vllm, *chosen}, checkpoint.tokens)
-            is_worth = pays(rate, checkpoint.tokens - before, extra)
+            is_worth = pays(rate, checkpoint.tokens - before, extra, self.step_cost.tokens)
             refused += not is_worth and checkpoint.is_likely
             return is_worth
 

@@ -9,7 +9,6 @@ from vllm_mmcache.components.image_checkpoints.expected_value import (
     FORGOTTEN_AFTER,
     MOST_IMAGES,
     MOST_TENANTS,
-    STEP_TOKENS,
     Prefill,
     ReuseRates,
     pays,
@@ -18,13 +17,14 @@ from vllm_mmcache.components.image_checkpoints.positions import END, START, Chec
 
 pytestmark = pytest.mark.answers
 
+STEP_TOKENS = 150
 END_OF_IMAGE = Checkpoint(1600, frozenset({END}), ending_image=0)
 START_OF_IMAGE = Checkpoint(160, frozenset({START}))
 INNER_END = Checkpoint(800, frozenset({END}), is_likely=False, ending_image=0)
 
 
 def is_made(rates: ReuseRates, checkpoint: Checkpoint = END_OF_IMAGE, salt: str = "", image: str = "new") -> bool:
-    return pays(rates.expected(checkpoint, salt, image), checkpoint.tokens, extra_steps=1)
+    return pays(rates.expected(checkpoint, salt, image), checkpoint.tokens, extra_steps=1, step_tokens=STEP_TOKENS)
 
 
 def phase(rates: ReuseRates, requests: int, every: int = 0, salt: str = "") -> list[bool]:
@@ -54,16 +54,16 @@ def test_phases_switch_within_40_requests_in_both_directions(every: int) -> None
 
 def test_what_saves_much_is_made_for_a_rare_reuse() -> None:
     """The share at which it is given up is the one at which it costs what it saves."""
-    assert pays(0.01, saved_tokens=100 * STEP_TOKENS, extra_steps=1)
-    assert not pays(0.01, saved_tokens=99 * STEP_TOKENS, extra_steps=1)
-    assert not pays(0.01, saved_tokens=100 * STEP_TOKENS, extra_steps=2)
+    assert pays(0.01, saved_tokens=100 * STEP_TOKENS, extra_steps=1, step_tokens=STEP_TOKENS)
+    assert not pays(0.01, saved_tokens=99 * STEP_TOKENS, extra_steps=1, step_tokens=STEP_TOKENS)
+    assert not pays(0.01, saved_tokens=100 * STEP_TOKENS, extra_steps=2, step_tokens=STEP_TOKENS)
 
 
 @given(st.floats(0, 1), st.integers(0, 10**6), st.integers(0, 5))
 def test_more_steps_never_pay_more(rate: float, saved: int, steps: int) -> None:
-    assert pays(rate, saved, 0)
-    assert pays(rate, saved, steps) >= pays(rate, saved, steps + 1)
-    assert pays(rate, saved, steps) <= pays(rate, saved + 1, steps)
+    assert pays(rate, saved, 0, STEP_TOKENS)
+    assert pays(rate, saved, steps, STEP_TOKENS) >= pays(rate, saved, steps + 1, STEP_TOKENS)
+    assert pays(rate, saved, steps, STEP_TOKENS) <= pays(rate, saved + 1, steps, STEP_TOKENS)
 
 
 def test_tenants_are_judged_apart() -> None:
@@ -73,7 +73,9 @@ def test_tenants_are_judged_apart() -> None:
         phase(rates, 2, salt="never")
     assert is_made(rates, salt="reuses")
     assert not is_made(rates, salt="never")
-    assert is_made(rates, salt="unknown") == pays(rates.expected(END_OF_IMAGE, "", ""), END_OF_IMAGE.tokens, 1)
+    assert is_made(rates, salt="unknown") == pays(
+        rates.expected(END_OF_IMAGE, "", ""), END_OF_IMAGE.tokens, 1, STEP_TOKENS
+    )
 
 
 def test_an_image_that_was_reused_has_its_own_rate_and_loses_it() -> None:

@@ -17,6 +17,7 @@ from tests.support.schedulers import BLOCK, Steps
 from tests.unit.components.image_checkpoints.conftest import KINDS
 from vllm_mmcache.base import status
 from vllm_mmcache.components.image_checkpoints.expected_value import ReuseRates
+from vllm_mmcache.components.image_checkpoints.step_cost import StepCost
 from vllm_mmcache.components.image_checkpoints.vllm_planner import Checkpoints
 from vllm_mmcache.hooking import installer
 
@@ -137,3 +138,18 @@ def test_where_nothing_is_kept_sparsely_the_hooks_are_taken_back(engine: Callabl
     engine("windows")
     assert str(status.of("engine")["image_checkpoints"]) == "on"
     assert "image_checkpoints (engine)" in installer._installed, "the control"
+
+
+@pytest.mark.parametrize(("inner", "are_timed"), [(False, True), (True, False)])
+def test_steps_with_a_prefill_are_timed_where_checkpoints_add_steps(
+    engine: Callable[..., Steps], monkeypatch: pytest.MonkeyPatch, inner: bool, are_timed: bool
+) -> None:
+    """But not the first one after a pause, of which nobody knows when it began."""
+    timed: list[tuple[int, float]] = []
+    running = engine("mamba", inner=inner)
+    monkeypatch.setattr(StepCost, "add", lambda _, tokens, seconds: timed.append((tokens, seconds)))
+    running.add(question(0), IMAGES, max_tokens=5)
+    tokens = [step.total_num_scheduled_tokens for step in running.finish()]
+    assert [tokens for tokens, _ in timed] == [number for number in tokens[1:] if number > 1 and are_timed]
+    assert bool(timed) == are_timed, "the control"
+    assert all(seconds > 0 for _, seconds in timed)
