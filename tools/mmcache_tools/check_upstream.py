@@ -8,6 +8,7 @@ its aliases, its arguments and its body digest. --record writes source_digests.j
 """
 
 import argparse
+import ast
 import json
 import subprocess
 import sys
@@ -44,10 +45,12 @@ def source_of(archive: zipfile.ZipFile, module: str) -> source_digests.Source:
     raise SymbolMissing(f"the wheel has no {path}.py")
 
 
-def check_hook(archive: zipfile.ZipFile, hook: Hook) -> str:
-    """Check one entry; returns its body digest. Raises: HookError."""
+def check_hook(archive: zipfile.ZipFile, hook: Hook) -> dict[str, str]:
+    """Check one entry; returns the digests of its target's body, and of those it reads. Raises: HookError."""
     read = partial(source_of, archive)
     node = source_digests.definition(hook.target, read)
+    if isinstance(node, ast.ClassDef):
+        raise SymbolChanged(f"{hook.target} is a class, not a function")
     arguments = node.args
     names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
     missing = [name for name in hook.args_used if name not in names]
@@ -56,7 +59,8 @@ def check_hook(archive: zipfile.ZipFile, hook: Hook) -> str:
     for target in (*hook.also, *hook.reads):
         module, _, path = target.partition(":")
         source_digests.find(read(module).text, path)
-    return source_digests.digest(node)
+    bodies = {hook.target: node} | {target: source_digests.definition(target, read) for target in hook.reads}
+    return {target: source_digests.digest(body) for target, body in bodies.items()}
 
 
 def main() -> int:
@@ -76,12 +80,13 @@ def main() -> int:
                     print(f"{version} {hook.name}: {error}")
                     findings += 1
                     continue
-                table.setdefault(hook.target, {})[version] = seen
-                if not options.record and source_digests.table().get(hook.target, {}).get(version) != seen:
-                    print(f"{version} {hook.name}: body changed; read it, then run with --record")
-                    findings += 1
-                else:
-                    print(f"{version} {hook.name}: ok ({seen})")
+                for target, body in seen.items():
+                    table.setdefault(target, {})[version] = body
+                    if not options.record and source_digests.table().get(target, {}).get(version) != body:
+                        print(f"{version} {hook.name}: {target} has changed; read it, then run with --record")
+                        findings += 1
+                    else:
+                        print(f"{version} {hook.name}: {target} is ok ({body})")
     if options.record and not findings:
         source_digests.TABLE.write_text(json.dumps(table, indent=2) + "\n")
     return 1 if findings else 0

@@ -50,7 +50,7 @@ class Hook:
     remove_when: str
     also: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
-    """Private symbols of vLLM that the wrapper calls; they must be there."""
+    """Private symbols of vLLM that the wrapper calls, or replaces on an object; they must be there."""
     only: Only = ""
     """A configuration without it does not need this hook."""
     vllm: str = TESTED_VLLM

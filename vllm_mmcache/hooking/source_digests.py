@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the bodies of replaced vLLM functions, to notice upstream change that keeps the signature.
+"""Digests of the bodies of what hooks replace or read in vLLM, to notice upstream change that keeps the signature.
 
 17 of 25 symbols near us changed body between vLLM 0.30 and 0.33, 14 of them under an unchanged signature. The digest
 ignores docstrings, comments and layout. `source_digests.json` holds the digests of the tested versions; they are
@@ -10,7 +10,7 @@ import ast
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -27,7 +27,10 @@ class Source(NamedTuple):
     package: str
 
 
-def find(source: str, path: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.ImportFrom:
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def find(source: str, path: str) -> Definition | ast.ImportFrom:
     """The definition of `Owner.attr` in a module's source, or the from-import that brings the name.
 
     Raises: SymbolMissing.
@@ -37,14 +40,14 @@ def find(source: str, path: str) -> ast.FunctionDef | ast.AsyncFunctionDef | ast
     for owner in owners:
         body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner), [])
     for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == attribute:
+        if isinstance(node, Definition) and node.name == attribute:
             return node
         if isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == attribute for a in node.names):
             return node
     raise SymbolMissing(f"{path} is not defined in that module")
 
 
-def definition(target: str, source_of: Callable[[str], Source]) -> ast.FunctionDef | ast.AsyncFunctionDef:
+def definition(target: str, source_of: Callable[[str], Source]) -> Definition:
     """The definition of "module:Owner.attr", found through the from-imports that lead to it.
 
     `source_of` reads a module by its name: from an archive, or as it is installed. Raises: SymbolMissing.
@@ -60,7 +63,7 @@ def definition(target: str, source_of: Callable[[str], Source]) -> ast.FunctionD
 
 def digest(node: ast.AST) -> str:
     """First 16 hex characters of the SHA-256 of the normalised source."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
+    if isinstance(node, Definition) and ast.get_docstring(node) is not None:
         node.body = node.body[1:] or [ast.Pass()]
     return hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:16]
 
@@ -81,6 +84,12 @@ def compare_installed(target: str, version: str) -> Literal["tested", "changed",
         return "tested" if digest(definition(target, _installed)) == expected else "changed"
     except (SymbolMissing, ImportError):
         return "changed"
+
+
+def compare_all_installed(targets: Iterable[str], version: str) -> Literal["tested", "changed", "unknown"]:
+    """The same for several targets: "changed" where one has changed, else "unknown" where one is."""
+    found = {compare_installed(target, version) for target in targets}
+    return "changed" if "changed" in found else "unknown" if "unknown" in found else "tested"
 
 
 def _installed(module: str) -> Source:

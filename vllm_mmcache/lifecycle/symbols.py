@@ -10,7 +10,10 @@ from vllm_mmcache.lifecycle.registry import table
 
 
 def symbols() -> list[dict[str, Any]]:
-    """A row per hook: group, name, target, process, misfit (empty where it fits), body (tested or changed)."""
+    """A row per hook: group, name, target, process, misfit (empty where it fits), body (tested or changed).
+
+    A body is that of the target, and of the functions that the hook reads.
+    """
     version = vllm_version()
     untested = settings.current().allow_untested_vllm
     return [
@@ -20,7 +23,7 @@ def symbols() -> list[dict[str, Any]]:
             "target": member.target,
             "process": member.process,
             "misfit": installer.incompatibility([member], version, allow_untested=untested),
-            "body": source_digests.compare_installed(member.target, version),
+            "body": source_digests.compare_all_installed((member.target, *member.reads), version),
         }
         for member in table()
     ]
