@@ -127,7 +127,7 @@ def schedule_fairly(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     subclasses.bypass(instance, _OF_IMAGES, _only_answers_go_on(instance))
     if not keeps_images_whole(instance.vllm_config):
         return wrapped(*args, **kwargs)
-    waiting: Waiting | None = vars(instance).get(_WAITING)
+    waiting: Waiting | None = getattr(instance, _WAITING, None)
     if waiting is None:
         waiting = Waiting()
         setattr(instance, _WAITING, waiting)

@@ -49,7 +49,7 @@ def note_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def note_evicted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BlockPool._maybe_evict_cached_block(block): remembers when a block had to go."""
     block = argument(wrapped, args, kwargs, "block")
-    observer = instance.__dict__.get(OBSERVER)
+    observer = getattr(instance, OBSERVER, None)
     if observer is not None and block.block_hash is not None:
         observer.evicted(block.block_hash)
     return wrapped(*args, **kwargs)
@@ -63,7 +63,7 @@ def note_evicted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def note_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BlockPool.reset_prefix_cache: remembers when blocks of before were forgotten, if they were."""
     outcome = wrapped(*args, **kwargs)
-    observer = instance.__dict__.get(OBSERVER)
+    observer = getattr(instance, OBSERVER, None)
     if observer is not None and outcome:
         observer.reset_s = time.time()
     return outcome
@@ -113,7 +113,7 @@ def send_outcome(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _observer_of(manager: Any) -> Observer:
-    found: Observer | None = manager.__dict__.get(OBSERVER)
+    found: Observer | None = getattr(manager, OBSERVER, None)
     if found is None:
         found = Observer(manager)
         setattr(manager, OBSERVER, found)
