@@ -33,7 +33,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.support.vllm_requests import original
-from vllm_mmcache.hooking import subclasses
+from vllm_mmcache.hooking import installer, subclasses
+from vllm_mmcache.lifecycle.registry import COMPONENTS
 
 Sparse = Literal["", "window", "mamba"]
 BLOCK = 16  # tokens
@@ -84,6 +85,15 @@ def make_scheduler(config: VllmConfig, specs: Sequence[KVCacheSpec], num_blocks:
         prefix_cache_retention_interval=0,
     )
     return kind(config, kv_cache, StructuredOutputManager(config), block_size=specs[0].block_size, log_stats=True)
+
+
+def take_back() -> None:
+    """Undo what the engine's role has installed: vLLM's scheduler is as it is by itself. Other roles keep theirs."""
+    for group in reversed([group for group in installer._installed if group.endswith(" (engine)")]):
+        installer.undo(group)
+    for component in COMPONENTS.values():
+        if (extension := component.extension_in("engine")) is not None:
+            extension.undo()
 
 
 @dataclass

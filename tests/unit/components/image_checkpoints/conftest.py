@@ -8,7 +8,7 @@ import pytest
 from mmcache_tools.zoo import build_cached
 from vllm.config import VllmConfig
 
-from tests.support.schedulers import Sparse, Steps, engine_config, groups, make_scheduler
+from tests.support.schedulers import Sparse, Steps, engine_config, groups, make_scheduler, take_back
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.image_checkpoints.step_cost import StepCost
 from vllm_mmcache.lifecycle import activation, rank_sync
@@ -57,11 +57,11 @@ def engine(
         if with_plugin:
             activation.activate("engine", config)
         else:
-            activation.stop()
+            take_back()
         scheduler = make_scheduler(config, groups(sparse, num_groups), num_blocks, with_plugin=with_plugin)
         if with_plugin:
             rank_sync.of_engine(SimpleNamespace(scheduler=scheduler, model_executor=None))
         return Steps(scheduler, is_async)
 
     yield start
-    activation.stop()
+    take_back()
