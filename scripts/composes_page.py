@@ -52,12 +52,16 @@ of the engine, and has a configuration whose KV outlives a restart.
 Each feature was tried on the CPU with a tiny model, which is Gemma 3 where a row names no other. `docs/composes.json`
 has the numbers, dates and commits of these runs. A cell has one of these results:
 
-- **exact**: every component that has work to do on that model was on, and reused what it could. The answers had the
-  tokens and the log-probabilities of the same engine's answers when nothing was cached. Log-probabilities may differ by
-  1e-3 in float32, and by 0.5 where the model or its KV cache has a smaller type. Another picture changed the answer.
+- **exact**: every component that was looked at and has work to do on that model was on, and reused what it could. The
+  answers had the tokens and the log-probabilities of the same engine's answers when nothing was cached.
+  Log-probabilities may differ by 1e-3 in float32, and by 0.5 where the model or its KV cache has a smaller type.
+  Another picture changed the answer.
 - **exact, with a component off**: the same without that component. The server says at start why it is off.
 - **vLLM fails**: vLLM ends with this error on the CPU, also without the plugin.
 - **not run**: nobody has tried it.
+
+The component `inner_checkpoints` was not looked at in these runs. It is off beside speculative decoding and beside KV
+connectors ([what that costs](checkpoints.md#cost)).
 
 The last {deployed} rows are servers of Qwen3-VL that were asked over HTTP. In the other rows an engine was asked
 directly, so `lazy_media`, `lazy_processing` and `identity`, which work in the API server, had no part in them.
@@ -98,9 +102,9 @@ vLLM's ExampleConnector and a connector of the project's tests were run on model
 over restarts and with loads that fail. All answers were those of Transformers. So were those of Gemma 3 on model runner
 V2 with async scheduling, with loads in a step and beside the steps.
 
-A conversation about 20 screenshots, with a prompt of 14,249 tokens, was continued after a restart
-on the CPU (`make bench-kv-restart`). The first token came after 6.5 s on stock vLLM without a connector, after 0.69 s
-on stock vLLM with ExampleConnector, and after 0.23 s with ExampleConnector and the plugin.
+A conversation about 20 screenshots, with a prompt of 14,249 tokens, was continued after a restart on the CPU
+(`make bench-kv-restart`). The first token came after 6.5 s on stock vLLM without a connector, after 0.69 s on stock
+vLLM with ExampleConnector, and after 0.23 s with ExampleConnector and the plugin.
 
 ### Limits
 

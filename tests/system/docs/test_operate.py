@@ -14,10 +14,12 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # comes with vLLM
 from pydantic import ByteSize
 
+from vllm_mmcache.base.lru import Size
 from vllm_mmcache.base.settings import Settings
 from vllm_mmcache.components.image_extraction.extract import extract
 from vllm_mmcache.components.image_extraction.request_shapes import WALKERS
 from vllm_mmcache.content.base64_image import CONTENT_IDS
+from vllm_mmcache.metrics import counters
 
 REPO = Path(__file__).parents[3]
 PAGE = (REPO / "docs" / "operate.md").read_text()
@@ -89,6 +91,17 @@ def test_every_alert_is_on_the_page() -> None:
     rules = yaml.safe_load((REPO / "docker" / "alerts.yaml").read_text())["groups"][0]["rules"]
     rows = re.findall(r"^\| (Mmcache[\w, ]+) \|", section("Alerts"), re.MULTILINE)
     assert {name for row in rows for name in row.split(", ")} == {rule["alert"] for rule in rules}
+
+
+def test_every_metric_is_on_the_page() -> None:
+    labelled = [*counters.TIER_COUNTERS.values(), *counters.RECORD_COUNTERS.values()]
+    labelled += [counters.PROMPT_TOKENS, counters.PROMPT_IMAGES]
+    plain = [*counters.COUNTERS, counters.ITEMS_PROCESSED, counters.ITEMS_DEFERRED]
+    names = {f"{name}_total" for name in [*(one.name for one in labelled), *(one.name for one in plain)]}
+    names |= {counters.RECORD_DISK_BYTES.name, counters.RECORD_DISK_BUDGET_BYTES.name}
+    names |= {counters.COMPONENT_INFO.name, counters.ROOM_INFO.name}
+    names |= {f"{prefix}_{what}" for prefix in ("table", "engine_table") for what in Size._fields}
+    assert set(re.findall(r"`mmcache:(\w+)`", section("Metrics"))) == names
 
 
 def test_every_table_is_on_the_page() -> None:
