@@ -164,12 +164,12 @@ class Steps:
         return outputs
 
     def _answer(self, output: Any) -> ModelRunnerOutput:
-        """A made-up token for each request whose prompt is computed."""
+        """A made-up token for each request all of whose tokens are computed."""
         cached = output.scheduled_cached_reqs
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         starts |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         tokens = [
-            [7] if starts[name] + num_tokens >= self.scheduler.requests[name].num_prompt_tokens else []
+            [7] if starts[name] + num_tokens >= self.scheduler.requests[name].num_tokens else []
             for name, num_tokens in output.num_scheduled_tokens.items()
         ]
         return ModelRunnerOutput(

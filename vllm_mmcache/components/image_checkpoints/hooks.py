@@ -62,6 +62,27 @@ def time_steps(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return by_client
 
 
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request",
+    name="preempt",
+    args=("request",),
+    reads=("vllm.v1.core.block_pool:BlockPool.evict_blocks",),
+    why="with priorities a request can be preempted in the step that it was scheduled for: nobody computes what the "
+    "keys of its blocks promise, and a checkpoint's key would be a hit",
+    upstream="none yet: vLLM leaves the keys of all these blocks published",
+    remove_when="vLLM withdraws the keys of blocks that are not computed after all",
+)
+def withdraw_keys(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler._preempt_request(request, timestamp): keys of what is not computed are withdrawn.
+
+    Not guarded: such a key would be a wrong answer.
+    """
+    checkpoints = _checkpoints_of(instance)
+    if checkpoints is not None:
+        checkpoints.withdraw(argument(wrapped, args, kwargs, "request"))
+    return wrapped(*args, **kwargs)
+
+
 def why_unneeded(scheduler: Any) -> str:
     """Why there is nothing to keep; empty where there is. When the scheduler is made."""
     return "" if _checkpoints_of(scheduler) is not None else "this model keeps every block's KV"

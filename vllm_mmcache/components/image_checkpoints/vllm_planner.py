@@ -48,7 +48,8 @@ class Checkpoints:
         self.dropped_tokens = _dropped_tokens(coordinator)
         # From vLLM 0.33 on, a block's key may cover tokens behind it instead.
         self.lookahead_tokens = self.dropped_tokens + int(getattr(self.pool, "num_hash_lookahead_tokens", 0))
-        sparse = [manager for manager in coordinator.single_type_managers if is_sparse(manager)]
+        self._managers = coordinator.single_type_managers
+        sparse = [manager for manager in self._managers if is_sparse(manager)]
         self.group = sparse[0].kv_cache_group_id
         self.is_recurrent = bool(getattr(scheduler, "need_mamba_block_aligned_split", False))
         """Whether some layers have a state that exists only where their kernel stops."""
@@ -148,6 +149,15 @@ class Checkpoints:
         ends = [num_prompt_tokens - 1, *([num_prompt_tokens] if self.dropped_tokens else [])]
         dropped = self.block_tokens if self.dropped_tokens else 0
         return {end // self.block_tokens * self.block_tokens - dropped for end in ends}
+
+    def withdraw(self, request: Any) -> None:
+        """A request is preempted: keys of blocks behind what is computed are those of a step that it is not part of."""
+        for manager in self._managers:
+            behind = manager.req_to_blocks.get(request.request_id, ())[
+                request.num_computed_tokens // manager.block_size :
+            ]
+            if published := {block.block_id for block in behind if block.block_hash is not None}:
+                manager.block_pool.evict_blocks(published)
 
     def note_kept(self, request: Any, manager: Any, before: int, checkpoints: Sequence[Checkpoint]) -> None:
         """Count what was kept of one group, from block `before` on."""

@@ -141,7 +141,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
 
         Those that come next may take all of it where no other request has begun something.
         """
-        size = self.store.ram.slot_bytes(wanted.shape.num_bytes)
+        size = self.store.ram.slot_bytes(wanted.shape.num_bytes) - wanted.begun_bytes if wanted.is_kept else 0
         if self._begun_bytes + size > self._most_begun_bytes:
             found_nothing = [one for one in self._begun if one.fetch and one.fetch.is_done and not one.fetch.source]
             self._let_go(found_nothing)
@@ -153,7 +153,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         """Begin to look for an image's features; the room that they need is taken until they are used."""
         self._look_for(wanted, is_urgent=is_urgent)
         is_begun = not wanted.fetch.is_done if wanted.fetch is not None else not wanted.identifier
-        if is_begun and wanted not in self._begun:
+        if is_begun and wanted.is_kept and wanted not in self._begun:
             wanted.begun_bytes = self.store.ram.slot_bytes(wanted.shape.num_bytes)
             self._begun[wanted] = images
             images.begun_bytes += wanted.begun_bytes

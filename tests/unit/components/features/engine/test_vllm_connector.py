@@ -447,6 +447,41 @@ def test_a_request_waits_for_its_pixels(trusting: Beside, maker: Maker, monkeypa
     assert len(maker.made) == 1
 
 
+def test_images_that_are_not_kept_take_no_room(trusting: Beside, maker: Maker) -> None:
+    """They are here for their pixels alone, so nothing of them comes into RAM."""
+    trusting.connector.ranks.keeps = lambda modality: False  # type: ignore[method-assign]
+    request = lacking("a", *PLACES)
+    trusting.connector.on_request_added(request)
+    assert trusting.connector._requests["a"].next_to_look_for() is None, "all were looked at"
+    assert not trusting.connector._begun_bytes
+
+
+def test_features_that_have_gone_are_fetched_again_into_the_room_that_they_had(trusting: Beside) -> None:
+    """An image that takes more than half of RAM has no room beside itself."""
+    trusting.tier.reading.open()
+    connector = trusting.connector
+    trusting.keep(trusting.arrives(8), 8)
+    for request_id in [*connector._requests]:
+        connector.request_finished(SimpleNamespace(request_id=request_id))
+    trusting.arena.board["loads_done"] = 1
+    trusting.store.ram.clear()
+    size = trusting.store.ram.slot_bytes(SHAPE.num_bytes)
+    connector._ram_bytes, connector._most_begun_bytes = size + size // 2, size
+    request = with_images("a", 8)
+    assert looked_for(trusting, request) == [8]
+    (wanted,) = connector._requests["a"]
+    assert wanted.fetch is not None
+    assert trusting.store.wait([wanted.fetch], LONG_S)
+    assert connector._begun_bytes == size
+    trusting.store.ram.clear()
+    trusting.tier.reading.shut()
+    assert not trusting.may_go_on(request), "it waits for the second fetch"
+    assert wanted.fetch is not None
+    assert connector._begun_bytes == size
+    connector.request_finished(request)
+    assert not connector._begun_bytes
+
+
 def test_requests_with_one_image_have_its_pixels_made_once(trusting: Beside, maker: Maker) -> None:
     trusting.tier.reading.open()
     requests = [lacking(name, 8) for name in "abc"]
