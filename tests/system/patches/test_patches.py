@@ -85,9 +85,8 @@ def test_the_plugin_steps_aside(patched: Path) -> None:
     assert {outcomes[component][0] for component in aside} == {"unneeded"}
     assert aside == {"image_spans", "resumed_images", "image_checkpoints", "lazy_media"}
     others = {component: state for component, (state, _) in outcomes.items() if component not in aside}
-    assert {others.pop(component) for component in ("image_extraction", "lazy_processing")} == {
-        "off"
-    }  # which need lazy_media
+    without = ("image_extraction", "lazy_processing", "inner_checkpoints")  # lazy_media, or image_checkpoints
+    assert {others.pop(component) for component in without} == {"off"}
     assert others.pop("observe") == "off"  # nobody asked for it
     assert set(others.values()) == {"on"}
 
