@@ -77,6 +77,7 @@ def test_features_that_went_away_cost_time_alone(
     rig.make_cold()
     # The engine takes them for there, so that the request goes on: as if they were evicted in the same moment.
     monkeypatch.setattr(Connector, "_needs_pixels", lambda self, wanted: False)
+    monkeypatch.setattr(Connector, "_is_in_ram", lambda self, wanted: True)
     assert asking.ask(talk) == Work(deferred=2, made=2, late=2, tower=2)
     rig.assert_exact(asking.answers)
 
