@@ -91,9 +91,14 @@ class Deployment(Server):
         """A question about picture `number`, greedy."""
         words = {"type": "text", "text": "What is this?" + " red cat" * 40}
         image = {"type": "image_url", "image_url": {"url": url_of(png(number, (96, 96)))}}
-        body = {"model": "zoo", "messages": [{"role": "user", "content": [words, image, *more]}], "max_tokens": 6}
-        body |= {"temperature": 0, "logprobs": True, "top_logprobs": NUM_LOGPROBS, "ignore_eos": True}
-        said = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=120).raise_for_status().json()
+        return self.answer([words, image, *more], max_tokens=6)
+
+    def answer(self, parts: Sequence[dict[str, Any]], max_tokens: int, timeout_s: float = 120) -> Answer:
+        """A question of these parts, greedy, with the best log-probabilities of each of its max_tokens tokens."""
+        body: dict[str, Any] = {"model": "zoo", "messages": [{"role": "user", "content": parts}]}
+        body |= {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        body |= {"logprobs": True, "top_logprobs": NUM_LOGPROBS}
+        said = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=timeout_s).raise_for_status().json()
         steps = said["choices"][0]["logprobs"]["content"]
         return Answer(
             tuple(step["token"] for step in steps),

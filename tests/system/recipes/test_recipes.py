@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from mmcache_tools.zoo import BY_NAME, build_cached
 
-from tests.support.deployment import NUM_LOGPROBS, TWO_RANKS, Deployment, deployed
+from tests.support.deployment import TWO_RANKS, Answer, Deployment, deployed
 from tests.support.engine_configuration import CHOSEN
 from tests.support.sizes import larger
 from tests.support.target import png, url_of
@@ -93,39 +92,25 @@ RECIPES = {
 IN_CI = "qwen3.6-mtp"
 
 
-@dataclass(frozen=True)
-class Answer:
-    tokens: tuple[str, ...]
-    logprobs: tuple[dict[str, float], ...]
-    num_cached: int
-
-    def distance(self, other: Answer) -> float:
-        """The largest difference of a log-probability, up to the first token that another answer may have."""
-        worst = 0.0
-        for mine, its, here, there in zip(self.tokens, other.tokens, self.logprobs, other.logprobs, strict=True):
-            shared = here.keys() & there.keys()
-            worst = max([worst, *(abs(here[token] - there[token]) for token in shared)])
-            if mine != its:
-                return worst + abs(here[mine] - here.get(its, float("-inf")))
-        return worst
+def distance(mine: Answer, other: Answer) -> float:
+    """The largest difference of a log-probability, up to the first token that another answer may have."""
+    worst = 0.0
+    for token, its, here, there in zip(mine.tokens, other.tokens, mine.logprobs, other.logprobs, strict=True):
+        shared = here.keys() & there.keys()
+        worst = max([worst, *(abs(here[one] - there[one]) for one in shared)])
+        if token != its:
+            return worst + abs(here[token] - here.get(its, float("-inf")))
+    return worst
 
 
 def ask(server: Deployment, size: tuple[int, int], number: int, question: str) -> Answer:
     """A question about picture `number`, greedy."""
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"type": "text", "text": filler(200)},
         {"type": "image_url", "image_url": {"url": url_of(png(number, size))}},
         {"type": "text", "text": question + filler(200, 3)},
     ]
-    body: dict[str, Any] = {"model": "zoo", "messages": [{"role": "user", "content": parts}], "max_tokens": 8}
-    body |= {"temperature": 0, "logprobs": True, "top_logprobs": NUM_LOGPROBS, "ignore_eos": True}
-    said = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300).raise_for_status().json()
-    steps = said["choices"][0]["logprobs"]["content"]
-    return Answer(
-        tuple(step["token"] for step in steps),
-        tuple({one["token"]: one["logprob"] for one in step["top_logprobs"]} for step in steps),
-        (said["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
-    )
+    return server.answer(parts, max_tokens=8, timeout_s=300)
 
 
 def model_of(recipe: Recipe, folder: Path) -> Path:
@@ -156,8 +141,8 @@ def test_two_questions_about_one_image(name: str, tmp_path: Path) -> None:
         server.forget()
         cold = ask(server, recipe.size, 0, "How many are there?")
     tolerance = TOLERANCE if is_float32 else BF16_SELF_TOLERANCE
-    print(CHOSEN, name, [one.num_cached for one in (first, second, other, cold)], second.distance(cold))
+    print(CHOSEN, name, [one.num_cached for one in (first, second, other, cold)], distance(second, cold))
     assert first.num_cached == cold.num_cached == 0
     assert second.num_cached > other.num_cached
-    assert second.distance(cold) <= tolerance
-    assert second.distance(other) > tolerance, "the comparison sees another picture"
+    assert distance(second, cold) <= tolerance
+    assert distance(second, other) > tolerance, "the comparison sees another picture"
