@@ -26,7 +26,7 @@ class InsideChunks(Protocol):
         """A step may compute tokens of a request from `start` on; its checkpoints are in tokens, num_tokens all."""
 
     def fill(self, request_id: str, end: int, new_blocks: Sequence[list[Any]]) -> None:
-        """VLLM has allocated the blocks of a chunk that ends at `end`; by group, as the workers will see them."""
+        """The blocks of a chunk that ends at `end` are allocated; by group, as the workers will see them."""
 
 
 inside_chunks: Callable[[Any], InsideChunks] | None = None

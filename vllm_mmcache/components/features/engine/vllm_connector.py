@@ -315,11 +315,13 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         if wanted is not None and wanted.comes_without_pixels and not is_loaded:
             self._unloaded.append((request.request_id, feature))
         if is_deferred(feature.data):
-            self._message_here().rows[feature.identifier] = feature.mm_position.get_num_embeds()
+            message = self._message_of_step(self.ranks.generation())
+            message.rows[feature.identifier] = feature.mm_position.get_num_embeds()
 
-    def _message_here(self) -> Message:
+    def _message_of_step(self, generation: int) -> Message:
+        """What the ranks are told with this step; begun for a generation of weights where there is none yet."""
         if self._message is None:
-            self._message = Message(self.ranks.generation())
+            self._message = Message(generation)
         return self._message
 
     def _mention(self, wanted: WantedImage) -> bool:
@@ -336,11 +338,10 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         return self._tell(generation, wanted, identity)
 
     def _tell(self, generation: int, wanted: WantedImage, identity: Identity) -> bool:
-        if self._message is None:
-            self._message = Message(generation)
+        message = self._message_of_step(generation)
         slot = self.store.find(identity, wanted.shape)
         if slot is not None:
-            self._message.loads.append(self.copying.load(wanted.name, slot, wanted.shape))
+            message.loads.append(self.copying.load(wanted.name, slot, wanted.shape))
             self._note(wanted, (wanted.fetch.source if wanted.fetch is not None else "") or self.store.ram.name)
             return True
         if wanted.fetch is not None and wanted.fetch.passed_over:
@@ -349,7 +350,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         if slot is None:
             return False
         try:
-            self._message.saves.append(self.copying.save(wanted.name, slot, identity, wanted.shape))
+            message.saves.append(self.copying.save(wanted.name, slot, identity, wanted.shape))
         except BaseException:
             self.store.discard(slot, identity)
             raise
@@ -384,7 +385,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         sent = {one.req_id for one in scheduler_output.scheduled_new_reqs}
         for request_id, feature in unloaded:
             if request_id not in sent and not is_deferred(feature.data):
-                self._message_here().pixels[feature.identifier] = feature.data
+                self._message_of_step(self.ranks.generation()).pixels[feature.identifier] = feature.data
 
     def take_unavailable_requests(self) -> set[str]:
         """Requests that vLLM is to fail, since an image of theirs can't be processed any more."""
