@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.request import RequestStatus
 
-from tests.support.schedulers import BLOCK, Steps, engine_config, groups, make_scheduler
+from tests.support.schedulers import BLOCK, Steps, engine_config, groups, make_scheduler, take_back
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.inner_checkpoints.cuts import CUTS
 from vllm_mmcache.lifecycle import activation, rank_sync
@@ -131,7 +131,7 @@ def engine(config: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         return Steps(scheduler, is_async)
 
     yield start
-    activation.stop()
+    take_back()
 
 
 @pytest.mark.parametrize(
