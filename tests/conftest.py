@@ -66,6 +66,15 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
     engines.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def the_plugin_stays() -> Iterator[None]:
+    """Fails a file that takes the plugin out of its process, in place of the tests of other files after it."""
+    from tests.support.plugin_stays import plugin_stays
+
+    with plugin_stays():
+        yield
+
+
 @pytest.fixture
 def no_role(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has taken no role on, without settings."""

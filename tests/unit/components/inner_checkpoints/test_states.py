@@ -17,7 +17,7 @@ from vllm_mmcache.base import settings
 from vllm_mmcache.components.inner_checkpoints.cuts import CUTS
 from vllm_mmcache.lifecycle import activation, rank_sync
 
-pytestmark = pytest.mark.answers
+pytestmark = [pytest.mark.answers, pytest.mark.usefixtures("nothing_stays_installed", "no_role")]
 
 NUM_GROUPS = 3
 
