@@ -33,6 +33,7 @@ class Found:
     """The GPU's name, or the processor's."""
     platform: str
     vllm: str
+    torch: str
     python: str
     runners: tuple[str, ...]
     """Of vLLM's model runners those that can be checked; first the one that vLLM takes by itself on a GPU."""
@@ -82,6 +83,7 @@ def look(wanted: str) -> Found:
         machine=processor() if seen.platform == "cpu" else seen.device,
         platform=seen.platform,
         vllm=seen.vllm,
+        torch=installed("torch") or "",
         python=sys.version.split()[0],
         runners=("V1",) if why_no_v2(seen.platform) else ("V2", "V1"),
     )
@@ -105,6 +107,11 @@ def why_no_v2(platform: str) -> str:
     if platform == "cpu" and find_spec("triton") is None:
         return f"{sys.executable} has no Triton, whose interpreter it needs on the CPU: pip install triton"
     return ""
+
+
+def lacks_flashinfer(platform: str) -> bool:
+    """Whether vLLM for CUDA is here without FlashInfer, which it takes for granted."""
+    return platform == "cuda" and find_spec("flashinfer") is None
 
 
 def seen_of_gpu() -> str:

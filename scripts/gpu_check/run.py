@@ -125,6 +125,7 @@ class Run:
             log=options.log,
             precision=options.precision,
             environments=environments(self._found.platform),
+            arguments=("--gdn-prefill-backend", "triton") if here.lacks_flashinfer(self._found.platform) else (),
         )
         runs = Runs(how, self._end)
         runners = [one for one in self._found.runners if one in (options.runners or self._found.runners)]
@@ -192,6 +193,8 @@ def benchmark(name: str, end: float) -> Outcome:
 
 def environments(platform: str) -> dict[str, dict[str, str]]:
     """What the model runners need on a platform: on the CPU the second has Triton's interpreter, as in tests."""
+    if here.lacks_flashinfer(platform):
+        return {runner: {"VLLM_USE_FLASHINFER_SAMPLER": "0"} for runner in ("V1", "V2")}
     if platform != "cpu":
         return {}
     from tests.support.engine_configuration import CONFIGURATIONS
@@ -211,6 +214,8 @@ def left_out(found: here.Found) -> dict[str, str]:
     if found.platform == "cpu":
         left["compiled"] = "--platform cpu runs eagerly"
         left["Triton's compiler"] = "model runner V2 runs in Triton's interpreter here"
+    if here.lacks_flashinfer(found.platform):
+        left["FlashInfer"] = "it is not there: vLLM's own sampler and Triton's GDN kernels ran in its place"
     if "V2" not in found.runners:
         left["model runner V2"] = here.why_no_v2(found.platform)
     return left | {f"benchmark {name}": one.not_on_gpu for name, one in BENCHMARKS.items() if one.not_on_gpu}

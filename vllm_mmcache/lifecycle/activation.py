@@ -25,7 +25,7 @@ from vllm_mmcache.hooking.component import Component
 from vllm_mmcache.hooking.hook import Hook
 from vllm_mmcache.lifecycle import config_rules, user_proofs
 from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, COMPONENTS, FIRST, REPORT, parts
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Engine, minor_of, why_unproven
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Served, architecture_of, minor_of, why_unproven
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -81,7 +81,7 @@ def activate(role: Role, vllm_config: Any) -> None:
             logger.warning("mmcache: the store is open to others: %s. Way out: %s", exposed, EXPOSED_CURE)
 
 
-def decide(name: str, engine: Engine, vllm_config: Any, own: Container[str] = ()) -> State:
+def decide(name: str, engine: Served, vllm_config: Any, own: Container[str] = ()) -> State:
     """What a component is to be on this engine, with this configuration; on, as far as is known without installing it.
 
     Without a configuration (None) what one would say is left out. own: the components of the user's own proofs.
@@ -102,7 +102,7 @@ def decide(name: str, engine: Engine, vllm_config: Any, own: Container[str] = ()
     return ON
 
 
-def own_proofs(engine: Engine, vllm_config: Any) -> tuple[frozenset[str], list[str]]:
+def own_proofs(engine: Served, vllm_config: Any) -> tuple[frozenset[str], list[str]]:
     """The components that the user has proven here, and lines about what of the proofs can't be used.
 
     Which ones hold here, or elsewhere alone, is looked at where a proof would help.
@@ -153,13 +153,18 @@ def refuse_if_required(reason: str) -> None:
         )
 
 
-def engine_here(vllm_config: Any = None) -> Engine:
-    """The engine of this process; without a VllmConfig its runner and scheduling are not known."""
-    here = Engine(minor_of(vllm_version()), platform_name())
+def engine_here(vllm_config: Any = None) -> Served:
+    """The engine of this process; without a VllmConfig its runner, scheduling, model and devices are not known."""
+    here = Served(minor_of(vllm_version()), platform_name())
     if vllm_config is None:
         return here
-    runner = 2 if vllm_config.use_v2_model_runner else 1
-    return replace(here, runner=runner, scheduling="async" if vllm_config.scheduler_config.async_scheduling else "sync")
+    return replace(
+        here,
+        runner=2 if vllm_config.use_v2_model_runner else 1,
+        scheduling="async" if vllm_config.scheduler_config.async_scheduling else "sync",
+        architecture=architecture_of(vllm_config),
+        num_devices=vllm_config.parallel_config.world_size_across_dp,
+    )
 
 
 def platform_name() -> str:
@@ -223,7 +228,7 @@ def _install(group: str, hooks: list[Hook], version: str) -> installer.Outcome:
     return installer.install(group, hooks, version, allow_untested=settings.current().allow_untested_vllm)
 
 
-def _say(role: Role, version: str, engine: Engine) -> None:
+def _say(role: Role, version: str, engine: Served) -> None:
     """What is prepared in this process; what is in force is known when the model is loaded (report.py)."""
     where = f"[{role}] on {replace(engine, vllm=version)}"
     logger.info("mmcache %s %s: prepared: %s", __version__, where, words(status.of(role).items()))

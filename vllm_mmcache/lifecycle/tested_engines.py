@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which engine each component was exercised on; elsewhere it is off unless its setting says on.
 
-tested_engines.json has a row for each kind of engine: vLLM's minor version, model runner, scheduling and platform, the
-components that passed there, and the evidence, a command or a file of this repository. What was not checked proves
-nothing. Components that are no engine component work everywhere.
+tested_engines.json has rows for kinds of engines: vLLM's minor version, model runner, scheduling and platform, the
+components that passed there, and the evidence, a command or a file of this repository. A row can be about some models
+alone, or about one device alone. What was not checked proves nothing. Components that are no engine component work
+everywhere.
 """
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,9 +39,15 @@ class Engine:
         runner = f"model runner V{self.runner} with {self.scheduling} scheduling" if self.runner else "any model runner"
         return f"vLLM {self.vllm}, {runner}, {self.platform}"
 
-    def includes(self, other: "Engine") -> bool:
-        """Whether `other` is this kind of engine; what is None here can be anything."""
-        return all(mine in (None, its) for mine, its in zip(astuple(self), astuple(other), strict=True))
+
+@dataclass(frozen=True)
+class Served(Engine):
+    """An engine and what it serves; None is again what is not known."""
+
+    architecture: str | None = None
+    """The first of the model's config, such as Qwen3VLForConditionalGeneration."""
+    num_devices: int | None = None
+    """Over all ranks of all parallelism, data parallelism too."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +57,40 @@ class Row:
     engine: Engine
     components: tuple[str, ...]
     evidence: str
+    architectures: tuple[str, ...] = ()
+    """The models that it is about; empty: all that the components know."""
+    num_devices: int | None = None
+    """The number of devices that it is about; None: any."""
+
+    def is_of(self, engine: Engine) -> bool:
+        """Whether the row is about this kind of engine, whatever it serves; what the engine leaves open fits."""
+        return all(
+            getattr(engine, field.name) in (None, getattr(self.engine, field.name)) for field in fields(self.engine)
+        )
+
+    def covers(self, served: Served) -> bool:
+        """Whether the row is about this engine and what it serves."""
+        has_model = not self.architectures or served.architecture in (None, *self.architectures)
+        has_devices = self.num_devices is None or served.num_devices in (None, self.num_devices)
+        return self.is_of(served) and has_model and has_devices
 
     def as_json(self) -> dict[str, Any]:
-        """The row as tested_engines.json has it: the engine's fields beside components and evidence."""
-        return {**asdict(self.engine), "components": list(self.components), "evidence": self.evidence}
+        """The row as tested_engines.json has it: the engine's fields and its own; limits where there are some."""
+        limits: dict[str, Any] = {"architectures": list(self.architectures), "num_devices": self.num_devices}
+        limits = {name: value for name, value in limits.items() if value}
+        return {**asdict(self.engine), **limits, "components": list(self.components), "evidence": self.evidence}
 
 
 def rows() -> list[Row]:
     """The table. Raises: TypeError where a row lacks a value or has another."""
     return [
-        Row(components=tuple(row.pop("components")), evidence=row.pop("evidence"), engine=Engine(**row))
+        Row(
+            components=tuple(row.pop("components")),
+            evidence=row.pop("evidence"),
+            architectures=tuple(row.pop("architectures", ())),
+            num_devices=row.pop("num_devices", None),
+            engine=Engine(**row),
+        )
         for row in json.loads(FILE.read_text(encoding="utf-8"))
     ]
 
@@ -81,11 +112,21 @@ def minor_of(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def why_unproven(component: str, engine: Engine) -> str:
+def architecture_of(vllm_config: Any) -> str | None:
+    """The first architecture of the model's config; None where it names none."""
+    named = getattr(getattr(vllm_config.model_config, "hf_config", None), "architectures", None)
+    return str(named[0]) if named else None
+
+
+def why_unproven(component: str, engine: Served) -> str:
     """Why a component is off on this engine unless it is switched on; empty where tested and for other components."""
     if component not in ENGINE_COMPONENTS:
         return ""
     kind = engine if component in TOUCHES_TENSORS else replace(engine, platform=None)
-    if any(component in row.components and kind.includes(row.engine) for row in TABLE):
+    passed = [row for row in TABLE if component in row.components and row.is_of(kind)]
+    if any(row.covers(kind) for row in passed):
         return ""
-    return f"not yet proven on {engine}: `mmcache prove` tries it here, MMCACHE_{component.upper()}=1 switches it on"
+    where = str(engine)
+    if passed:  # with other models, or on another number of devices
+        where += f", {engine.architecture} on {engine.num_devices} device{'s' if engine.num_devices != 1 else ''}"
+    return f"not yet proven on {where}: `mmcache prove` tries it here, MMCACHE_{component.upper()}=1 switches it on"

@@ -22,7 +22,7 @@ from typing import Any
 from vllm_mmcache import __version__
 from vllm_mmcache.base.errors import ProofsUnwritable
 from vllm_mmcache.base.store_url import state_directory
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, architecture_of
 
 FORMAT = 1
 KIND = "mmcache proofs"  # what the file says it is
@@ -71,8 +71,7 @@ class ProofScope:
         from vllm_mmcache.base.versions import vllm_version
         from vllm_mmcache.lifecycle.activation import platform_name
 
-        model, parallel = vllm_config.model_config, vllm_config.parallel_config
-        named = list(getattr(getattr(model, "hf_config", None), "architectures", None) or [])
+        parallel = vllm_config.parallel_config
         return cls(
             vllm=vllm_version(),
             platform=platform_name(),
@@ -81,7 +80,7 @@ class ProofScope:
             torch=torch_version(),
             mmcache=__version__,
             device=str(current_platform.get_device_name()),
-            architecture=str(named[0]) if named else "unknown architecture",
+            architecture=architecture_of(vllm_config) or "unknown architecture",
             tensor_parallel=int(parallel.tensor_parallel_size),
             pipeline_parallel=int(parallel.pipeline_parallel_size),
         )

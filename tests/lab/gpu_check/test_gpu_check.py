@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 from mmcache_tools.prove_zoo.items import plan
-from mmcache_tools.zoo import FIRST_FAMILIES
+from mmcache_tools.zoo import FIRST_FAMILIES, architecture_of
 
 from benchmarks import summary
 from benchmarks.catalogue import BENCHMARKS
@@ -227,10 +227,10 @@ def result_of(platform: str) -> dict[str, Any]:
 
 def test_what_a_result_proves() -> None:
     result = result_of("cuda")
-    everything = list(tested_engines.ENGINE_COMPONENTS)
+    everything = dict.fromkeys(tested_engines.ENGINE_COMPONENTS, tuple(FIRST_FAMILIES))
 
-    def without(*components: str) -> list[str]:
-        return [component for component in everything if component not in components]
+    def without(*components: str) -> dict[str, tuple[str, ...]]:
+        return {component: families for component, families in everything.items() if component not in components}
 
     assert results.components_proven(result, "V1") == results.components_proven(result, "V2") == everything
     for state in (FAILED, NOT_CHECKED):  # on one runner; the other's proof stays, and does not stand in
@@ -242,14 +242,22 @@ def test_what_a_result_proves() -> None:
     result["items"]["qwen2-vl, features, V2, eager"] = dict(NO_ENGINE)
     assert results.components_proven(result, "V2") == without("image_spans"), "nobody can run that"
     del result["items"]["qwen3-vl, features, V2, eager"]
-    assert results.components_proven(result, "V2") == without("image_spans", "features")
+    others = tuple(family for family in FIRST_FAMILIES if family != "qwen3-vl")
+    assert results.components_proven(result, "V2") == without("image_spans") | {"features": others}
+    result["items"]["qwen3.5, features, V2, eager"] = dict(FAILED)
+    assert results.components_proven(result, "V2") == without("image_spans", "features"), "not for the others, either"
+    del result["items"]["qwen3.5, all components, V2, compiled"]
+    others = tuple(family for family in FIRST_FAMILIES if family != "qwen3.5")
+    assert results.components_proven(result, "V2") == dict.fromkeys(
+        without("image_spans", "features", "inner_checkpoints"), others
+    ), "of the family that was not run whole, nothing; and what no other family uses, for none"
     result["items"]["qwen3.5, all components, V2, compiled"] = dict(FAILED)
-    assert results.components_proven(result, "V2") == []
+    assert results.components_proven(result, "V2") == {}
 
     result = result_of("cuda")
     for family in FIRST_FAMILIES:
         result["items"][f"{family}, all components, V2, compiled"] = dict(NO_ENGINE)
-    assert results.components_proven(result, "V2") == [], "never compiled"
+    assert results.components_proven(result, "V2") == {}, "never compiled"
     assert results.components_proven(result, "V1") == everything
 
 
@@ -263,6 +271,7 @@ def test_recording_switches_components_on(tmp_path: Path, monkeypatch: pytest.Mo
     result["items"]["gemma3, image_spans, V2, eager"] = dict(NOT_CHECKED)
     results.record(result, path)
     written = [row for row in tested_engines.rows() if row not in before]
+    assert {(row.architectures, row.num_devices) for row in written} == {((), 1)}
     assert [(row.engine, row.components) for row in written] == [
         (tested_engines.Engine("0.33", "cuda", 1, "async"), tested_engines.ENGINE_COMPONENTS),
         (
@@ -270,6 +279,10 @@ def test_recording_switches_components_on(tmp_path: Path, monkeypatch: pytest.Mo
             tuple(r for r in tested_engines.ENGINE_COMPONENTS if r != "image_spans"),
         ),
     ]
+    del result["items"]["qwen3.5, all components, V2, compiled"]
+    results.record(result, path)
+    (row,) = [row for row in tested_engines.rows() if row.evidence.endswith("some-gpu.json") and row.engine.runner == 2]
+    assert set(row.architectures) == {architecture_of(one) for one in FIRST_FAMILIES if one != "qwen3.5"}
     result["items"]["gemma3, block_keys, V2, eager"]["engine"] = {"async_scheduling": False}
     with pytest.raises(ValueError, match="V2 has items with async and sync scheduling"):
         results.record(result, path)
@@ -319,6 +332,7 @@ def test_every_row_has_its_evidence(row: tested_engines.Row) -> None:
     """A component is on by default only where the tests run, or where a committed result says that it passed."""
     assert set(row.components) <= set(tested_engines.ENGINE_COMPONENTS)
     assert None not in astuple(row.engine)
+    assert (row.num_devices == 1) == (row.engine.platform == "cuda"), "no check has more than one GPU"
     if row.evidence == "make test":
         assert (row.engine.platform, row.engine.vllm) == ("cpu", "0.32"), "CI has no other"
         return
@@ -331,7 +345,10 @@ def test_every_row_has_its_evidence(row: tested_engines.Row) -> None:
     result = json.loads((found.REPO / row.evidence).read_text())
     runner = f"V{row.engine.runner}"
     assert results.engine_of(result, runner) == row.engine
-    assert set(row.components) <= set(results.components_proven(result, runner))
+    proven = results.components_proven(result, runner)
+    for component in row.components:
+        whole = tuple(map(architecture_of, FIRST_FAMILIES))
+        assert set(row.architectures or whole) <= set(map(architecture_of, proven[component]))
 
 
 def test_doctor_on_a_platform_without_evidence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from vllm_mmcache.base.errors import EnvironmentProblem
 from vllm_mmcache.lifecycle import tested_engines
 from vllm_mmcache.lifecycle.activation import platform_name
 from vllm_mmcache.prove import items
+from vllm_mmcache.prove.arguments import given
 
-FOUND = found.Found("some GPU", "cuda", "0.33.0", "3.12", ("V2", "V1"))
+FOUND = found.Found("some GPU", "cuda", "0.33.0", "2.14.0", "3.12", ("V2", "V1"))
 OPTIONS: dict[str, Any] = {
     "families": ["gemma3", "qwen3-vl"],
     "components": None,
@@ -96,6 +97,17 @@ def test_the_variables_of_an_item() -> None:
     assert (environ["TEST_ENGINE"], environ["TEST_ASYNC_SCHEDULING"]) == ("v2-async", "1")
     assert [environ[f"MMCACHE_{component.upper()}"] for component in ("features", "metrics")] == ["1", "0"]
     assert how("cpu").environment(items.Item("gemma3", (), "V1"))[SWITCH] == "0"
+
+
+def test_vllm_for_cuda_without_flashinfer() -> None:
+    """There is none here. vLLM would not start with Qwen3.5, nor on runner V2; the result says what took its place."""
+    assert found.lacks_flashinfer("cuda")
+    assert not found.lacks_flashinfer("cpu")
+    environ = how("cuda").environment(items.Item("gemma3", ("features",), "V2"))
+    assert environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert "VLLM_USE_FLASHINFER_SAMPLER" not in how("cpu").environment(items.Item("gemma3", ("features",), "V2"))
+    assert "FlashInfer" in run.left_out(FOUND)
+    assert given(["--gdn-prefill-backend", "triton"]) == {"gdn_prefill_backend": "triton"}
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0rc1", "0.33.1.dev2+gabc", "0.34.0"])

@@ -19,7 +19,7 @@ from vllm_mmcache.base.status import ON, State
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle import activation, config_rules, tested_engines, user_proofs
 from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, COMPONENTS, parts
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Engine, Row
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Row, Served
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_installed", "no_role")
 
@@ -37,7 +37,7 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def decide(
-    component: str, configurations: dict[str, Any], family: str = "gemma3", engine: Engine | None = None
+    component: str, configurations: dict[str, Any], family: str = "gemma3", engine: Served | None = None
 ) -> State:
     vllm_config = configurations[family]
     engine = engine or activation.engine_here(vllm_config)
