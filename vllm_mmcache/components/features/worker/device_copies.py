@@ -146,6 +146,8 @@ class DeviceCopies:
 
     def _run(self) -> None:
         background.lower_priority()
+        if self._stream is not None:  # or waiting for an event makes a context on the first device
+            torch.cuda.set_device(self._device)
         while (job := self._done.get()) is not None:
             try:
                 with torch.inference_mode():

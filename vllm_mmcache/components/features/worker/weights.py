@@ -147,6 +147,8 @@ class Fingerprints:
 
     def _run(self) -> None:
         background.lower_priority()
+        if self._device is not None:  # or what it allocates makes a context on the first device
+            torch.cuda.set_device(self._device)
         while True:
             with self._condition:
                 if not self._is_wanted():
