@@ -63,6 +63,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         self._named: set[str] = set()  # of this step
         self._trusts_names = config_payload.names_are_ours(vllm_config)
         self._spent_s = 0.0  # of this step's bound
+        self._held_back: set[str] = set()  # requests that may not go on in this step
 
     def serve(self, scheduler: Any) -> None:
         """Become the scheduler's connector."""
@@ -213,9 +214,12 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         images = self._requests.get(request.request_id)
         if images is None or num_computed_tokens >= images.settled_from:
             return True
+        may_go_on = True
         with failsafe("features"):
-            return self._may_go_on(request, images, num_computed_tokens)
-        return True
+            may_go_on = self._may_go_on(request, images, num_computed_tokens)
+        if not may_go_on:
+            self._held_back.add(request.request_id)
+        return may_go_on
 
     def _may_go_on(self, request: Any, images: RequestImages, num_computed_tokens: int) -> bool:
         images.place(request.mm_features)
@@ -225,7 +229,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         self._look_ahead(images)
         if not pending:
             return True
-        self._wait(pending)
+        self._wait(request, pending)
         done = [(one, one.making) for one in pending if one.making is not None and one.making.done()]
         if failed := [(one, error) for one, making in done if (error := making.exception()) is not None]:
             logger.error("mmcache: a request fails, since the pixels of an image can't be made: %s", failed[0][1])
@@ -292,10 +296,15 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
                 self._held.append(wanted)
         return wanted.held is None
 
-    def _wait(self, pending: Sequence[WantedImage]) -> None:
-        """Where nobody else is served: a moment, since what is near comes within it."""
+    def _wait(self, request: Any, pending: Sequence[WantedImage]) -> None:
+        """Where nobody else is served: a moment, since what is near comes within it.
+
+        An engine without anything to compute would else ask again and again, and take the time of those who make it.
+        """
         left = settings.current().store_step_wait_s - self._spent_s
-        if left <= 0 or self._scheduler.running:
+        if left <= 0 or any(
+            one is not request and one.request_id not in self._held_back for one in self._scheduler.running
+        ):
             return
         start = time.perf_counter()
         if makings := [one.making for one in pending if one.making is not None]:
@@ -367,6 +376,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         message, self._message = self._message, None
         self._named.clear()
         self._spent_s = 0.0
+        self._held_back.clear()
         for one in self._held:
             if one.held is not None:
                 self.store.release(one.held)

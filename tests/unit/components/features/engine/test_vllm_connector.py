@@ -125,7 +125,7 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.ec_connector: Any = None
-        self.running = ["another request"]
+        self.running = [SimpleNamespace(request_id="another request")]
         self.requests: dict[str, Any] = {}
         self.kv_cache_manager = empty_cache()
 
@@ -445,6 +445,30 @@ def test_a_request_waits_for_its_pixels(trusting: Beside, maker: Maker, monkeypa
     maker.may_go_on.set()
     assert goes_on(trusting, request)
     assert len(maker.made) == 1
+
+
+def test_a_step_waits_where_it_could_compute_nothing(trusting: Beside, maker: Maker) -> None:
+    """Else an engine would ask thousands of times a second, in the time of those who make the pixels."""
+
+    def waits(*running: Any) -> bool:
+        trusting.scheduler.running = list(running)
+        assert not trusting.may_go_on(request)
+        spent_s = trusting.connector._spent_s
+        step(trusting, request, 0, is_new=False)
+        return spent_s > 0
+
+    trusting.tier.reading.open()
+    maker.may_go_on.clear()
+    request, other = lacking("a", 8), lacking("b", 8)
+    for one in (request, other):
+        trusting.connector.on_request_added(one)
+    assert waits()
+    assert waits(request)
+    assert not waits(request, other)  # it might be served
+    trusting.scheduler.running = [request, other]
+    assert not trusting.may_go_on(other)
+    assert waits(request, other)
+    maker.may_go_on.set()
 
 
 def test_images_that_are_not_kept_take_no_room(trusting: Beside, maker: Maker) -> None:
