@@ -17,8 +17,6 @@ from benchmarks.results import Result
 # and so can't be repeated from the commit alone. A name goes from this list when its benchmark is saved again.
 OF_CHANGED_TREES = {
     "block_keys",
-    "cold_requests",
-    "computer_use",
     "feature_costs",
     "feature_steps",
     "gallery",
