@@ -39,6 +39,7 @@ DIGESTS = "digests.json"  # of the pieces, by name; beside each of them
 STORE, ENVIRONMENT = ARRIVED / "pieces", ARRIVED / "environment"
 MIB = 1 << 20
 MODULE = "scripts.gpu_check.ship"
+CHECK = "scripts.gpu_check.run"
 
 
 def main() -> int:
@@ -69,7 +70,8 @@ def parse() -> argparse.Namespace:
     add[receive]("folders", type=Path, nargs="+")
     add[run]("--commit", required=True, help="of these files, for the result")
     add[run]("--out", type=Path, help="copy results and log here, too")
-    add[run]("arguments", nargs="*", help="after --: gpu-check's own")
+    add[run]("--module", default=CHECK, help="another command that is to run there, such as scripts.gpu_check.timings")
+    add[run]("arguments", nargs="*", help="after --: the command's own")
     add[record]("result", type=Path)
     return parser.parse_args()
 
@@ -152,7 +154,7 @@ def receive(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run gpu-check with what arrived before this interpreter's own packages."""
+    """Run gpu-check, or another command, with what arrived before this interpreter's own packages."""
     environment, log = REPO / ENVIRONMENT, REPO / ARRIVED / "gpu_check.log"
     if not environment.is_dir():
         print(f"error: pieces are missing: {' '.join(missing(STORE))}", file=sys.stderr)
@@ -160,7 +162,8 @@ def run(options: argparse.Namespace) -> int:
     environ = os.environ | {"BENCH_COMMIT": options.commit}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(environment), os.environ.get("PYTHONPATH")]))
     environ["PATH"] = os.pathsep.join([str(environment / "bin"), os.environ.get("PATH", "")])
-    command = [sys.executable, "-m", "scripts.gpu_check.run", "--log", str(log), *options.arguments]
+    own = ["--log", str(log)] if options.module == CHECK else []
+    command = [sys.executable, "-m", options.module, *own, *options.arguments]
     code = subprocess.run(command, env=environ, check=False).returncode
     if options.out:
         for path in [*(Path(__file__).parent / "results").glob("*.json"), *filter(Path.exists, [log])]:
