@@ -30,7 +30,7 @@ from vllm_mmcache.base import background, settings
 from vllm_mmcache.components.features.engine.vllm_connector import Connector
 from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.components.features.worker.rank import RankFeatures
-from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.exactness.conversations import filler, picture, user
 
 A_CORE_TO_SPARE = {"OMP_NUM_THREADS": "1"}  # for the engine to decode on one of two, as a GPU leaves cores
 PACKAGE = Shape(2048, 16384, "bfloat16")  # 64 MiB: about an image of 1080p to Qwen3-VL-8B

@@ -13,7 +13,7 @@ from mmcache_tools.harness.oracle import step_deltas
 from mmcache_tools.zoo import ZooOptions, build
 
 from benchmarks.results import SIDES, Result, in_turn, run_worker
-from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.exactness.conversations import filler, picture, user
 from vllm_mmcache.prove.load import conversations, counted
 
 BATCH = 64

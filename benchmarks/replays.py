@@ -25,7 +25,7 @@ from benchmarks import workloads
 from benchmarks.results import SIDES, Result, in_turn, run_worker
 from benchmarks.servers import stored
 from benchmarks.workloads import SHAPES, Asks, rotation
-from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Answer
 from vllm_mmcache.prove.workloads import put, questions, reusable, shared
 
 COUNTED = (

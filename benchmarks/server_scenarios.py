@@ -60,7 +60,7 @@ from benchmarks.scenarios import (
 from benchmarks.screenshots import Format, Page, Screenshot
 from benchmarks.servers import HEADERS, MODEL, PATH, Body, Reply, ask, counters, image_part, read_reply, request, talk
 from vllm_mmcache.client import OnceTransport
-from vllm_mmcache.prove.conversations import filler
+from vllm_mmcache.exactness.conversations import filler
 
 NUM_WARM_UPS = 2
 SMALL_CACHES = {"MMCACHE_FEATURE_RAM_BYTES": "64MiB"}

@@ -17,7 +17,7 @@ from benchmarks.replays import Work, requests, started
 from benchmarks.results import Result, run_worker
 from benchmarks.workloads import rotation
 from tests.support import runner_v2
-from vllm_mmcache.prove.conversations import picture, user
+from vllm_mmcache.exactness.conversations import picture, user
 
 SIDE = 256  # pixels of a picture in `faults`: 64 tokens of 512 float32 values in the zoo's qwen3-vl
 PACKAGE_BYTES = 64 * 512 * 4

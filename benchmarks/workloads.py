@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmarks.pictures import PHOTOGRAPH, url_of
 from benchmarks.screenshots import Page, Screenshot
-from vllm_mmcache.prove.answers import Answer
-from vllm_mmcache.prove.conversations import assistant, filler, picture, user
+from vllm_mmcache.exactness.answers import Answer
+from vllm_mmcache.exactness.conversations import assistant, filler, picture, user
 from vllm_mmcache.prove.workloads import Shape
 
 Asks = Generator[tuple[bool | str, list[Any]], Answer, None]

@@ -81,7 +81,7 @@ def make_assets(folder: Path) -> None:
     import cv2
     import numpy as np
 
-    from vllm_mmcache.prove.pictures import ellipses
+    from vllm_mmcache.exactness.pictures import ellipses
 
     pictures = folder / "vllm_public_assets"
     videos = folder / "video-example-data"

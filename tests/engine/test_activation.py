@@ -25,7 +25,7 @@ from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle import tested_engines
 tested_engines.TABLE[:] = []
 from mmcache_tools.harness.engines import EngineConfig, EnginePool
-from vllm_mmcache.prove.conversations import one, picture, user
+from vllm_mmcache.exactness.conversations import one, picture, user
 from vllm_mmcache.lifecycle.registry import COMPONENTS
 pool = EnginePool(pathlib.Path({str(tmp_path)!r}))
 rig = pool.get(EngineConfig("qwen2-vl"))

@@ -5,8 +5,8 @@ import prometheus_client
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool
 
+from vllm_mmcache.exactness.conversations import filler, one, picture, user
 from vllm_mmcache.metrics import counters, table_sizes
-from vllm_mmcache.prove.conversations import filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 

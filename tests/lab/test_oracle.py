@@ -8,7 +8,7 @@ import pytest
 import torch
 from mmcache_tools.harness.oracle import assert_equals_oracle
 
-from vllm_mmcache.prove.answers import TIE, TOLERANCE, Answer, Inexact
+from vllm_mmcache.exactness.answers import TIE, TOLERANCE, Answer, Inexact
 
 pytestmark = pytest.mark.answers
 

@@ -11,8 +11,8 @@ from PIL import Image
 from vllm import SamplingParams
 from vllm.multimodal.media.image import ImageMediaIO
 
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Answer, Message
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer, Message
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import ExifTags, Image, PngImagePlugin
 
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses
 
 SIZE = (96, 64)  # (width, height)
 

@@ -12,8 +12,8 @@ from mmcache_tools.harness.engines import EngineConfig, ZooRig
 from mmcache_tools.zoo import BY_NAME
 from vllm import SamplingParams
 
-from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer, assert_equals_answer
-from vllm_mmcache.prove.conversations import filler
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Answer, assert_equals_answer
+from vllm_mmcache.exactness.conversations import filler
 
 LIMITS = (("limit_mm_per_prompt", {"image": 2, "video": 2}),)
 

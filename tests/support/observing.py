@@ -20,9 +20,9 @@ from vllm_mmcache.base.role import Role
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.observe.record.recorder import RECORDER
 from vllm_mmcache.components.observe.record.schema import Reason, Record, Segment
+from vllm_mmcache.exactness.pictures import ellipses
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle.registry import COMPONENTS
-from vllm_mmcache.prove.pictures import ellipses
 
 
 @contextlib.contextmanager
@@ -155,6 +155,6 @@ def observing(pool: EnginePool, config: EngineConfig) -> Iterator[Observed]:
 
 
 def words(count: int, start: int = 0) -> str:
-    from vllm_mmcache.prove.conversations import filler
+    from vllm_mmcache.exactness.conversations import filler
 
     return filler(count, start)

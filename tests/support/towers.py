@@ -10,9 +10,9 @@ from vllm import SamplingParams
 
 from vllm_mmcache.components.features.engine.ram_tier import Slot
 from vllm_mmcache.components.features.message import SEAL_BYTES
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Answer
+from vllm_mmcache.exactness.conversations import filler, one, picture, user
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer
-from vllm_mmcache.prove.conversations import filler, one, picture, user
 
 
 class Runs:

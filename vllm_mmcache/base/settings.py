@@ -348,6 +348,19 @@ class Settings(BaseSettings):
             "component's own setting can still switch it off."
         ),
     )
+    trial_s: float = Field(
+        default=30.0,
+        ge=0,
+        le=3600,
+        description=(
+            "The longest time in seconds that an engine tries components while it starts, where they are not proven on "
+            "it. A component that passes is on; another is off. With 0, only what is proven is on."
+        ),
+    )
+    trial_all: bool = Field(
+        default=False,
+        description="Tries at each start also the components that are proven, or were switched on.",
+    )
     allow_untested_vllm: bool = Field(
         default=False,
         description=(

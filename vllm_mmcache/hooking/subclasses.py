@@ -8,8 +8,10 @@ method of the mixin (installer.py), so it can come and go while instances live; 
 its base does.
 """
 
+import contextlib
 import functools
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -67,6 +69,19 @@ def use_renderers() -> None:
         if module != __name__:
             _renderers[mode] = module, name
             RENDERER_REGISTRY.renderers[mode] = __name__, _name(RendererMixin, f"{module}.{name}")
+
+
+@contextlib.contextmanager
+def vllms_renderers() -> Iterator[None]:
+    """A renderer that is made in the block is vLLM's own, or a third party's. Not for several threads."""
+    from vllm.renderers.registry import RENDERER_REGISTRY
+
+    ours = {mode: RENDERER_REGISTRY.renderers[mode] for mode in _renderers}
+    RENDERER_REGISTRY.renderers.update(_renderers)
+    try:
+        yield
+    finally:
+        RENDERER_REGISTRY.renderers.update(ours)
 
 
 def undo() -> None:

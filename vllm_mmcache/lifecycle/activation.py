@@ -24,7 +24,7 @@ from vllm_mmcache.hooking import installer, subclasses
 from vllm_mmcache.hooking.component import Component
 from vllm_mmcache.hooking.hook import Hook
 from vllm_mmcache.lifecycle import config_rules, user_proofs
-from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, COMPONENTS, FIRST, REPORT, parts
+from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, COMPONENTS, FIRST, REPORT, TRIAL, parts
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Served, architecture_of, minor_of, why_unproven
 
 logger = logging.getLogger("vllm.mmcache")
@@ -59,6 +59,8 @@ def activate(role: Role, vllm_config: Any) -> None:
     own, unusable = own_proofs(engine, vllm_config)
     absent = config_rules.why_absent(role, vllm_config)
     absent = absent or _install(_group(REPORT.name, role), REPORT.hooks_in(role), version).reason
+    if role == "engine" and not absent and on_trial(vllm_config):
+        _install(_group(TRIAL.name, role), TRIAL.hooks_in(role), version)
     for component in parts(role).values():
         name = component.name
         state = State("off", absent) if absent else decide(name, engine, vllm_config, own)
@@ -98,8 +100,36 @@ def decide(name: str, engine: Served, vllm_config: Any, own: Container[str] = ()
     if component.superseded_if_reads and installer.reads_name(*component.superseded_if_reads):
         return State("unneeded", f"vLLM has its own: {component.superseded_if_reads[0]}")
     if wanted is None and not chosen.unproven and name not in own and (reason := why_unproven(name, engine)):
-        return State("off", reason)
+        if vllm_config is None or not chosen.trial_s:
+            return State("off", reason)
+        if no_trial := why_no_trial(vllm_config):
+            return State("off", f"{reason} (this engine can't try it by itself: {no_trial})")
     return ON
+
+
+def on_trial(vllm_config: Any) -> list[str]:
+    """The components that an engine tries while it starts, as far as they turn out to be on."""
+    chosen = settings.current()
+    if why_no_trial(vllm_config):
+        return []
+    if chosen.trial_all:
+        return list(ENGINE_COMPONENTS)
+    if chosen.unproven:
+        return []
+    engine = engine_here(vllm_config)
+    own, _ = own_proofs(engine, vllm_config)
+    return [
+        name
+        for name in ENGINE_COMPONENTS
+        if getattr(chosen, name) is None and name not in own and why_unproven(name, engine)
+    ]
+
+
+def why_no_trial(vllm_config: Any) -> str:
+    """Why an engine does not try its components; empty where it does. The same in all its processes."""
+    if not settings.current().trial_s:
+        return "the setting trial_s is 0"
+    return config_rules.why_no_trial(vllm_config) or incompatibility(TRIAL.hooks_in("engine"), vllm_version())
 
 
 def own_proofs(engine: Served, vllm_config: Any) -> tuple[frozenset[str], list[str]]:

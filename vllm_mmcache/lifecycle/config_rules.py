@@ -44,6 +44,24 @@ def state_in(component: Component, vllm_config: Any) -> State | None:
     return component.state_in(vllm_config)
 
 
+def why_no_trial(vllm_config: Any) -> str:
+    """Why an engine with this configuration can't try its components by itself; empty where it can."""
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if not _takes_images(vllm_config):
+        return "it takes no images"
+    if model_config.runner_type != "generate":
+        return "it does not generate text"
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "prefix caching is off"
+    if vllm_config.kv_transfer_config is not None or vllm_config.ec_transfer_config is not None:
+        return "a connector would take its requests to other engines"
+    if parallel.data_parallel_size > 1 and model_config.is_moe:
+        return "the data-parallel engines of a mixture of experts wait for each other"
+    if parallel.distributed_executor_backend == "external_launcher":
+        return "each rank of an external launcher has an engine of its own"
+    return ""
+
+
 def is_of_an_engine(vllm_config: Any) -> bool:
     """Whether this configuration is a deployment's: vLLM makes some for a part of a model, and some without one."""
     model_config = vllm_config.model_config

@@ -140,6 +140,10 @@ def of_engine(engine_core: Any) -> dict[str, PlainStates]:
             for name in ("image_checkpoints", "inner_checkpoints"):
                 if status.is_on(name):
                     activation.step_aside("engine", name, reason)
+    if activation.on_trial(engine_core.vllm_config):
+        from vllm_mmcache.lifecycle import trial_hooks
+
+        trial_hooks.end(engine_core)
     workers = of_ranks(engine_core.model_executor)
     processes = {"engine": status.of("engine"), **{f"worker {rank}": states for rank, states in workers.items()}}
     return {process: as_plain_data(states) for process, states in processes.items()}

@@ -36,6 +36,9 @@ FIRST = Component("settings", "vllm_mmcache.lifecycle", dict.fromkeys(ROLES, ("h
 REPORT = Component("report", "vllm_mmcache.lifecycle", {"api": ("report", "middleware"), "engine": ("rank_sync",)})
 """Tells what is in force, on wherever a component is."""
 
+TRIAL = Component("trial", "vllm_mmcache.lifecycle", {"engine": ("trial_hooks",)})
+"""Tries components on the engine while it starts, on where one is not proven."""
+
 COMPONENTS: dict[str, Component] = {
     component.name: component for component in (importlib.import_module(name).COMPONENT for name in _PACKAGES)
 }
@@ -56,5 +59,5 @@ def with_needed(component: str) -> tuple[str, ...]:
 @cache
 def table() -> tuple[Hook, ...]:
     """Every symbol of vLLM that is replaced or overridden; imports all that declares one."""
-    everything = (FIRST, REPORT, *COMPONENTS.values())
+    everything = (FIRST, REPORT, TRIAL, *COMPONENTS.values())
     return tuple(hook for component in everything for hook in component.all_hooks())

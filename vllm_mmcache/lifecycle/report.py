@@ -22,6 +22,7 @@ from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.lifecycle import activation, config_rules, display, rank_sync
 from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, parts
 from vllm_mmcache.metrics import counters, transport
+from vllm_mmcache.trial.verdict import NOT_PASSED
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -136,6 +137,7 @@ def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
     places = {"api": here}
     for index, told in engines.items():
         places |= _places_of(index, told)
+    _follow_trials(here, places)
     found = _publish(places)
     for line in display.storage_summary(found):
         logger.info("mmcache: %s", line)
@@ -145,6 +147,15 @@ def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
     if "identity" in here and here["identity"].state == "off":
         activation.refuse_if_required(f"identity is off ({here['identity'].reason}), so {activation.WITHOUT_IDENTITY}")
     _is_shown = True
+
+
+def _follow_trials(here: dict[str, State], places: Mapping[str, Mapping[str, State]]) -> None:
+    """What an engine's trial has switched off is off in this process as well."""
+    for name in [name for name, state in here.items() if state == status.ON]:
+        elsewhere = (states[name] for place, states in places.items() if place != "api" and name in states)
+        if off := next((one for one in elsewhere if one.reason.startswith(NOT_PASSED)), None):
+            here[name] = off
+            status.put("api", name, off)
 
 
 def _places_of(index: int, told: Any) -> dict[str, dict[str, State]]:

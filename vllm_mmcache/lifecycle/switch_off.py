@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Switches a component off in an engine that runs: from then on it does nothing, and nothing that it made is used.
 
-Engine process, its main thread, between two steps. What finds a component wrong calls it: the audit of live traffic.
+Engine process, its main thread, between two steps. What finds a component wrong calls it: the trial at start.
 Every wrapper of a component asks base/status.py, so most of it is to say so there, in the engine and in all ranks. What
 a component has put in vLLM's place is taken back, what it keeps is closed, and the prefix cache and the encoder caches
 are emptied, since they may hold what it made. The processor cache stays: it holds the inputs of images, which no
@@ -21,11 +21,12 @@ from vllm_mmcache.lifecycle.registry import COMPONENTS
 logger = logging.getLogger("vllm.mmcache")
 
 
-def switch_off(engine_core: Any, component: str, reason: str) -> None:
+def switch_off(engine_core: Any, component: str, reason: str, *, is_ready: bool = True) -> None:
     """Switch a component off in this engine, and what needs it; nothing where it is off, or unneeded, already.
 
     Requests that run begin anew, with the answers that they have so far. It can't be undone.
-    engine_core: vLLM's EngineCore. reason: what the report and the metrics say of the component.
+    engine_core: vLLM's EngineCore. reason: what the report and the metrics say of the component. is_ready: whether the
+    engine has said that it is; else its ready message will tell the API servers.
     Raises: EngineBusy for resumed_images while there are requests, which would end with the engine.
     """
     off = {component: reason}
@@ -52,7 +53,8 @@ def switch_off(engine_core: Any, component: str, reason: str) -> None:
         logger.warning("mmcache: a KV connector could not be emptied; what %s made may lie in it", component)
     engine_core.reset_encoder_cache()
     logger.info("mmcache: switched off: %s", "; ".join(f"{name}: {off[name]}" for name in in_force))
-    _announce(engine_core)
+    if is_ready:
+        _announce(engine_core)
 
 
 def _states_of(engine_core: Any, component: str) -> list[State]:

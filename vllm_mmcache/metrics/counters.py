@@ -318,3 +318,20 @@ def show_engine_count(name: str, amount: float) -> None:
 def totals() -> dict[str, float]:
     """What was counted in this process, by name."""
     return {counter.name: counter.value for counter in COUNTERS}
+
+
+Counts = tuple[dict[str, float], dict[str, float]]
+"""What was counted in this process, and what of it was not taken further yet; by name."""
+
+
+def snapshot() -> Counts:
+    """What an engine or a worker has counted, for `restore`."""
+    return {name: counter.value for name, counter in ENGINE_COUNTERS.items()}, transport.pending()
+
+
+def restore(counts: Counts) -> None:
+    """What an engine or a worker has counted since a snapshot is taken back."""
+    values, pending = counts
+    for name, value in values.items():
+        ENGINE_COUNTERS[name].value = value
+    transport.restore(pending)

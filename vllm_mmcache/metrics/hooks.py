@@ -24,7 +24,6 @@ from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters, table_sizes, transport
 
-_KEY = "mmcache"
 _PREFIX = "mmcache:"
 _COUNTS = "mmcache_counts"  # attribute of a step's ModelRunnerOutput
 
@@ -149,7 +148,7 @@ def send(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """
     stats = wrapped(*args, **kwargs)
     if stats is not None and (counts := transport.take_counts() | table_sizes.take_changed()):
-        stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), _KEY: counts}
+        stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), transport.KEY: counts}
     return stats
 
 
@@ -166,8 +165,8 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     API server, or the offline program.
     """
     stats = argument(wrapped, args, kwargs, "scheduler_stats")
-    if stats is not None and _KEY in (of_connector := stats.ec_connector_stats or {}):
-        for name, amount in of_connector.pop(_KEY).items():
+    if stats is not None and transport.KEY in (of_connector := stats.ec_connector_stats or {}):
+        for name, amount in of_connector.pop(transport.KEY).items():
             if name == transport.STATES:
                 transport.receive_states(kwargs.get("engine_idx") or 0, amount)
             elif name.startswith(table_sizes.PREFIX):
@@ -191,7 +190,7 @@ def announce_states(engine_core: Any, states: transport.States) -> None:
         scheduler = engine_core.scheduler
         for client in range(len(engine_core.addresses.outputs)):
             stats = SchedulerStats(*scheduler.get_request_counts(), kv_cache_usage=scheduler.get_kv_cache_usage())
-            stats.ec_connector_stats = {_KEY: {transport.STATES: states}}
+            stats.ec_connector_stats = {transport.KEY: {transport.STATES: states}}
             queue.put_nowait((client, EngineCoreOutputs(scheduler_stats=stats)))
 
 

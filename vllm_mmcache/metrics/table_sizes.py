@@ -108,6 +108,13 @@ def take_changed() -> dict[str, int]:
     return {}
 
 
+def send_again() -> None:
+    """What was sent reached nobody: the next time all sizes are taken as changed. Engine process."""
+    global _sent_s
+    _sent.clear()
+    _sent_s = -ENGINE_SECONDS
+
+
 def show_changed(name: str, number: int, engine: int) -> None:
     """Show what an engine has sent; what only a newer one knows is left out. API server."""
     _, table, what = name.split("/")

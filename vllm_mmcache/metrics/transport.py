@@ -10,6 +10,9 @@ from typing import Any
 
 from vllm_mmcache.base import status
 
+KEY = "mmcache"
+"""Of our part in the statistics of an engine."""
+
 _counted: dict[str, float] = {}  # counted here or received from a worker, and not yet taken further
 _feature_sources: dict[str, str] = {}  # identifier -> where its features came from, until the scheduler asks
 _FEATURE_SOURCES = 4096
@@ -82,3 +85,17 @@ def take_counts() -> dict[str, float]:
         counts = {name: float(amount) for name, amount in _counted.items()}
         _counted.clear()
     return counts
+
+
+def pending() -> dict[str, float]:
+    """What was counted and not yet taken further."""
+    with _lock:
+        return dict(_counted)
+
+
+def restore(counts: Mapping[str, float]) -> None:
+    """What is to be taken further is this alone."""
+    with _lock:
+        _counted.clear()
+        _counted.update(counts)
+        _feature_sources.clear()

@@ -16,13 +16,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_mmcache.base import status
 from vllm_mmcache.components.inner_checkpoints.cuts import CUTS
+from vllm_mmcache.exactness.answers import Answer, Inexact
+from vllm_mmcache.exactness.conversations import filler, one, picture, user
 from vllm_mmcache.lifecycle import activation, user_proofs
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, why_unproven
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove import load, workers, workloads
-from vllm_mmcache.prove.answers import Answer, Inexact
 from vllm_mmcache.prove.arguments import given, taken
-from vllm_mmcache.prove.conversations import filler, one, picture, user
 from vllm_mmcache.prove.rig import Rig
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_mmcache.components.image_spans.spans import image_spans
-from vllm_mmcache.prove.answers import Answer
-from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.exactness.answers import Answer
+from vllm_mmcache.exactness.conversations import filler, picture, user
 from vllm_mmcache.prove.rig import Rig
 
 

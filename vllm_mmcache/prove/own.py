@@ -16,8 +16,8 @@ from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer, Message
-from vllm_mmcache.prove.conversations import assistant, filler, picture, user
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Answer, Message
+from vllm_mmcache.exactness.conversations import assistant, filler, picture, user
 from vllm_mmcache.prove.rig import Rig
 
 SIZE = (448, 448)  # pixels of a picture

@@ -10,9 +10,10 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from vllm_mmcache.exactness.answers import Answer, Inexact, Message, assert_equals_answer
+from vllm_mmcache.exactness.conversations import one, picture, user
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 from vllm_mmcache.prove import own
-from vllm_mmcache.prove.answers import Answer, Inexact, Message, assert_equals_answer
 from vllm_mmcache.prove.checks import (
     USES,
     NotChecked,
@@ -26,7 +27,6 @@ from vllm_mmcache.prove.checks import (
     place_of,
     row_of,
 )
-from vllm_mmcache.prove.conversations import one, picture, user
 from vllm_mmcache.prove.rig import Rig
 
 

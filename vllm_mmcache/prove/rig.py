@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from vllm import LLM
 
-from vllm_mmcache.prove.answers import BF16_SELF_TOLERANCE, TOLERANCE, Answer, Message, assert_equals_answer
+from vllm_mmcache.exactness.answers import BF16_SELF_TOLERANCE, TOLERANCE, Answer, Message, assert_equals_answer
 
 
 class Rig(ABC):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from vllm_mmcache.prove.answers import Answer
-from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.exactness.answers import Answer
+from vllm_mmcache.exactness.conversations import filler, picture, user
 from vllm_mmcache.prove.rig import Rig
 
 Tag = TypeVar("Tag")  # what a workload says of a request beside its conversation

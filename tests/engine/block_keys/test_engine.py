@@ -9,8 +9,8 @@ from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 from vllm.v1.core import kv_cache_utils
 
 from tests.unit.components.block_keys.test_layout import by_the_book
-from vllm_mmcache.prove.answers import Answer
-from vllm_mmcache.prove.conversations import filler, one, picture, user
+from vllm_mmcache.exactness.answers import Answer
+from vllm_mmcache.exactness.conversations import filler, one, picture, user
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 

@@ -22,8 +22,8 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
 from tests.engine.speculative.drafters import LETTERS
-from vllm_mmcache.prove.answers import NUM_LOGPROBS, Message
-from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Message
+from vllm_mmcache.exactness.conversations import filler, picture, user
 
 NUM_TOKENS = 8
 

@@ -29,8 +29,8 @@ from mmcache_tools.zoo import build_cached  # noqa: E402
 from tests.engine.composes.transfer import register  # noqa: E402
 from tests.engine.composes.ways import WAYS, Said  # noqa: E402
 from tests.engine.speculative.drafters import speculative_config  # noqa: E402
-from vllm_mmcache.prove.answers import Message  # noqa: E402
-from vllm_mmcache.prove.conversations import filler, picture, user  # noqa: E402
+from vllm_mmcache.exactness.answers import Message  # noqa: E402
+from vllm_mmcache.exactness.conversations import filler, picture, user  # noqa: E402
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ from tests.engine.exactness.mixed import RememberingOracle, ask_mixed
 from tests.support.sizes import larger
 from tests.support.towers import Asked
 from vllm_mmcache.base import status
-from vllm_mmcache.prove.answers import BF16_SELF_TOLERANCE, Inexact, assert_equals_answer
-from vllm_mmcache.prove.conversations import filler, one, picture, user
+from vllm_mmcache.exactness.answers import BF16_SELF_TOLERANCE, Inexact, assert_equals_answer
+from vllm_mmcache.exactness.conversations import filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 

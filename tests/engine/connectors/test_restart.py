@@ -21,7 +21,7 @@ from vllm.v1.core import kv_cache_utils
 
 from tests.engine.connectors.worker import ENDS
 from tests.support.sizes import larger
-from vllm_mmcache.prove.answers import TIE, TOLERANCE
+from vllm_mmcache.exactness.answers import TIE, TOLERANCE
 
 pytestmark = pytest.mark.engine
 

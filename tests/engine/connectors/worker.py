@@ -17,8 +17,8 @@ from mmcache_tools.zoo import build_cached
 from PIL import Image
 
 from tests.support.engine_configuration import CHOSEN
-from vllm_mmcache.prove.answers import Answer
-from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.exactness.answers import Answer
+from vllm_mmcache.exactness.conversations import filler, picture, user
 
 ENDS = ("inside", "end", "behind")
 """Where what the connector has ends: inside the image, at its end, behind it."""

@@ -17,7 +17,7 @@ from mmcache_tools.harness.oracle import step_deltas
 from mmcache_tools.harness.scenarios import MAIN
 from mmcache_tools.zoo import ZooOptions, build_cached
 
-from vllm_mmcache.prove.answers import Answer
+from vllm_mmcache.exactness.answers import Answer
 
 
 def judge(rig: ZooRig, answers: list[Answer]) -> list[tuple[float, bool]]:

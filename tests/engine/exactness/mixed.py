@@ -12,8 +12,8 @@ from mmcache_tools.harness.engines import ZooRig
 from mmcache_tools.harness.oracle import Oracle
 from PIL import Image
 
-from vllm_mmcache.prove.answers import Answer
-from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.exactness.answers import Answer
+from vllm_mmcache.exactness.conversations import filler, picture, user
 
 BATCH = 6
 

@@ -28,8 +28,8 @@ from mmcache_tools.harness.scenarios import (  # fmt: skip
 from mmcache_tools.zoo import FIRST_FAMILIES
 
 from tests.support.sizes import larger
-from vllm_mmcache.prove.answers import Inexact
-from vllm_mmcache.prove.conversations import filler, one, picture, user  # fmt: skip
+from vllm_mmcache.exactness.answers import Inexact
+from vllm_mmcache.exactness.conversations import filler, one, picture, user  # fmt: skip
 
 pytestmark = pytest.mark.engine
 

@@ -20,7 +20,7 @@ from mmcache_tools.harness.scenarios import (
 from mmcache_tools.zoo import MORE_FAMILIES
 
 from tests.support.sizes import WHOLE
-from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.exactness.conversations import filler, picture, user
 
 pytestmark = pytest.mark.engine
 

@@ -16,7 +16,7 @@ from mmcache_tools.harness.oracle import step_deltas
 from mmcache_tools.zoo.seeing.pictures import Thing, stream
 from mmcache_tools.zoo.seeing.prompts import SYSTEMS, Conversation, Turn, converse, held_out, right_answer
 
-from vllm_mmcache.prove.answers import TOLERANCE, Answer
+from vllm_mmcache.exactness.answers import TOLERANCE, Answer
 
 pytestmark = pytest.mark.engine
 

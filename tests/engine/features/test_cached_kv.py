@@ -20,8 +20,8 @@ from tests.support.towers import Asked, Runs, forget_outputs
 from vllm_mmcache.components.features import tiers
 from vllm_mmcache.components.features.engine import store
 from vllm_mmcache.components.features.engine.vllm_connector import Connector
-from vllm_mmcache.prove.answers import Answer, Message
-from vllm_mmcache.prove.conversations import assistant, filler, picture, user
+from vllm_mmcache.exactness.answers import Answer, Message
+from vllm_mmcache.exactness.conversations import assistant, filler, picture, user
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 

@@ -22,7 +22,7 @@ from vllm_mmcache.components.features.engine import vllm_connector
 from vllm_mmcache.components.features.worker import hooks as worker_hooks
 from vllm_mmcache.components.features.worker.rank import RankFeatures
 from vllm_mmcache.content.digests import inputs_digest
-from vllm_mmcache.prove.answers import Inexact
+from vllm_mmcache.exactness.answers import Inexact
 
 pytestmark = pytest.mark.engine
 

@@ -9,7 +9,7 @@ from mmcache_tools.harness.engines import EngineConfig, EnginePool
 from mmcache_tools.zoo import MORE_FAMILIES
 
 from tests.support.towers import Runs
-from vllm_mmcache.prove.conversations import assistant, filler, one, picture, user
+from vllm_mmcache.exactness.conversations import assistant, filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,7 @@ from mmcache_tools.harness.engines import EngineConfig, EnginePool
 from tests.support.store_server import Put
 from tests.support.tiers import LONG_S
 from tests.support.towers import Runs, ask_about, slots
-from vllm_mmcache.prove.conversations import one, picture, user
+from vllm_mmcache.exactness.conversations import one, picture, user
 
 pytestmark = pytest.mark.engine
 

@@ -15,8 +15,8 @@ from tests.support.deployment import plant
 from tests.support.sizes import larger
 from tests.support.towers import ask_about, slots, spoil
 from vllm_mmcache.base import status
+from vllm_mmcache.exactness.answers import Inexact
 from vllm_mmcache.prove import workers
-from vllm_mmcache.prove.answers import Inexact
 
 pytestmark = pytest.mark.engine
 

@@ -16,8 +16,8 @@ from mmcache_tools.zoo import FAMILIES, FIRST_FAMILIES, build_cached
 
 from tests.support.store_server import Put
 from tests.support.towers import Runs, ask_about, ask_named, features_by_image, side, slots, spoil
-from vllm_mmcache.prove.answers import Inexact
-from vllm_mmcache.prove.conversations import assistant, filler, one, picture, user
+from vllm_mmcache.exactness.answers import Inexact
+from vllm_mmcache.exactness.conversations import assistant, filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 

@@ -19,8 +19,8 @@ from tests.support.sizes import larger
 from tests.support.store_server import Put
 from tests.support.tiers import LONG_S
 from tests.support.towers import Runs, features_by_image, spoil
-from vllm_mmcache.prove.answers import Inexact, assert_equals_answer
-from vllm_mmcache.prove.conversations import picture
+from vllm_mmcache.exactness.answers import Inexact, assert_equals_answer
+from vllm_mmcache.exactness.conversations import picture
 
 pytestmark = pytest.mark.engine
 

@@ -18,7 +18,7 @@ from tests.support.store_server import TIMEOUT_S, Put, Server
 from tests.support.tiers import LONG_S, within
 from tests.support.towers import Asked, Runs, ask_about, forget_outputs, question, side, slots
 from vllm_mmcache.components.features.engine import store
-from vllm_mmcache.prove.conversations import filler, user
+from vllm_mmcache.exactness.conversations import filler, user
 from vllm_mmcache.storage import tier as tier_module
 
 pytestmark = pytest.mark.engine

@@ -10,7 +10,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.support.towers import Runs, ask_named
 from vllm_mmcache.base import settings
-from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.exactness.conversations import filler, picture, user
 
 pytestmark = pytest.mark.engine
 

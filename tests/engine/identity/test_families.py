@@ -13,8 +13,8 @@ from mmcache_tools.zoo import MORE_FAMILIES
 from vllm import SamplingParams
 
 from vllm_mmcache.base import settings
-from vllm_mmcache.prove.answers import Answer
-from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.exactness.answers import Answer
+from vllm_mmcache.exactness.conversations import filler, picture, user
 
 pytestmark = pytest.mark.engine
 

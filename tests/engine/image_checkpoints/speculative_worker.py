@@ -20,7 +20,7 @@ from tests.engine.speculative.drafters import LETTERS, speculative_config
 from tests.engine.speculative.worker import against_transformers, counters
 from tests.support.engine_configuration import CHOSEN
 from vllm_mmcache.base import status
-from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Answer
 from vllm_mmcache.prove.workloads import Shape, contents, put, questions, reusable, shared
 
 NUM_ANSWERED = 24  # tokens of each answer

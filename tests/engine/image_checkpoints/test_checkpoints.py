@@ -16,8 +16,8 @@ from tests.engine.exactness.mixed import BATCH, ask_mixed, assert_all_cold
 from tests.support.engine_configuration import CHOSEN
 from tests.support.sizes import WHOLE, larger, scaled
 from vllm_mmcache.base import settings, status
+from vllm_mmcache.exactness.conversations import assistant, filler, one, picture, user
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.prove.conversations import assistant, filler, one, picture, user
 from vllm_mmcache.prove.workloads import Asks, Shape, questions, reuse, run
 
 pytestmark = pytest.mark.engine

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.engine_configuration import CHOSEN
 from tests.support.sizes import larger
-from vllm_mmcache.prove.answers import TIE, TOLERANCE
+from vllm_mmcache.exactness.answers import TIE, TOLERANCE
 
 
 def asked(family: str, drafter: str, scratch: Path) -> Any:

@@ -17,7 +17,7 @@ from mmcache_tools.harness.engines import ZooRig
 from vllm import SamplingParams
 
 from vllm_mmcache.components.image_spans.spans import image_spans
-from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer, Message
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Answer, Message
 
 _numbers = itertools.count()
 

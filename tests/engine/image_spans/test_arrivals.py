@@ -18,8 +18,8 @@ from tests.engine.image_spans.arrivals import Engine, limited
 from tests.support.sizes import larger
 from vllm_mmcache.base.errors import UnschedulableImage
 from vllm_mmcache.components.image_spans import hooks_api, hooks_engine, step_limits, waiting
-from vllm_mmcache.prove.answers import TOLERANCE
-from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.exactness.answers import TOLERANCE
+from vllm_mmcache.exactness.conversations import filler, picture, user
 
 pytestmark = pytest.mark.engine
 

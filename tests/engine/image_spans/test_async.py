@@ -14,8 +14,8 @@ from mmcache_tools.harness.scenarios import full_blocks
 
 from tests.engine.image_spans.arrivals import Arrival, Engine, limited
 from tests.support.engine_configuration import CHOSEN
-from vllm_mmcache.prove.answers import Answer
-from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.exactness.answers import Answer
+from vllm_mmcache.exactness.conversations import filler, picture, user
 from vllm_mmcache.prove.load import counted
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]

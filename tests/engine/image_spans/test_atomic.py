@@ -11,8 +11,8 @@ from mmcache_tools.harness.engines import LOAD, EngineConfig, EnginePool
 from tests.support.engine_configuration import CHOSEN
 from tests.support.sizes import SCALE, scaled
 from vllm_mmcache.components.image_spans import hooks_engine
-from vllm_mmcache.prove.answers import TOLERANCE, Inexact
-from vllm_mmcache.prove.conversations import picture, user
+from vllm_mmcache.exactness.answers import TOLERANCE, Inexact
+from vllm_mmcache.exactness.conversations import picture, user
 from vllm_mmcache.prove.load import counted, run
 
 pytestmark = pytest.mark.engine

@@ -21,8 +21,8 @@ from vllm_mmcache.base import settings
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.image_spans import reference_attention
 from vllm_mmcache.components.image_spans import vllm_reference_attention as reference
-from vllm_mmcache.prove.answers import TOLERANCE, Answer, Inexact
-from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.exactness.answers import TOLERANCE, Answer, Inexact
+from vllm_mmcache.exactness.conversations import filler, picture, user
 
 pytestmark = pytest.mark.engine
 

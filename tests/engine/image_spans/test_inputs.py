@@ -6,8 +6,8 @@ from mmcache_tools.harness.engines import EngineConfig, EnginePool
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_mmcache.prove.answers import NUM_LOGPROBS, TOLERANCE
-from vllm_mmcache.prove.conversations import filler, one, picture, user
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, TOLERANCE
+from vllm_mmcache.exactness.conversations import filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 

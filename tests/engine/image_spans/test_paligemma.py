@@ -11,8 +11,8 @@ from vllm import SamplingParams
 
 from tests.support.engine_configuration import CHOSEN
 from vllm_mmcache.base import settings
-from vllm_mmcache.prove.answers import NUM_LOGPROBS, TOLERANCE
-from vllm_mmcache.prove.conversations import filler, picture
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, TOLERANCE
+from vllm_mmcache.exactness.conversations import filler, picture
 
 pytestmark = pytest.mark.engine
 

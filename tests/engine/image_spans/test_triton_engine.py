@@ -19,8 +19,8 @@ from tests.engine.exactness.measure import judge
 from tests.engine.image_spans.triton_backend import ARGUMENTS, granted
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.image_spans import hooks_engine
-from vllm_mmcache.prove.answers import Answer, Inexact
-from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.exactness.answers import Answer, Inexact
+from vllm_mmcache.exactness.conversations import filler, picture, user
 from vllm_mmcache.prove.load import counted
 
 pytestmark = [pytest.mark.engine, pytest.mark.interpreter]

@@ -18,8 +18,8 @@ from vllm_mmcache.base import status
 from vllm_mmcache.components.image_checkpoints.expected_value import ReuseRates
 from vllm_mmcache.components.inner_checkpoints.cuts import CUTS, Cut
 from vllm_mmcache.components.inner_checkpoints.vllm_gdn import StateNotWritten, Step
-from vllm_mmcache.prove.answers import Answer, Inexact, assert_equals_answer
-from vllm_mmcache.prove.conversations import filler, one, picture, user
+from vllm_mmcache.exactness.answers import Answer, Inexact, assert_equals_answer
+from vllm_mmcache.exactness.conversations import filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 

@@ -14,9 +14,9 @@ from mmcache_tools.zoo import MORE_FAMILIES
 from vllm import SamplingParams
 
 from tests.support import files
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Answer, Message
+from vllm_mmcache.exactness.conversations import filler, picture, user
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer, Message
-from vllm_mmcache.prove.conversations import filler, picture, user
 
 pytestmark = pytest.mark.engine
 

@@ -5,8 +5,8 @@ import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool
 
 from tests.support.films import Part, chat, file_of, frames_of, takes_videos
+from vllm_mmcache.exactness.answers import assert_equals_answer
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.prove.answers import assert_equals_answer
 
 pytestmark = pytest.mark.engine
 

@@ -19,8 +19,8 @@ from vllm_mmcache.components.features.engine.vllm_connector import Connector
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
 from vllm_mmcache.components.lazy_media.video.video_info import VIDEOS
 from vllm_mmcache.components.lazy_processing.vllm_pixels import PixelMaker
-from vllm_mmcache.prove.answers import assert_equals_answer
-from vllm_mmcache.prove.conversations import assistant, filler, picture, user
+from vllm_mmcache.exactness.answers import assert_equals_answer
+from vllm_mmcache.exactness.conversations import assistant, filler, picture, user
 from vllm_mmcache.storage import record_store
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]

@@ -13,8 +13,8 @@ from vllm import SamplingParams
 from tests.support.asking import Asking, prompt_of
 from tests.support.pixels import Processed
 from vllm_mmcache.components.features.engine.vllm_connector import Connector
+from vllm_mmcache.exactness.conversations import filler, picture, user
 from vllm_mmcache.prove import workers
-from vllm_mmcache.prove.conversations import filler, picture, user
 from vllm_mmcache.storage import record_store
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]

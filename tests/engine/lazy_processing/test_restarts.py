@@ -20,8 +20,8 @@ from tests.support.store_server import Put, alone, put
 from tests.support.tiers import LONG_S
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
 from vllm_mmcache.content.base64_image import CONTENT_IDS
-from vllm_mmcache.prove.answers import assert_equals_answer
-from vllm_mmcache.prove.conversations import picture, user
+from vllm_mmcache.exactness.answers import assert_equals_answer
+from vllm_mmcache.exactness.conversations import picture, user
 from vllm_mmcache.storage import record_store
 
 pytestmark = pytest.mark.engine

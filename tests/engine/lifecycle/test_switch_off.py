@@ -18,11 +18,11 @@ from vllm_mmcache.base.errors import EngineBusy
 from vllm_mmcache.base.status import State
 from vllm_mmcache.components.block_keys.hasher import BlockHasher
 from vllm_mmcache.components.inner_checkpoints.cuts import CUTS
+from vllm_mmcache.exactness.answers import TOLERANCE
+from vllm_mmcache.exactness.conversations import filler, one, picture, user
 from vllm_mmcache.lifecycle.switch_off import switch_off
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.prove.answers import TOLERANCE
 from vllm_mmcache.prove.checks import words_before
-from vllm_mmcache.prove.conversations import filler, one, picture, user
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 

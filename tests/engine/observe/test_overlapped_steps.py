@@ -18,8 +18,8 @@ from tests.support.observing import Observed, assert_whole, observing
 from vllm_mmcache.base import failsafe
 from vllm_mmcache.components.observe.record.recorder import RECORDER
 from vllm_mmcache.components.observe.record.schema import Reason
-from vllm_mmcache.prove.conversations import filler, picture
-from vllm_mmcache.prove.conversations import user as turn
+from vllm_mmcache.exactness.conversations import filler, picture
+from vllm_mmcache.exactness.conversations import user as turn
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 

@@ -17,8 +17,8 @@ from vllm import SamplingParams
 
 from tests.support.sizes import larger
 from tests.support.towers import Asked, forget_outputs
-from vllm_mmcache.prove.answers import NUM_LOGPROBS, Answer
-from vllm_mmcache.prove.conversations import assistant, filler, one, picture, user
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Answer
+from vllm_mmcache.exactness.conversations import assistant, filler, one, picture, user
 
 pytestmark = pytest.mark.engine
 

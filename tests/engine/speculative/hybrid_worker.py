@@ -24,7 +24,7 @@ from vllm import SamplingParams
 from tests.engine.speculative import hybrid_vllm
 from tests.engine.speculative.drafters import write_mtp
 from tests.engine.speculative.worker import counters
-from vllm_mmcache.prove.conversations import filler
+from vllm_mmcache.exactness.conversations import filler
 
 NUM_WORDS = 8  # of which answers are made
 LEANING = 40.0  # how much the model leans to the word that its head drafts: most drafts are accepted, not all

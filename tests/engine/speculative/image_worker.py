@@ -26,9 +26,9 @@ from tests.engine.speculative.hybrid_vllm import faulty, one_program_per_copy  #
 from tests.engine.speculative.hybrid_worker import with_head, words  # noqa: E402
 from tests.engine.speculative.worker import counters  # noqa: E402
 from vllm_mmcache.base import status  # noqa: E402
+from vllm_mmcache.exactness.answers import Answer  # noqa: E402
+from vllm_mmcache.exactness.conversations import filler, picture, user  # noqa: E402
 from vllm_mmcache.metrics import counters as ours  # noqa: E402
-from vllm_mmcache.prove.answers import Answer  # noqa: E402
-from vllm_mmcache.prove.conversations import filler, picture, user  # noqa: E402
 
 SIZE = (448, 448)  # pixels of a picture: 196 tokens, more than a block
 

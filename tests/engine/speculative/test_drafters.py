@@ -19,7 +19,7 @@ import pytest
 from mmcache_tools.zoo import BY_NAME, FAMILIES
 
 from tests.support.sizes import WHOLE
-from vllm_mmcache.prove.answers import BF16_SELF_TOLERANCE, TIE, TOLERANCE
+from vllm_mmcache.exactness.answers import BF16_SELF_TOLERANCE, TIE, TOLERANCE
 
 pytestmark = pytest.mark.engine
 

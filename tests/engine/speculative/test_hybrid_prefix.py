@@ -20,7 +20,7 @@ from tests.support.engine_configuration import EngineConfiguration
 from tests.support.runner_v2 import environment as interpreter
 from tests.support.sizes import larger
 from tests.support.vllm_tree import apply, copy_installed
-from vllm_mmcache.prove.answers import BF16_SELF_TOLERANCE
+from vllm_mmcache.exactness.answers import BF16_SELF_TOLERANCE
 
 pytestmark = pytest.mark.engine
 

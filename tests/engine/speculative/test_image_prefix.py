@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.engine_configuration import CHOSEN
 from tests.support.sizes import larger
-from vllm_mmcache.prove.answers import BF16_SELF_TOLERANCE
+from vllm_mmcache.exactness.answers import BF16_SELF_TOLERANCE
 
 pytestmark = [
     pytest.mark.engine,

@@ -22,8 +22,8 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 from tests.engine.speculative.drafters import LETTERS, speculative_config
 from tests.support.engine_configuration import CHOSEN
-from vllm_mmcache.prove.answers import NUM_LOGPROBS, Message
-from vllm_mmcache.prove.conversations import filler, picture, user
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Message
+from vllm_mmcache.exactness.conversations import filler, picture, user
 
 NUM_ANSWERED = 24  # tokens of each answer
 

@@ -13,8 +13,8 @@ import pytest
 from benchmarks import replays, workloads
 from benchmarks.results import Result
 from benchmarks.workloads import Asks, computer_use, image_service
+from vllm_mmcache.exactness.conversations import user
 from vllm_mmcache.prove import workloads as prove
-from vllm_mmcache.prove.conversations import user
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ class Engine:
 
 def test_the_best_possible() -> None:
     """A shared prefix in whole blocks, and images count by their pixels."""
-    from vllm_mmcache.prove.conversations import picture
+    from vllm_mmcache.exactness.conversations import picture
 
     cat, dog = picture(1, (8, 8)), picture(2, (8, 8))
     asked = [

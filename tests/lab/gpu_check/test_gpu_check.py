@@ -129,8 +129,8 @@ def test_what_makes_a_check_fail(pool: EnginePool, config: EngineConfig, monkeyp
 
     from tests.support.towers import features_by_image
     from vllm_mmcache.base import status
+    from vllm_mmcache.exactness.conversations import filler, one, picture, user
     from vllm_mmcache.prove import checks, workers
-    from vllm_mmcache.prove.conversations import filler, one, picture, user
 
     rig = pool.get(config)
 

@@ -22,7 +22,7 @@ from PIL import Image, ImageChops
 
 from tests.support.sizes import WHOLE, larger
 from vllm_mmcache.base.errors import ZooError
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses
 
 MANY = [pytest.param(family, marks=() if family in FIRST_FAMILIES else larger) for family in FAMILIES]
 MOVED = 0.05  # log-probability; fifty times the tolerance of the exactness tests

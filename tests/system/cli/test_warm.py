@@ -14,7 +14,7 @@ from vllm_mmcache.base.errors import StoreUnusable
 from vllm_mmcache.base.tenant import parse_source
 from vllm_mmcache.cli import warm
 from vllm_mmcache.components.identity.identifiers import identifier
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses
 
 
 @pytest.mark.process

@@ -23,7 +23,7 @@ from tests.support import files
 from tests.support.sizes import larger
 from tests.support.tiers import LONG_S, within
 from tests.system.fleets.conftest import MakeCluster
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses
 
 pytestmark = [pytest.mark.engine, larger]
 

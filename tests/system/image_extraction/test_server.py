@@ -20,7 +20,7 @@ from openai import OpenAI
 
 from tests.support import files
 from tests.unit.components.image_extraction.test_extract import text_of
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses
 
 if TYPE_CHECKING:
     from tests.system.image_extraction.conftest import Said

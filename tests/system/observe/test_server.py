@@ -21,7 +21,7 @@ from tests.support.observing import assert_whole
 from tests.support.sizes import larger
 from vllm_mmcache.components.observe.record.file import read_records
 from vllm_mmcache.components.observe.record.schema import Reason
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses
 
 pytestmark = pytest.mark.engine
 

@@ -19,7 +19,7 @@ from tests.support import files
 from tests.system.cli.test_commands import assert_one_line, mmcache
 from tests.system.page.conftest import ARTEFACTS
 from vllm_mmcache.components.observe.record.schema import from_json
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -16,7 +16,7 @@ from vllm.multimodal.media.lazy import LazyImage
 from vllm.multimodal.parse import MultiModalDataParser
 from vllm.multimodal.processing.inputs import ProcessorInputs
 
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses
 
 
 def encoded(name: str, form: str, mode: str = "RGB") -> bytes:

@@ -28,7 +28,7 @@ from tests.support.tiers import LONG_S
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.package import FEATURES, LENGTH, Shape, pack, unpack
 from vllm_mmcache.components.features.tiers import FEATURES as KIND
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses
 from vllm_mmcache.storage.redis_backend import INCOMING
 
 pytestmark = pytest.mark.engine

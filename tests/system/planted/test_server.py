@@ -26,7 +26,7 @@ from tests.support.store_server import TIMEOUT_S, Server
 from tests.support.tiers import LONG_S, within
 from tests.system.planted.test_packages import Replica
 from vllm_mmcache.components.features.package import unpack
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses
 from vllm_mmcache.storage.frame import HEAD_BYTES, frame
 from vllm_mmcache.storage.record_store import RECORDS
 

@@ -27,9 +27,9 @@ from tests.support.deployment import TWO_RANKS, Answer, Deployment, deployed
 from tests.support.engine_configuration import CHOSEN
 from tests.support.sizes import larger
 from tests.support.target import png, url_of
+from vllm_mmcache.exactness.answers import BF16_SELF_TOLERANCE, TOLERANCE
+from vllm_mmcache.exactness.conversations import filler
 from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES
-from vllm_mmcache.prove.answers import BF16_SELF_TOLERANCE, TOLERANCE
-from vllm_mmcache.prove.conversations import filler
 
 pytestmark = pytest.mark.engine
 

@@ -20,7 +20,7 @@ from openai import OpenAI
 from tests.support import files
 from tests.system.image_extraction.test_server import encoded, image_url
 from vllm_mmcache.base.errors import EnvironmentProblem
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses
 
 pytestmark = [pytest.mark.engine, pytest.mark.answers]
 

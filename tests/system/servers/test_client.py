@@ -18,7 +18,7 @@ from tests.support import files
 from tests.support.sizes import larger
 from tests.system.image_extraction.test_server import differences, encoded, image_url, picture, settle
 from vllm_mmcache.client import AsyncOnceTransport, OnceTransport, async_http_client, http_client
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses
 
 pytestmark = pytest.mark.engine
 

@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 
 from mmcache_tools.harness.oracle import BF16_ORACLE_TOLERANCE, Oracle, assert_equals_oracle
 from mmcache_tools.zoo import BY_NAME, build_cached
-from vllm_mmcache.prove.answers import NUM_LOGPROBS, TOLERANCE, Answer, Message
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, TOLERANCE, Answer, Message
 
 WHOLE_STEPS = 2048  # tokens of a step that holds a whole prompt
 

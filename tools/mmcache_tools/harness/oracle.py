@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from vllm_mmcache.prove.answers import TIE, TOLERANCE, Answer, Inexact
+from vllm_mmcache.exactness.answers import TIE, TOLERANCE, Answer, Inexact
 
 BF16_ORACLE_TOLERANCE = 0.7  # against Transformers in float32
 

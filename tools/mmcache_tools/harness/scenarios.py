@@ -15,8 +15,8 @@ from collections.abc import Callable
 from PIL import Image
 
 from mmcache_tools.harness.engines import ZooRig
-from vllm_mmcache.prove.answers import Answer, Message
-from vllm_mmcache.prove.conversations import assistant, filler, one, picture, user
+from vllm_mmcache.exactness.answers import Answer, Message
+from vllm_mmcache.exactness.conversations import assistant, filler, one, picture, user
 
 Scenario = Callable[[ZooRig], list[Answer]]
 

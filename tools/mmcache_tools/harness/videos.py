@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses
 
 
 def frames(name: str, num_frames: int, size: tuple[int, int] = (128, 96)) -> list[Image.Image]:

@@ -19,6 +19,7 @@ from mmcache_tools.harness import scenarios
 from mmcache_tools.harness.engines import WHOLE_STEPS, EngineConfig, EnginePool, ZooRig
 from mmcache_tools.harness.oracle import assert_detects
 from mmcache_tools.prove_zoo.items import ZooHow
+from vllm_mmcache.exactness.conversations import filler, picture, user
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 from vllm_mmcache.prove.checks import (
     USES,
@@ -34,7 +35,6 @@ from vllm_mmcache.prove.checks import (
     schedules_ahead,
     use_image_checkpoints,
 )
-from vllm_mmcache.prove.conversations import filler, picture, user
 from vllm_mmcache.prove.workloads import Shape
 
 SHORT = (scenarios.same_again, scenarios.swapped_image)

@@ -39,7 +39,7 @@ def plan_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     """Wrapper of Scheduler._get_local_prefix_cache_hit: chooses the request's checkpoints behind its hit."""
     outcome = wrapped(*args, **kwargs)
     with failsafe("image_checkpoints"):
-        checkpoints = _checkpoints_of(instance)
+        checkpoints = checkpoints_of(instance)
         if checkpoints is not None:
             request = argument(wrapped, args, kwargs, "request")
             checkpoints.plan(request, hit_tokens=outcome[1], junction_tokens=outcome[2])
@@ -56,7 +56,7 @@ def time_steps(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Scheduler.update_from_output(scheduler_output, model_runner_output): once a step."""
     by_client = wrapped(*args, **kwargs)
     with failsafe("image_checkpoints"):
-        checkpoints = _checkpoints_of(instance)
+        checkpoints = checkpoints_of(instance)
         if checkpoints is not None:
             checkpoints.note_step(instance, argument(wrapped, args, kwargs, "scheduler_output"))
     return by_client
@@ -77,7 +77,7 @@ def withdraw_keys(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     Not guarded: such a key would be a wrong answer.
     """
-    checkpoints = _checkpoints_of(instance)
+    checkpoints = checkpoints_of(instance)
     if checkpoints is not None:
         checkpoints.withdraw(argument(wrapped, args, kwargs, "request"))
     return wrapped(*args, **kwargs)
@@ -85,18 +85,17 @@ def withdraw_keys(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def why_unneeded(scheduler: Any) -> str:
     """Why there is nothing to keep; empty where there is. When the scheduler is made."""
-    return "" if _checkpoints_of(scheduler) is not None else "this model keeps every block's KV"
+    return "" if checkpoints_of(scheduler) is not None else "this model keeps every block's KV"
 
 
 def forget(scheduler: Any) -> None:
-    """The component is switched off: what requests under way are to have is not made any more."""
-    checkpoints: Checkpoints | None = getattr(scheduler, CHECKPOINTS, None)
-    if checkpoints is not None:
-        checkpoints.underway.end()
-        checkpoints.tracked.clear()
+    """Forget all that was learned about a scheduler's checkpoints, while it has no request; it begins anew."""
+    if (found := getattr(scheduler, CHECKPOINTS, None)) is not None:
+        found.underway.end()
+        delattr(scheduler, CHECKPOINTS)
 
 
-def _checkpoints_of(scheduler: Any) -> Checkpoints | None:
+def checkpoints_of(scheduler: Any) -> Checkpoints | None:
     """The scheduler's checkpoints; None where nothing is kept sparsely, or where they are off."""
     if not hasattr(scheduler, CHECKPOINTS):
         manager = scheduler.kv_cache_manager

@@ -21,10 +21,10 @@ from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.lazy_media.lazy_image import LazyImage
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
 from vllm_mmcache.content.base64_image import CONTENT_IDS
+from vllm_mmcache.exactness.pictures import ellipses
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle.registry import COMPONENTS
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.prove.pictures import ellipses
 from vllm_mmcache.storage import record_store
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from vllm_mmcache.components.lazy_media.lazy_image import LazyImage
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses
 
 PLAIN = ellipses("picture", (80, 60))
 

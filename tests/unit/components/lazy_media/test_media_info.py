@@ -22,7 +22,7 @@ from vllm_mmcache.components.lazy_media import hooks as images
 from vllm_mmcache.components.lazy_media.lazy_image import LazyImage
 from vllm_mmcache.components.lazy_media.media_info import Key
 from vllm_mmcache.components.lazy_media.video import hooks as videos
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses
 
 Change = Callable[[pytest.MonkeyPatch], Any]
 

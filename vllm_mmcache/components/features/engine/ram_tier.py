@@ -55,7 +55,7 @@ class RamTier:
     def __init__(self, num_bytes: int, keeps: bool = True) -> None:
         self.counts = TierCounts(FEATURES, self.name)
         self._size = num_bytes // ALIGN_BYTES * ALIGN_BYTES
-        self._keeps = keeps
+        self.keeps = keeps
         self._gaps: Gaps = [(0, self._size)] if self._size else []
         self._used_bytes = 0
         # Published, or being filled; the most recently used comes last. What is not in here goes when it is released.
@@ -171,7 +171,7 @@ class RamTier:
     def _release(self, slot: Slot) -> None:
         self._require_held(slot)
         slot.num_holders -= 1
-        is_kept = slot.is_published and self._is_known(slot) and (self._keeps or slot.pending_tiers or not slot.is_used)
+        is_kept = slot.is_published and self._is_known(slot) and (self.keeps or slot.pending_tiers or not slot.is_used)
         if not slot.num_holders and not is_kept:
             self._let_go(slot)
 

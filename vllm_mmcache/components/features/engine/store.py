@@ -9,7 +9,8 @@ a tier, and nothing here raises because of one.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic, perf_counter
@@ -202,6 +203,17 @@ class Store:
         """The slot was not filled."""
         self.ram.discard(slot)
         self._finish(self._fetches.get(identity.key), "")
+
+    @contextmanager
+    def ram_alone(self) -> Iterator[None]:
+        """In the block features are kept in RAM and nowhere else, whatever the settings say. Of a trial, at start."""
+        below, keeps = self.below, self.ram.keeps
+        self.below, self.ram.keeps = (), True
+        try:
+            yield
+        finally:
+            self.ram.clear()
+            self.below, self.ram.keeps = below, keeps
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that is in RAM is written or given up, in all tiers. Returns False after `timeout_s`."""

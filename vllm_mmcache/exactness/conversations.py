@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from PIL import Image
 
-from vllm_mmcache.prove.answers import Answer, Message
-from vllm_mmcache.prove.pictures import ellipses
+from vllm_mmcache.exactness.answers import Answer, Message
+from vllm_mmcache.exactness.pictures import ellipses
 
-if TYPE_CHECKING:
-    from vllm_mmcache.prove.rig import Rig
+
+class Engine(Protocol):
+    """What answers conversations, such as prove/rig.py's."""
+
+    def ask(self, *conversations: Sequence[Message], max_tokens: Any = ...) -> list[Answer]:
+        """Answers to all conversations, submitted together."""
+
 
 WORDS = "red cat dog bird horse tree river table chair lamp bridge boat train street garden cloud".split()  # noqa: SIM905
 
@@ -37,6 +43,6 @@ def assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def one(rig: Rig, *messages: Message, max_tokens: int = 8) -> Answer:
+def one(rig: Engine, *messages: Message, max_tokens: int = 8) -> Answer:
     """The answer to one conversation alone in the engine; `max_tokens` tokens of it, greedy."""
     return rig.ask(messages, max_tokens=max_tokens)[0]

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests of a trial, and what each of them shows. Engine process.
+
+Two pictures and a question are asked cold, and cold again with a step that ends elsewhere: how far these two answers
+are apart is what the engine itself can repeat. Then every component is made to do its work, and the answer may be no
+further from a cold one than that. An answer that goes on from a cached prefix is compared with a cold one whose steps
+end at the same places, since a kernel may round otherwise when its input is cut elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from vllm_mmcache.components.image_spans.spans import image_spans
+from vllm_mmcache.exactness import distance
+from vllm_mmcache.exactness.conversations import filler
+from vllm_mmcache.trial.verdict import Verdict
+from vllm_mmcache.trial.vllm_engine import NUM_TOKENS, Reply, TrialEngine, TrialFailed
+from vllm_mmcache.trial.vllm_prompts import MIN_WORDS, CannotRender, Prompt, Prompts
+
+logger = logging.getLogger("vllm.mmcache")
+
+SwitchOff = Callable[[str, str], None]
+"""Switches a component off in all ranks: its name, and the reason."""
+
+FIRST = ("picture one", "What is the first one?" * 3, "picture two", "What is in these pictures?")
+SECOND = (*FIRST[:3], "Which colours are at their edges?")
+OTHER = (*FIRST[:2], "picture three", FIRST[3])
+
+_KERNEL_TOKENS = 64
+"""GDN kernels work on so many tokens at a time: a step that ends between two of these rounds otherwise."""
+
+
+class Trial:
+    """Tries components on one engine. `switch_off` is called for each that does not pass, before others are tried."""
+
+    def __init__(self, engine_core: Any, components: Container[str], seconds: float, switch_off: SwitchOff) -> None:
+        self.verdict = Verdict()
+        self._components = components
+        self._switch_off = switch_off
+        self._begun = time.monotonic()
+        self._engine = TrialEngine(engine_core, self._begun + seconds)
+        self._bound = math.inf
+
+    def run(self) -> Verdict:
+        """Try them. Raises nothing but what ends the process."""
+        engine = self._engine
+        try:
+            with engine.leaving_nothing():
+                self._try_all()
+        except (TrialFailed, CannotRender) as reason:
+            self._give_up(str(reason))
+        except Exception as error:  # of the model, a kernel, or vLLM: the server is to start all the same
+            logger.debug("mmcache: the trial ended with an error", exc_info=True)
+            self._give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        self.verdict.num_requests = engine.num_requests
+        self.verdict.seconds = time.monotonic() - self._begun
+        return self.verdict
+
+    def _try_all(self) -> None:
+        first, second, other, longer = self._prompts()
+        engine = self._engine
+        with engine.without_checkpoints():
+            cold = engine.ask(first, engine.salt("cold"), "kept")
+            again = engine.ask(first, engine.salt("cold again"), stops=[self._stop_before(first.start(0))])
+        self.verdict.noise = distance.between(cold, again)
+        self._bound = distance.bound(self.verdict.noise, str(engine.vllm_config.model_config.dtype))
+        self._try_metrics()
+        self._try_features(first, cold)
+        self._try_hits(first, second, other, cold)
+        self._try_image_spans(first, [cold, again])
+        self._try_resumed_images(longer)
+
+    def _prompts(self) -> tuple[Prompt, Prompt, Prompt, Prompt]:
+        """Two questions about two pictures, the first about another second one, and one with more text behind them.
+
+        Raises: CannotRender.
+        """
+        config = self._engine.vllm_config
+        block = self._engine.block_tokens
+        longest = int(config.model_config.max_model_len) - NUM_TOKENS
+        before = min(max(MIN_WORDS, math.lcm(block, _KERNEL_TOKENS), block * 5 // 4), longest // 3)
+        prompts = Prompts(config)
+        try:
+            longer = (*SECOND, filler(block * 5 // 4))
+            found = [prompts.render(before, parts) for parts in (FIRST, SECOND, OTHER, longer)]
+        finally:
+            prompts.close()
+        if (most := max(len(one.token_ids) for one in found)) > longest:
+            raise CannotRender(f"two pictures and a question have {most} tokens, and the model takes {longest}")
+        return found[0], found[1], found[2], found[3]
+
+    def _stop_before(self, end: int) -> int:
+        """Where a step can end in the text before the pictures, so that a kernel rounds as if it had not."""
+        block = self._engine.block_tokens
+        unit = math.lcm(block, _KERNEL_TOKENS)
+        return end // unit * unit or end // block * block or end // 2
+
+    def _is_tried(self, component: str) -> bool:
+        return component in self._components and not self.verdict.reason_of(component)
+
+    def _try_metrics(self) -> None:
+        if self._is_tried("metrics") and self._engine.core.log_stats:
+            with self._trying("metrics"):
+                if not self._engine.has_sent_counts:
+                    raise TrialFailed("no statistics of the engine had the counts of its components")
+                self._passed("metrics")
+
+    def _try_features(self, first: Prompt, cold: Reply) -> None:
+        """The pictures of the cold run once more, in another prefix: their features come from the store."""
+        if not self._is_tried("features"):
+            return
+        engine = self._engine
+        with self._trying("features"), engine.without_checkpoints():
+            engine.forget_pictures()
+            warm = engine.ask(first, engine.salt("features"), "kept")
+            if warm.tower_images:
+                raise TrialFailed(f"the vision tower ran for {warm.tower_images} of 2 pictures that the store has")
+            self._judge("features", [cold], warm, "with both pictures' features from the store")
+
+    def _try_hits(self, first: Prompt, second: Prompt, other: Prompt, cold: Reply) -> None:
+        """Another question about both pictures, and the same about another second one, on what the first has left.
+
+        A wrong answer may be of any component that has a part in a hit. So one after the other is switched off, and
+        the three are asked anew.
+        """
+        suspects = [
+            component
+            for component in ("inner_checkpoints", "image_checkpoints", "block_keys")
+            if self._is_tried(component)
+        ]
+        if not suspects:
+            return
+        for number, component in enumerate([*suspects, ""]):
+            with self._trying(*suspects):
+                wrong = self._wrong_hits(first, second, other, cold, f"{number}")
+                if not wrong:
+                    return
+                if component:
+                    self._differs(component, wrong)
+
+    def _wrong_hits(self, first: Prompt, second: Prompt, other: Prompt, cold: Reply, name: str) -> str:
+        """What of the answers on cached prefixes is wrong; empty where they are right, and components pass."""
+        engine = self._engine
+        salt, pictures = engine.salt(f"warm {name}"), f"warm {name}"
+        with engine.every_checkpoint_pays():
+            before = engine.ask(first, salt, pictures)
+            hits = [(prompt, engine.ask(prompt, salt, pictures)) for prompt in (second, other)]
+        kept = {*before.stops, *before.cuts}
+        if hits[1][1].num_cached_tokens > other.start(1):
+            return "a question about another picture was a hit on the first one's blocks"
+        answers = []
+        for prompt, hit in hits:
+            cached = hit.num_cached_tokens
+            if not cached:
+                continue
+            stops = [*sorted(stop for stop in kept if stop < cached), cached, *hit.stops, *hit.cuts]
+            with engine.without_checkpoints():
+                alike = engine.ask(prompt, engine.salt(f"cold {name} {cached}"), stops=stops)
+            answers.append((alike, hit))
+            if (far := distance.between(alike, hit)) > self._bound:
+                return f"an answer on {cached} cached tokens is {far:.2g} from the cold one ({self._words()})"
+        for component in ("inner_checkpoints", "image_checkpoints", "block_keys"):
+            if self._is_tried(component):
+                self._passed_if_used(component, before, [hit for _, hit in hits], cold, answers)
+        return ""
+
+    def _passed_if_used(
+        self, component: str, before: Reply, hits: Sequence[Reply], cold: Reply, answers: Sequence[tuple[Reply, Reply]]
+    ) -> None:
+        ends = {hit.num_cached_tokens for hit in hits}
+        if component == "block_keys" and not any(ends):
+            self._untried(component, "no question was a hit")
+        elif component == "image_checkpoints" and not any(hit.checkpoints_used for hit in hits):
+            self._untried(component, "no hit ended at a checkpoint")
+        elif component == "inner_checkpoints" and not ends & set(before.cuts):
+            self._untried(component, "no hit ended at a state that was kept inside a step")
+        elif all(distance.between(cold, alike) <= self._bound for alike, _ in answers):
+            self._untried(component, "the model's answers do not depend on the question or the picture")
+        else:
+            self._passed(component)
+
+    def _try_image_spans(self, first: Prompt, cold: Sequence[Reply]) -> None:
+        """The first question in steps that would end inside a picture."""
+        if not self._is_tried("image_spans"):
+            return
+        engine = self._engine
+        with self._trying("image_spans"):
+            spans = [(start, last + 1) for start, last in image_spans(_Features(first))]
+            longest = max(end - start for start, end in spans)
+            with engine.without_checkpoints(), engine.small_steps(longest + longest // 3):
+                reply = engine.ask(first, engine.salt("small steps"))
+            if not reply.stops:
+                raise TrialFailed("steps could not be made small enough")
+            for start, end in spans:
+                if inside := [stop for stop in reply.stops if start < stop < end]:
+                    self._differs("image_spans", f"a step ended at {inside[0]}, inside a picture at {start} to {end}")
+                    return
+            self._judge("image_spans", cold, reply, "in small steps")
+
+    def _try_resumed_images(self, longer: Prompt) -> None:
+        """A question on a cached prefix loses its blocks and its pictures when it has answered once, and goes on."""
+        if not self._is_tried("resumed_images"):
+            return
+        engine = self._engine
+        with self._trying("resumed_images"):
+            salt = engine.salt("resumed")
+            with engine.without_checkpoints(), self._without_features():
+                engine.ask(longer, salt, "resumed")
+                lost: list[int] = []
+
+                def lose(request: Any, num_tokens: int) -> None:
+                    if num_tokens and not lost:
+                        lost.append(num_tokens)
+                        engine.forget_kv(of_running=True)
+                        engine.core.reset_encoder_cache()
+
+                warm = engine.ask(longer, salt, "resumed", at_step=lose)
+                # What it had answered is part of its prompt when it comes back.
+                answered = replace(longer, token_ids=(*longer.token_ids, warm.token_ids[0]))
+                cold = engine.ask(answered, engine.salt("not resumed"), stops=warm.stops)
+            if not lost:
+                raise TrialFailed("the request ended before it could be preempted")
+            if warm.num_cached_tokens < longer.end(0):
+                raise TrialFailed("the prefix that it began with did not cover a picture")
+            warm, cold = warm.part(1, NUM_TOKENS), cold.part(0, NUM_TOKENS - 1)
+            self._judge("resumed_images", [cold], warm, "after it was preempted")
+
+    @contextmanager
+    def _without_features(self) -> Iterator[None]:
+        """The store would stand in for the inputs that a resumed request needs: it is not asked."""
+        features = self._engine.features
+        if features is not None:
+            features.on_request_added = lambda request: None
+        try:
+            yield
+        finally:
+            if features is not None:
+                del features.on_request_added
+
+    def _judge(self, component: str, cold: Sequence[Reply], reply: Reply, how: str) -> None:
+        """A component passes whose answer is as near to a cold one as cold ones are to each other."""
+        far = min(distance.between(one, reply) for one in cold)
+        if far > self._bound:
+            self._differs(component, f"an answer {how} is {far:.2g} from the cold one ({self._words()})")
+        else:
+            self._passed(component)
+
+    def _words(self) -> str:
+        return f"cold ones are up to {self.verdict.noise:.2g} from each other, allowed is {self._bound:.2g}"
+
+    @contextmanager
+    def _trying(self, *components: str) -> Iterator[None]:
+        """What can't be tried is switched off; a trial whose time is over ends."""
+        try:
+            yield
+        except TrialFailed as reason:
+            if self._engine.is_over:
+                raise
+            for component in components:
+                if self._is_tried(component) and component not in self.verdict.passed:
+                    self._untried(component, str(reason))
+
+    def _passed(self, component: str) -> None:
+        self.verdict.passed.append(component)
+
+    def _differs(self, component: str, what: str) -> None:
+        self.verdict.differed[component] = what
+        if component in self.verdict.passed:
+            self.verdict.passed.remove(component)
+        self._switch_off(component, self.verdict.reason_of(component))
+
+    def _untried(self, component: str, why: str) -> None:
+        self.verdict.untried[component] = why
+        self._switch_off(component, self.verdict.reason_of(component))
+
+    def _give_up(self, why: str) -> None:
+        """What was not tried until now is not."""
+        for component in TRIABLE:
+            if self._is_tried(component) and component not in self.verdict.passed:
+                self._untried(component, why)
+
+
+class _Features:
+    """As image_spans reads a request."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.mm_features = prompt.features
+        self.prompt_token_ids = prompt.token_ids
+
+
+TRIABLE = (
+    "block_keys",
+    "image_spans",
+    "resumed_images",
+    "image_checkpoints",
+    "inner_checkpoints",
+    "features",
+    "metrics",
+)
+"""The components that a trial knows how to try."""

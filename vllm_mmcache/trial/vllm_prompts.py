@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The questions of a trial, as a server would get them: chat messages with pictures, through vLLM's own chat code.
+
+They are rendered by the model's own tokenizer, chat template and processor, so what a model refuses is found here.
+Engine process; nothing is put into a cache of vLLM or of ours.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.multimodal.utils import argsort_mm_positions
+from vllm.renderers import ChatParams, renderer_from_config
+
+from vllm_mmcache.exactness.conversations import filler
+from vllm_mmcache.exactness.pictures import ellipses
+from vllm_mmcache.hooking.subclasses import vllms_renderers
+
+PICTURE_PX = (448, 336)
+"""Width and height of a picture: not square, so that rows and columns can't be mistaken for each other."""
+MIN_WORDS = 40
+
+
+class CannotRender(Exception):
+    """The model takes no such question; the message says why."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered conversation: tokens, and each picture's place, name and inputs of the vision tower."""
+
+    token_ids: tuple[int, ...]
+    features: tuple[MultiModalFeatureSpec, ...]
+    pictures: tuple[str, ...]
+
+    def start(self, number: int) -> int:
+        """Of a picture's tokens in the prompt."""
+        return int(self.features[number].mm_position.offset)
+
+    def end(self, number: int) -> int:
+        """Of a picture's tokens in the prompt, exclusive."""
+        position = self.features[number].mm_position
+        return int(position.offset + position.length)
+
+
+class Prompts:
+    """Renders questions for one engine; `close` ends the threads of vLLM's renderer."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Raises: CannotRender."""
+        try:
+            # Ours, which a process has that serves as well, would remember the trial's pictures.
+            with vllms_renderers():
+                self._renderer = renderer_from_config(vllm_config)
+        except Exception as error:  # of a tokenizer or a processor
+            raise CannotRender(f"the model's tokenizer or processor could not be loaded: {_said(error)}") from error
+        self._config = vllm_config
+
+    def render(self, before: int, parts: Sequence[str]) -> Prompt:
+        """A user's message: `before` words, then the parts; one that begins with "picture" is the picture of that name.
+
+        Raises: CannotRender.
+        """
+        content: list[dict[str, Any]] = [{"type": "text", "text": filler(before)}]
+        names = tuple(part for part in parts if part.startswith("picture"))
+        for part in parts:
+            if part in names:
+                content.append({"type": "image_url", "image_url": {"url": _png_url(part)}})
+            else:
+                content.append({"type": "text", "text": part})
+        message = {"role": "user", "content": content}
+        template_arguments = {"add_generation_prompt": True, "tokenize": False}
+        try:
+            _, (rendered,) = self._renderer.render_chat(
+                [[message]], ChatParams(chat_template_kwargs=template_arguments), skip_mm_cache=True
+            )
+        except Exception as error:  # of a chat template or a processor, which are the model's own
+            raise CannotRender(f"a question with pictures could not be rendered: {_said(error)}") from error
+        if rendered.get("type") != "multimodal":
+            raise CannotRender("a question with pictures was rendered without them")
+        features = tuple(
+            MultiModalFeatureSpec(
+                data=rendered["mm_kwargs"][modality][index],
+                modality=modality,
+                identifier=rendered["mm_hashes"][modality][index],
+                mm_position=rendered["mm_placeholders"][modality][index],
+                mm_hash=rendered["mm_hashes"][modality][index],
+            )
+            for modality, index in argsort_mm_positions(rendered["mm_placeholders"])
+        )
+        if len(features) != len(names):
+            raise CannotRender(f"a question with {len(names)} pictures was rendered with {len(features)}")
+        return Prompt(tuple(rendered["prompt_token_ids"]), features, names)
+
+    def close(self) -> None:
+        """End the renderer's threads."""
+        self._renderer.shutdown()
+
+
+def _png_url(name: str) -> str:
+    held = io.BytesIO()
+    ellipses(name, PICTURE_PX).save(held, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
