@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_mmcache.base import background
-from vllm_mmcache.components.features.arena import Arena
+from vllm_mmcache.components.features.arena import BOARD, Arena
 from vllm_mmcache.components.features.message import SEAL_BYTES, SlotRef
+from vllm_mmcache.components.features.worker.device_threads import on_device, start_thread
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -45,8 +45,8 @@ class DeviceCopies:
         elif device.type != "cpu":
             raise Unpinnable(f"not written for a device of type {device.type}")
         self._done: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="mmcache-copies", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("mmcache-copies", device, self._run)
+        self._is_closed = False
 
     @property
     def is_asynchronous(self) -> bool:
@@ -122,11 +122,17 @@ class DeviceCopies:
         reached.wait(60)
 
     def close(self) -> None:
-        """Wait for the copies, no longer than 5 s, and end the thread."""
+        """Wait for the copies, no longer than 5 s, end the thread, and let go of the arena. Any thread; also again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._done.put(None)
         self._thread.join(5)
         if self._stream is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            with on_device(self._device):
+                torch.cuda.cudart().cudaHostUnregister(self._address)
+        self._row = np.zeros(1, BOARD)
+        self._arena.close()
 
     def _features(self, place: SlotRef) -> torch.Tensor:
         shape = place.shape
@@ -145,9 +151,6 @@ class DeviceCopies:
         self._row[field] = number
 
     def _run(self) -> None:
-        background.lower_priority()
-        if self._stream is not None:  # or waiting for an event makes a context on the first device
-            torch.cuda.set_device(self._device)
         while (job := self._done.get()) is not None:
             try:
                 with torch.inference_mode():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vllm_mmcache.base import background
+from vllm_mmcache.components.features.worker.device_threads import start_thread
 from vllm_mmcache.components.features.worker.tower import Tower
 from vllm_mmcache.content.digests import inputs_digest, tensors_digest
 
@@ -69,8 +69,7 @@ class Fingerprints:
             return
         with self._condition:
             if self._thread is None and self._is_wanted():
-                self._thread = threading.Thread(target=self._run, name="mmcache-weights", daemon=True)
-                self._thread.start()
+                self._thread = start_thread("mmcache-weights", self._device, self._run)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the fingerprint is known, waiting for it; False after `timeout_s`, or where it can't be taken now."""
@@ -146,9 +145,6 @@ class Fingerprints:
             logger.exception("mmcache could not say which vision weights there are")
 
     def _run(self) -> None:
-        background.lower_priority()
-        if self._device is not None:  # or what it allocates makes a context on the first device
-            torch.cuda.set_device(self._device)
         while True:
             with self._condition:
                 if not self._is_wanted():
