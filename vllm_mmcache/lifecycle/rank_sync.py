@@ -50,7 +50,7 @@ def synchronize(executor: Any, vllm_config: Any) -> None:
     arena = _prepare(vllm_config)
     found, features = _settle(executor, arena)
     if arena and not _open(vllm_config, features):
-        found, _ = _settle(executor, "")
+        found, _ = _settle(executor, "")  # and every rank closes what it has opened
     setattr(executor, _WORKERS, found)
 
 
@@ -72,7 +72,7 @@ def _open(vllm_config: Any, told: Iterable[Mapping[str, Any]]) -> bool:
     from vllm_mmcache.components.features.engine import hooks
 
     if not status.is_on("features"):
-        hooks.forget(vllm_config)
+        hooks.close_store(vllm_config)
         return True
     try:
         hooks.open_store(vllm_config, told)
@@ -138,6 +138,10 @@ def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> PlainStates:
     for component, reason in off.items():
         if component in status.of("worker") and status.of("worker")[component].state != "unneeded":
             status.put("worker", component, State("off", reason))  # the same reason everywhere, with the ranks it is of
+    if "features" in off:
+        from vllm_mmcache.components.features.worker import opening
+
+        opening.close_on_rank(worker)
     if status.of("worker").get("inner_checkpoints") == ON:
         from vllm_mmcache.components.inner_checkpoints import hooks_worker
 

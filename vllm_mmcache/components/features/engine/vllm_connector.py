@@ -41,6 +41,9 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         # Not ECConnectorBase's, which asks for an ec_transfer_config.
         self.store = store
         self.ranks = ranks
+        self.is_closed = False
+        """Whether nothing is taken or kept any more, and it is here for the pixels of images that come without alone."""
+        self._arena = arena
         self.copying = TransferTracker(store, arena, ranks)
         # A drafter that is ahead by some tokens needs the images there.
         self._reach = vllm_config.scheduler_config.max_num_batched_tokens
@@ -71,13 +74,19 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         self._scheduler = weakref.proxy(scheduler)
         weakref.finalize(scheduler, self.shutdown)
 
+    @property
+    def has_scheduler(self) -> bool:
+        """Whether a scheduler has taken it, which happens with the first request."""
+        return self._scheduler is not None
+
     # Scheduler's thread, when a request arrives
 
     def on_request_added(self, request: Any) -> None:
         """Begin to look for the features of a request's images, as far as they don't lie in what is cached as KV."""
-        if not request.mm_features or not status.is_on("features"):
+        if not request.mm_features:
             return
-        is_kept = not client_hashes.are_in(request)
+        keeps = status.is_on("features") and not self.is_closed
+        is_kept = keeps and not client_hashes.are_in(request)
         wanted = [self._wanted(feature, is_kept=is_kept) for feature in request.mm_features]
         added = [one for one in wanted if one is not None]
         if not added:
@@ -88,7 +97,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         images = self._requests[request.request_id] = RequestImages()
         images.add(added)
         images.place(request.mm_features)
-        if self.store.below or any(one.comes_without_pixels or one.pixels is not None for one in added):
+        if (keeps and self.store.below) or any(one.comes_without_pixels or one.pixels is not None for one in added):
             images.look_from(self._num_cached_tokens(request))
         self._look_ahead(images)
 
@@ -437,11 +446,32 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """What is in RAM is written first, within a few seconds."""
+        self.close()
+        self._pixels.close()
+
+    def close(self) -> None:
+        """Take and keep nothing any more, in a few seconds: threads end, tiers are written, the arena is let go.
+
+        Also again. Between two steps. Images that come without their pixels still get them, since an API server may
+        send some until it knows.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for one in self._held:
+            if one.held is not None:
+                self.store.release(one.held)
+        self._held.clear()
+        self._let_go(list(self._begun))
+        for images in self._requests.values():
+            for wanted in images:
+                wanted.give_up()
+        self._digests.close()
         self.copying.wait(1.0)
         self.copying.close()
-        self._digests.close()
-        self._pixels.close()
         self.store.close()
+        self.ranks.close()
+        self._arena.close()
 
     # A worker's part of the interface, which is not ours: components/features/worker/hooks.py
 

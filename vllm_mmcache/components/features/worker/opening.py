@@ -51,6 +51,7 @@ def open_on_rank(worker: Any, address: str) -> dict[str, Any]:
     except Exception as error:  # of an arena or a model that can't be used, which must not keep it from serving
         logger.exception("mmcache could not open the feature store")
         _say_off(Unsupported(f"the store could not be opened: {error}"))
+    close_on_rank(worker)
     return {}
 
 
@@ -69,23 +70,52 @@ def _open(worker: Any, address: str) -> dict[str, Any]:
         raise Unsupported(f"{type(model).__name__} could not be tried with two images: {error}") from error
     if tower.hidden_weights() and not tower.loaded:
         raise Unsupported(f"load format {vllm_config.load_config.load_format} does not show the vision weights")
-    try:
-        arena = Arena.open(address)
-        copies = DeviceCopies(arena, place.row, runner.device)
-    except (ArenaUnusable, Unpinnable) as error:
-        raise Unsupported(str(error)) from error
-    rank = RankFeatures(tower, copies, arena.board[place.row : place.row + 1], is_alone=len(arena.board) == 1)
+    rank = _rank_features(tower, address, place.row, runner.device)
+    setattr(runner, RANK_FEATURES, rank)
+    weakref.finalize(runner, rank.close)
+    if hasattr(runner, "ec_connector"):  # V2
+        runner.ec_connector = Connector(rank, runner.encoder_cache, runner.ec_connector)
     rank.know_weights()
     global _maker
     _maker = PixelMaker(vllm_config.model_config)
     guard_positions(model, vllm_config.model_config)
-    setattr(runner, RANK_FEATURES, rank)
-    if hasattr(runner, "ec_connector"):  # V2
-        runner.ec_connector = Connector(rank, runner.encoder_cache)
-    weakref.finalize(runner, rank.close)
     logger.info("mmcache: vision tower tried and its weights known in %.0f ms", 1000 * (time.perf_counter() - start))
     facts = {"width": kind.width, "sample": kind.sample, **facts_of(vllm_config, runner.device)}
     return {"row": place.row, **facts, **_of_videos(vllm_config, model, tower, runner.device, kind)}
+
+
+def _rank_features(tower: Tower, address: str, row: int, device: torch.device) -> RankFeatures:
+    """Raises: Unsupported, with nothing left open."""
+    try:
+        arena = Arena.open(address)
+    except ArenaUnusable as error:
+        raise Unsupported(str(error)) from error
+    try:
+        copies = DeviceCopies(arena, row, device)
+    except Unpinnable as error:
+        arena.close()
+        raise Unsupported(str(error)) from error
+    return RankFeatures(tower, copies, arena.board[row : row + 1], is_alone=len(arena.board) == 1)
+
+
+def close_on_rank(worker: Any) -> None:
+    """There is no store on this rank, or none any more: its threads end, and its memory and connector are let go.
+
+    The one way to close a store in a rank, for one that was refused at start as for one that is switched off later,
+    also again; engine.hooks.close_store is that of the engine. Between two steps. A rank that was told of steps goes
+    on to look at the rows of images that come without their pixels; of another one nothing is left. Model runner's
+    thread.
+    """
+    runner = worker.model_runner
+    rank = rank_features_of(worker)
+    if rank is None:
+        return
+    rank.close()
+    if rank.has_served:
+        return
+    delattr(runner, RANK_FEATURES)
+    if isinstance(connector := getattr(runner, "ec_connector", None), Connector):
+        runner.ec_connector = connector.replaced
 
 
 def _of_videos(
