@@ -53,7 +53,7 @@ def threads() -> list[str]:
 def all_ended() -> bool:
     for one in threading.enumerate():
         if one.name in threads():
-            one.join(LONG_S)
+            one.join(10)
     return not threads()
 
 

@@ -42,7 +42,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         self.store = store
         self.ranks = ranks
         self.is_closed = False
-        """Whether nothing is taken or kept any more, and it is here for the pixels of images that come without alone."""
+        """Whether nothing is taken or kept any more; images that come without their pixels still get them."""
         self._arena = arena
         self.copying = TransferTracker(store, arena, ranks)
         # A drafter that is ahead by some tokens needs the images there.

@@ -43,6 +43,7 @@ class Fingerprints:
         self._settled = -1  # the last generation that needs no reading any more: it was read, or could not be
         self._fingerprint = ""
         self._num_changes = 0  # going on now
+        self._is_updating = False  # which is one of them
         self._is_away = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -93,16 +94,36 @@ class Fingerprints:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Weights are written within: nothing is read meanwhile, and they are unknown from the start and at the end."""
+        self._begin_change()
+        try:
+            yield
+        finally:
+            self._end_change()
+
+    def begin_update(self) -> None:
+        """Weights are written in parts from now on, all of which are one change, to `end_update`; also again."""
+        with self._condition:
+            is_new, self._is_updating = not self._is_updating, True
+        if is_new:
+            self._begin_change()
+
+    def end_update(self) -> None:
+        """All parts are written, and weights are whole again; nothing where no update was begun."""
+        with self._condition:
+            was_updating, self._is_updating = self._is_updating, False
+        if was_updating:
+            self._end_change()
+
+    def _begin_change(self) -> None:
         with self._condition:
             self._num_changes += 1
             self.mark_unknown()
             self._until_let_go()
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._num_changes -= 1
-                self.mark_unknown()
+
+    def _end_change(self) -> None:
+        with self._condition:
+            self._num_changes -= 1
+            self.mark_unknown()
 
     def pause(self) -> None:
         """The memory of the weights goes away: returns when nobody reads it, and nobody does until `resume`."""
