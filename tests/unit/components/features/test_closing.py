@@ -5,6 +5,7 @@ In the engine by hooks.close_store, in a rank by opening.close_on_rank.
 """
 
 import gc
+import logging
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -29,9 +30,10 @@ from vllm_mmcache.components.features.worker import opening
 from vllm_mmcache.components.features.worker.opening import RANK_FEATURES, close_on_rank
 from vllm_mmcache.components.features.worker.tower import Tower
 from vllm_mmcache.components.features.worker.vllm_connector import Connector as RankConnector
-from vllm_mmcache.components.features.worker.vllm_probe import FeatureFormat
+from vllm_mmcache.components.features.worker.vllm_probe import FeatureFormat, Unsupported
 from vllm_mmcache.lifecycle import rank_sync
 
+MADE = {"image": "small", "video": ""}
 TOLD = [{"row": 0, **FACTS}, {"row": 1, **FACTS}]
 
 
@@ -162,15 +164,17 @@ def worker(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(opening, "place_of", lambda config: place)
     monkeypatch.setattr(opening, "probe", lambda *args: FeatureFormat(SHAPE.width, "sample"))
     monkeypatch.setattr(opening, "facts_of", lambda *args: FACTS)
-    monkeypatch.setattr(opening, "_of_videos", lambda *args: {})
+    monkeypatch.setattr(opening, "_inputs", lambda config, model: {"image": SimpleNamespace(digest=lambda: "small")})
     monkeypatch.setattr(opening, "guard_positions", lambda *args: None)
-    return SimpleNamespace(vllm_config=SimpleNamespace(model_config=None), model_runner=Runner(), rank=0)
+    made = SimpleNamespace(vllm_config=SimpleNamespace(model_config=None), model_runner=Runner(), rank=0)
+    assert opening.look_at(made) == MADE
+    return made
 
 
 @pytest.mark.usefixtures("nothing_runs")
 def test_a_rank_that_has_not_served(engine: Engine, worker: Any) -> None:
     runner = worker.model_runner
-    assert opening.open_on_rank(worker, engine.arena.address)["row"] == 0
+    assert opening.open_on_rank(worker, engine.arena.address, ["image"])["row"] == 0
     assert isinstance(runner.ec_connector, RankConnector)
     assert engine.ranks.generation() == 1
     inodes = open_files()
@@ -197,7 +201,7 @@ def test_a_rank_that_fails_half_way(engine: Engine, worker: Any, late: str, monk
         monkeypatch.setattr(opening.RankFeatures, "know_weights", fails)
     else:
         monkeypatch.setattr(opening, "PixelMaker", fails)
-    assert opening.open_on_rank(worker, engine.arena.address) == {}
+    assert opening.open_on_rank(worker, engine.arena.address, ["image"]) == {}
     assert worker.model_runner.ec_connector is worker.model_runner.stock
     assert getattr(worker.model_runner, RANK_FEATURES, None) is None
     assert all_ended()
@@ -206,7 +210,7 @@ def test_a_rank_that_fails_half_way(engine: Engine, worker: Any, late: str, monk
 @pytest.mark.usefixtures("nothing_runs")
 def test_a_rank_that_serves(engine: Engine, worker: Any) -> None:
     """Nothing is taken or kept any more, and rows of images that come without their pixels are looked at as before."""
-    opening.open_on_rank(worker, engine.arena.address)
+    opening.open_on_rank(worker, engine.arena.address, ["image"])
     rank = getattr(worker.model_runner, RANK_FEATURES)
     given = torch.zeros(SHAPE.num_tokens, SHAPE.width, dtype=torch.bfloat16)
     kept = []
@@ -229,28 +233,97 @@ def test_a_rank_that_serves(engine: Engine, worker: Any) -> None:
     assert all_ended()
 
 
+class TwoRanks:
+    """An executor: this process is rank 0, and the answers of rank 1 are given."""
+
+    def __init__(self, worker: Any, *answers: tuple[State, Any]) -> None:
+        for role in ("engine", "worker"):
+            status.begin(role)
+            status.put(role, "features", ON)
+        self.worker = worker
+        self.answers = iter(answers)
+        self.opened: list[bool] = []
+
+    def collective_rpc(self, question: Any) -> list[Any]:
+        answer = question(self.worker)
+        self.opened.append(isinstance(self.worker.model_runner.ec_connector, RankConnector))
+        state, features = next(self.answers)
+        return [answer, (1, {**rank_sync.as_plain_data({"features": state}), "features": features})]
+
+
+OFF = State("off", "a reason")
+TOLD_OFF = State("off", "a reason (worker 1)")
+
+
 @pytest.mark.usefixtures("no_role", "nothing_runs")
 def test_what_the_ranks_agree_on_closes_it_in_each(before: set[int], engine: Engine, worker: Any) -> None:
-    """This process is the engine and rank 0, which has opened its store; rank 1 could not."""
-    for role in ("engine", "worker"):
-        status.begin(role)
-        status.put(role, "features", ON)
-    opened = []
-
-    class Executor:
-        def collective_rpc(self, question: Any) -> list[Any]:
-            answer = question(worker)
-            opened.append(isinstance(worker.model_runner.ec_connector, RankConnector))
-            state = ON if len(opened) == 1 else State("off", "a reason")
-            return [answer, (1, rank_sync.as_plain_data({"features": state}) | {"features": {}})]
-
-    config = Config()
-    rank_sync.synchronize(Executor(), config)
-    assert opened == [False, True, False]
-    assert status.of("worker")["features"] == State("off", "a reason (worker 1)") == status.of("engine")["features"]
+    """Rank 0 has opened its store, and rank 1 could not."""
+    executor, config = TwoRanks(worker, (ON, MADE), (OFF, {}), (OFF, {})), Config()
+    rank_sync.synchronize(executor, config)
+    assert executor.opened == [False, True, False]
+    assert status.of("worker")["features"] == TOLD_OFF == status.of("engine")["features"]
     assert worker.model_runner.ec_connector is worker.model_runner.stock
     assert not any(id(config) in table for table in (hooks._prepared, hooks._opened, hooks._connectors))
     assert all_ended()
     engine.close()
     engine.ranks.close()
     assert not open_files() - before
+
+
+@pytest.mark.usefixtures("no_role", "nothing_runs")
+@pytest.mark.parametrize(
+    ("answers", "said", "tried"),
+    [
+        ([(OFF, {}), (OFF, {}), (OFF, {})], TOLD_OFF.reason, []),
+        ([(ON, MADE | {"image": "others"})] + [(ON, {})] * 2 + [(OFF, {})], "would be tried with is not the same", []),
+        ([(ON, MADE), (ON, {"row": 1, **FACTS}), (ON, {}), (OFF, {})], "what the vision tower makes", ["image"]),
+        ([(ON, MADE | {"video": "clip"}), (ON, {"row": 1, **FACTS})] + [(OFF, {})] * 2, "tower makes", ["image"]),
+    ],
+    ids=["one can't make it", "they have made other images", "alike", "one can't make videos"],
+)
+def test_towers_are_tried_only_with_what_all_ranks_have(
+    worker: Any, answers: list[Any], said: str, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their ranks would wait for each other for ever. The control is where they are alike.
+
+    The store is refused there, too, because of what rank 1 says of its features.
+    """
+    runs: list[str] = []
+
+    def probe(*args: Any) -> FeatureFormat:
+        (modality,) = [name for name, one in made.items() if one is args[4]]
+        runs.append(modality)
+        return FeatureFormat(SHAPE.width, "sample")
+
+    made = {name: SimpleNamespace(digest=lambda name=name: MADE[name] or "a clip") for name in MADE}
+    monkeypatch.setattr(worker.model_runner, opening._TRIAL, made)
+    monkeypatch.setattr(opening, "probe", probe)
+    config = Config()
+    rank_sync.synchronize(TwoRanks(worker, *answers), config)
+    assert said in status.of("engine")["features"].reason
+    assert runs == tried
+    assert not hasattr(worker.model_runner, opening._TRIAL)
+    assert all_ended()
+
+
+def test_what_can_t_be_made_is_said_before_the_tower_runs(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """An image that can't keeps all off, a video that can't keeps videos off."""
+    log.set_level(logging.INFO, "vllm.mmcache")
+    failing: set[str] = set()
+
+    def fails(config: Any, model: Any, modality: str) -> Any:
+        if modality in failing:
+            raise OSError(f"no {modality}, says a test")
+        return modality
+
+    monkeypatch.setattr(opening, "takes", lambda config, modality: True)
+    monkeypatch.setattr(opening, "trial_inputs", fails)
+    assert list(opening._inputs(None, Model())) == ["image", "video"]
+    failing.add("video")
+    assert list(opening._inputs(None, Model())) == ["image"]
+    assert "no video, says a test" in log.text
+    failing.add("image")
+    with pytest.raises(Unsupported, match=r"Model could not be tried with two images: no image, says a test"):
+        opening._inputs(None, Model())

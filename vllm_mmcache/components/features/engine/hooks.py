@@ -53,6 +53,19 @@ def prepare(vllm_config: Any) -> str:
     return arena.address
 
 
+def agree_on_trial(told: Iterable[Mapping[str, str]]) -> tuple[str, ...]:
+    """The modalities that all ranks can try their towers with, by what `opening.look_at` gave in each that encodes.
+
+    Raises: StoreUnusable where images are not among them, or not the same in all: their towers wait for each other.
+    """
+    digests = {modality: {one[modality] for one in told} for modality in ("image", "video")}
+    if len(digests["image"]) != 1:
+        raise StoreUnusable("what the vision tower would be tried with is not the same in all ranks")
+    if len(digests["video"]) != 1:
+        logger.info("mmcache: no features of videos are kept: they could not be tried alike in all ranks")
+    return tuple(modality for modality, found in digests.items() if len(found) == 1 and all(found))
+
+
 def open_store(vllm_config: Any, told: Iterable[Mapping[str, Any]]) -> None:
     """Open the store of an engine, with what its ranks told of themselves. Raises: StoreUnusable, SettingsError.
 
