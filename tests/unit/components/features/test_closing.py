@@ -28,6 +28,7 @@ from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES
 from vllm_mmcache.components.features.message import Message
 from vllm_mmcache.components.features.worker import opening
 from vllm_mmcache.components.features.worker.opening import RANK_FEATURES, close_on_rank
+from vllm_mmcache.components.features.worker.rank import RankFeatures
 from vllm_mmcache.components.features.worker.tower import Tower
 from vllm_mmcache.components.features.worker.vllm_connector import Connector as RankConnector
 from vllm_mmcache.components.features.worker.vllm_probe import FeatureFormat, Unsupported
@@ -101,7 +102,7 @@ def test_a_store_that_serves(monkeypatch: pytest.MonkeyPatch, before: set[int]) 
     beside, maker, config = Beside(), Maker(monkeypatch), Config()
     beside.connector._trusts_names = True
     hooks._connectors[id(config)] = beside.connector
-    beside.scheduler.vllm_config = config
+    monkeypatch.setattr(beside.scheduler, "vllm_config", config, raising=False)
     beside.know()
     beside.keep(beside.arrives(0), 0)
     beside.store.ram.clear()
@@ -198,7 +199,7 @@ def test_a_rank_that_fails_half_way(engine: Engine, worker: Any, late: str, monk
         raise RuntimeError("not on this rank, says a test")
 
     if late == "the weights":
-        monkeypatch.setattr(opening.RankFeatures, "know_weights", fails)
+        monkeypatch.setattr(RankFeatures, "know_weights", fails)
     else:
         monkeypatch.setattr(opening, "PixelMaker", fails)
     assert opening.open_on_rank(worker, engine.arena.address, ["image"]) == {}

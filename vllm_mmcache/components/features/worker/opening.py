@@ -159,7 +159,7 @@ def close_on_rank(worker: Any) -> None:
     if hasattr(runner, _TRIAL):
         delattr(runner, _TRIAL)
     rank = rank_features_of(worker)
-    if rank is None:
+    if runner is None or rank is None:
         return
     rank.close()
     if rank.has_served:
