@@ -34,7 +34,8 @@ test: $(STAMP)  ## the tests on model runner V1, then on V2 those of engines; AR
 	@scripts/find_programs
 	@TEST_PARTS=1 $(BIN)/python -m pytest $(WORKERS) $(ARGS); v1=$$?; \
 	TEST_ENGINE=v2-async $(BIN)/python -m pytest $(WORKERS) $(ARGS); v2=$$?; \
-	test $$v1 = 0 && test $$v2 = 0
+	TEST_ENGINE=v2 $(BIN)/python -m pytest $(WORKERS) $(ARGS); sync=$$?; \
+	test $$v1 = 0 && test $$v2 = 0 && test $$sync = 0
 
 test-fast: $(STAMP)  ## the tests that start no process or engine and are not marked slow (about a minute on two cores)
 	@$(BIN)/python -m pytest -m fast --ignore tests/engine --numprocesses 0 $(ARGS)
