@@ -13,7 +13,7 @@ WORKERS ?= --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 VLLM_PYTHON ?= $(if $(filter file,$(origin PYTHON)),python3,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast coverage matrix lint families-page check-upstream upstream-tests gpu-check gpu-ship docker-steps settings-page bench soak chaos bench-gemma3 bench-features bench-table clean
+.PHONY: help venv demo test test-fast test-033 coverage matrix lint families-page check-upstream upstream-tests gpu-check gpu-ship docker-steps settings-page bench soak chaos bench-gemma3 bench-features bench-table clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,10 +34,15 @@ test: $(STAMP)  ## the tests on model runner V1, then on V2 those of engines; AR
 	@scripts/find_programs
 	@TEST_PARTS=1 $(BIN)/python -m pytest $(WORKERS) $(ARGS); v1=$$?; \
 	TEST_ENGINE=v2-async $(BIN)/python -m pytest $(WORKERS) $(ARGS); v2=$$?; \
-	test $$v1 = 0 && test $$v2 = 0
+	TEST_ENGINE=v2 $(BIN)/python -m pytest $(WORKERS) $(ARGS); sync=$$?; \
+	test $$v1 = 0 && test $$v2 = 0 && test $$sync = 0
 
 test-fast: $(STAMP)  ## the tests that start no process or engine and are not marked slow (about a minute on two cores)
 	@$(BIN)/python -m pytest -m fast --ignore tests/engine --numprocesses 0 $(ARGS)
+
+# Those that need no engine: making the environment takes 5 to 8 minutes on two cores, which leaves no time for more.
+test-033: $(STAMP) $(STAMP_033)  ## the fast tests of modules on vLLM 0.33's Python (8 to 10 minutes with its environment)
+	@$(VENV)-0.33/bin/python -m pytest -m fast --numprocesses 0 $(or $(ARGS),tests/unit)
 
 coverage: $(STAMP)  ## branches of the package that the tests without an engine run; ARGS=tests for all tests, or some
 	@mkdir -p .artifacts/coverage

@@ -2,9 +2,10 @@
 """The engine pool of the tests in engine/, the size of property tests, and an order that starts each engine once.
 
 A run is about one engine configuration (support/engine_configuration.py). On V1, vLLM's own choice here, it is all
-tests; on another it is those marked `any_engine`, and with TEST_MATRIX=1 all that start an engine. `make test` runs
-both, and with TEST_PARTS=1 the one on V1 leaves to V2 what is marked so, unless it is marked `every_engine`, too. Tests
-marked `interpreter` run Triton's kernels: on V2 all of them, on V1 none, where nothing interprets Triton.
+tests; on V2 with async scheduling it is those marked `any_engine`, on V2 without it those that support/synchronous.py
+lists, and with TEST_MATRIX=1 all that start an engine. `make test` runs all three, and with TEST_PARTS=1 the one on V1
+leaves to V2 what is marked `any_engine`, unless it is marked `every_engine`, too. Tests marked `interpreter` run
+Triton's kernels: on V2 with async scheduling all of them, on V1 none, where nothing interprets Triton.
 
 The fast lane (`make test-fast`, -m fast) is what needs no process and no seconds: all tests but those marked `engine`,
 `gpu`, `interpreter`, `process` or `slow` and those whose fixtures start a program. A fast test that starts a process or
@@ -35,6 +36,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.engine_configuration import CHOSEN
 from tests.support.no_processes import no_processes
 from tests.support.sizes import LARGER_FAMILIES, WHOLE, larger, scaled
+from tests.support.synchronous import is_synchronous
 
 if TYPE_CHECKING:
     from mmcache_tools.harness.engines import EnginePool
@@ -164,6 +166,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark what is fast, and say to pytest-xdist which tests go to one worker; a folder's conftest may have said so."""
     if is_fast(item):
         item.add_marker(pytest.mark.fast)
+    if is_synchronous(item.nodeid):
+        item.add_marker(pytest.mark.synchronous)
     engine = engine_of(item)
     if engine:
         item.add_marker(pytest.mark.xdist_group(f"engine-{zlib.crc32(engine.encode()):x}"))
@@ -177,12 +181,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     So two workers end at about the same time.
     """
-    marker = "engine" if WHOLE else "any_engine"
+    part = "any_engine" if CHOSEN.is_async else "synchronous"
+    marker = "engine" if WHOLE else part
     left_to_v2 = os.environ.get("TEST_PARTS") == "1"
 
     def belongs(item: pytest.Item) -> bool:
         if item.get_closest_marker("interpreter") is not None:
-            return CHOSEN.runner == 2
+            return CHOSEN.is_async
         if CHOSEN.runner == 1:
             on_both = item.get_closest_marker("every_engine") is not None
             return not left_to_v2 or on_both or item.get_closest_marker("any_engine") is None

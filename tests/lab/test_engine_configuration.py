@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make test` runs on model runner V2 with async scheduling is there, and reaches other processes."""
+"""What `make test` runs on model runner V2, with async scheduling and without, is there and reaches other processes."""
 
 import os
 import subprocess
@@ -11,6 +11,8 @@ from mmcache_tools.zoo import FIRST_FAMILIES
 
 from tests.engine.exactness.test_exactness import CROSSING
 from tests.support.engine_configuration import CHOSEN
+from tests.support.synchronous import FAMILIES, SYNCHRONOUS, is_synchronous
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 
 pytestmark = pytest.mark.process
 
@@ -37,6 +39,34 @@ def test_the_second_run_has_all_first_families_and_crosses_each_cache() -> None:
     for scenario in CROSSING:
         assert any(f"-{scenario.__name__}]" in test for test in found)
     assert not any("test_families" in test for test in found)
+
+
+def test_the_third_run_has_each_family_and_each_component_of_the_engine() -> None:
+    """On V2 with synchronous scheduling: what is listed for it is there, all of it and nothing else."""
+    listed = [node for nodes in SYNCHRONOUS.values() for node in nodes]
+    assert set(SYNCHRONOUS) == {"exactness", *ENGINE_COMPONENTS}
+    assert FAMILIES == FIRST_FAMILIES
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/engine"],
+        env=os.environ | {"TEST_ENGINE": "v2", "TEST_MATRIX": ""},
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [line for line in done.stdout.splitlines() if "::" in line]
+    assert all(any(test.startswith(node) for test in found) for node in listed)
+    assert all(is_synchronous(test) for test in found)
+
+
+def test_what_is_not_listed_is_left_to_other_runs() -> None:
+    """A test's whole name counts, but where the list has a file."""
+    (node, *_), (file,) = SYNCHRONOUS["block_keys"], SYNCHRONOUS["metrics"]
+    assert is_synchronous(node)
+    assert is_synchronous(f"{file}test_new")
+    assert not is_synchronous(f"{node[:-1]}-more]")
+    assert not is_synchronous(file.removesuffix("::"))
 
 
 def test_variables_reach_another_process() -> None:

@@ -9,8 +9,8 @@ may be without us. What was found goes to the API servers with the engine's read
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -33,6 +33,19 @@ PlainStates = dict[str, Any]
 """What a process says as plain data: version, and components: component -> [state, reason]."""
 
 
+class Trial(NamedTuple):
+    """What the ranks begin together when all can: they open the arena and try their towers."""
+
+    arena: str
+    """The address of what they share with the engine."""
+    modalities: tuple[str, ...]
+    """That their towers are tried with."""
+
+
+NOT_YET = Trial("", ())
+"""Each looks by itself whether it could, and makes what it needs for it."""
+
+
 hook = Hooks(
     "report",
     "engine",
@@ -46,25 +59,26 @@ def synchronize(executor: Any, vllm_config: Any) -> None:
     """
     if vllm_config.parallel_config.node_rank_within_dp > 0:
         return  # the leader asks the workers of this node, too
-    _settle(executor, "")
-    arena = _prepare(vllm_config)
-    found, features = _settle(executor, arena)
-    if arena and not _open(vllm_config, features):
-        found, _ = _settle(executor, "")
+    _, made = _settle(executor, NOT_YET)
+    trial = _prepare(vllm_config, made)
+    found, features = _settle(executor, trial)
+    if trial.arena and not _open(vllm_config, features):
+        found, _ = _settle(executor, NOT_YET)  # and every rank closes what it has opened
     setattr(executor, _WORKERS, found)
 
 
-def _prepare(vllm_config: Any) -> str:
-    """The address of what the ranks shall share with the engine; empty where features are not kept."""
+def _prepare(vllm_config: Any, made: Sequence[Mapping[str, Any]]) -> Trial:
+    """What the ranks shall begin together; nothing where features are not kept. made: what look_at gave in each."""
     if not status.is_on("features"):
-        return ""
+        return NOT_YET
     from vllm_mmcache.components.features.engine import hooks
 
     try:
-        return hooks.prepare(vllm_config)
+        return Trial(hooks.prepare(vllm_config), hooks.agree_on_trial(made))
     except MMCacheError as error:
         status.put("engine", "features", State("off", str(error)))
-        return ""
+        hooks.close_store(vllm_config)
+        return NOT_YET
 
 
 def _open(vllm_config: Any, told: Iterable[Mapping[str, Any]]) -> bool:
@@ -72,7 +86,7 @@ def _open(vllm_config: Any, told: Iterable[Mapping[str, Any]]) -> bool:
     from vllm_mmcache.components.features.engine import hooks
 
     if not status.is_on("features"):
-        hooks.forget(vllm_config)
+        hooks.close_store(vllm_config)
         return True
     try:
         hooks.open_store(vllm_config, told)
@@ -82,9 +96,9 @@ def _open(vllm_config: Any, told: Iterable[Mapping[str, Any]]) -> bool:
     return True
 
 
-def _settle(executor: Any, arena: str) -> tuple[dict[int, dict[str, State]], list[Mapping[str, Any]]]:
+def _settle(executor: Any, trial: Trial) -> tuple[dict[int, dict[str, State]], list[Mapping[str, Any]]]:
     """Ask all workers, and switch off in all what is off in one. Returns the states by rank, and what told features."""
-    found, features = _ask(executor, {}, arena)
+    found, features = _ask(executor, {}, trial)
     off = {}
     for component in dict.fromkeys([*parts("engine"), *parts("worker")]):
         places = [(f"worker {rank}", states[component]) for rank, states in found.items() if component in states]
@@ -99,7 +113,7 @@ def _settle(executor: Any, arena: str) -> tuple[dict[int, dict[str, State]], lis
         logger.warning(
             "mmcache: off in all ranks: %s", "; ".join(f"{component}: {off[component]}" for component in some)
         )
-        found, _ = _ask(executor, off, "")
+        found, _ = _ask(executor, off, NOT_YET)
     return found, features
 
 
@@ -149,11 +163,11 @@ def of_engine(engine_core: Any) -> dict[str, PlainStates]:
     return {process: as_plain_data(states) for process, states in processes.items()}
 
 
-def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> PlainStates:
+def of_worker(worker: Any, off: Mapping[str, str], arena: str, modalities: Sequence[str]) -> PlainStates:
     """What is told of this worker, after the components named were switched off. Worker process, asked by the engine.
 
-    arena: address of what it shares with the engine. With one, all ranks have the same components, so what they do
-    together can begin; until then each looks by itself.
+    arena: address of what it shares with the engine. With one, all ranks have the same components, and what to try
+    their towers with in these modalities, so what they do together can begin; until then each looks by itself.
     """
     for component, reason in off.items():
         if component in status.of("worker") and status.of("worker")[component].state != "unneeded":
@@ -161,7 +175,7 @@ def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> PlainStates:
     if "features" in off:
         from vllm_mmcache.components.features.worker import opening
 
-        opening.stop_keeping(worker)
+        opening.close_on_rank(worker)
     if status.of("worker").get("inner_checkpoints") == ON:
         from vllm_mmcache.components.inner_checkpoints import hooks_worker
 
@@ -170,10 +184,7 @@ def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> PlainStates:
     if status.is_on("features"):
         from vllm_mmcache.components.features.worker import opening
 
-        if arena:
-            features = opening.open_on_rank(worker, arena)
-        else:
-            opening.look_at(worker)
+        features = opening.open_on_rank(worker, arena, modalities) if arena else opening.look_at(worker)
     return {**as_plain_data(status.of("worker")), "features": features}
 
 
@@ -194,18 +205,20 @@ def read(said: PlainStates | None, parts: Mapping[str, Any]) -> dict[str, State]
 
 
 def _ask(
-    executor: Any, off: Mapping[str, str], arena: str
+    executor: Any, off: Mapping[str, str], trial: Trial
 ) -> tuple[dict[int, dict[str, State]], list[Mapping[str, Any]]]:
-    answers = executor.collective_rpc(_question(dict(off), arena))
+    answers = executor.collective_rpc(_question(dict(off), trial.arena, trial.modalities))
     states = {rank: read(said, parts("worker")) for rank, said in answers}
     return states, [said["features"] for _, said in answers if said is not None and said.get("features")]
 
 
-def _question(off: dict[str, str], arena: str) -> Callable[[Any], tuple[int, PlainStates | None]]:
+def _question(
+    off: dict[str, str], arena: str, modalities: tuple[str, ...]
+) -> Callable[[Any], tuple[int, PlainStates | None]]:
     def question(wrapper: Any) -> tuple[int, PlainStates | None]:  # of a function: so it is pickled by value
         ours: Any = sys.modules.get("vllm_mmcache.lifecycle.rank_sync")
         is_ours = ours is not None and ours.status.of("worker")
         worker = getattr(wrapper, "worker", wrapper)
-        return worker.rank, ours.of_worker(worker, off, arena) if is_ours else None
+        return worker.rank, ours.of_worker(worker, off, arena, modalities) if is_ours else None
 
     return question

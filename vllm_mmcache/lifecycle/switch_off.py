@@ -70,10 +70,9 @@ def _announce(engine_core: Any) -> None:
 
 
 def _close_features(engine_core: Any) -> None:
-    from vllm_mmcache.components.features.engine.hooks import connector_of
+    from vllm_mmcache.components.features.engine.hooks import close_store
 
-    if (connector := connector_of(engine_core.scheduler)) is not None:
-        connector.stop_keeping()
+    close_store(engine_core.vllm_config, writes=False)
 
 
 def _give_back_hasher(engine_core: Any) -> None:

@@ -138,16 +138,19 @@ class Trial:
         ]
         if not suspects:
             return
-        for number, component in enumerate([*suspects, ""]):
+        for number in range(len(suspects) + 1):
             with self._trying(*suspects):
-                wrong = self._wrong_hits(first, second, other, cold, f"{number}")
-                if not wrong:
+                component, wrong = self._wrong_hit(first, second, other, cold, f"{number}")
+                suspect = next((one for one in (component, *suspects) if one and self._is_tried(one)), "")
+                if not wrong or not suspect:
                     return
-                if component:
-                    self._differs(component, wrong)
+                self._differs(suspect, wrong)
 
-    def _wrong_hits(self, first: Prompt, second: Prompt, other: Prompt, cold: Reply, name: str) -> str:
-        """What of the answers on cached prefixes is wrong; empty where they are right, and components pass."""
+    def _wrong_hit(self, first: Prompt, second: Prompt, other: Prompt, cold: Reply, name: str) -> tuple[str, str]:
+        """Which component made an answer on a cached prefix wrong, and what is wrong; components pass without any.
+
+        The component is empty where it may be of several.
+        """
         engine = self._engine
         salt, pictures = self._warm = engine.salt(f"warm {name}"), f"warm {name}"
         with engine.every_checkpoint_pays():
@@ -155,7 +158,7 @@ class Trial:
             hits = [(prompt, engine.ask(prompt, salt, pictures)) for prompt in (second, other)]
         kept = {*before.stops, *before.cuts}
         if hits[1][1].num_cached_tokens > other.start(1):
-            return "a question about another picture was a hit on the first one's blocks"
+            return "block_keys", "a question about another picture was a hit on the blocks of the first one"
         answers = []
         for prompt, hit in hits:
             cached = hit.num_cached_tokens
@@ -167,12 +170,13 @@ class Trial:
             answers.append((alike, hit))
             if (far := distance.between(alike, hit)) > self._bound:
                 return (
-                    f"an answer on {cached} cached tokens is {far:.2g} from the cold one; {self._bound:.2g} is allowed"
+                    "",
+                    f"an answer on {cached} cached tokens is {far:.2g} from a cold one, allowed {self._bound:.2g}",
                 )
         for component in ("inner_checkpoints", "image_checkpoints", "block_keys"):
             if self._is_tried(component):
                 self._passed_if_used(component, before, [hit for _, hit in hits], cold, answers)
-        return ""
+        return "", ""
 
     def _passed_if_used(
         self, component: str, before: Reply, hits: Sequence[Reply], cold: Reply, answers: Sequence[tuple[Reply, Reply]]

@@ -137,7 +137,7 @@ FEATURES = (
     ),
     Feature(
         "pooling", "pooling models", family="qwen3-vl", engine={"runner": "pooling", "convert": "embed"}, way="pooled",
-        note="V2 schedules these models synchronously, and no component is proven there.",
+        note="V2 schedules these models synchronously.",
     ),
     Feature("priority", "priority scheduling", engine={"scheduling_policy": "priority"}, way="with_priority"),
     Feature(

@@ -9,7 +9,7 @@ import torch
 from mmcache_tools.harness.engines import EngineConfig, EnginePool
 
 from vllm_mmcache.components.features.worker.tower import Tower
-from vllm_mmcache.components.features.worker.vllm_probe import Unsupported, probe
+from vllm_mmcache.components.features.worker.vllm_probe import Unsupported, probe, trial_inputs
 
 CONFIG = EngineConfig("qwen3-vl")
 
@@ -54,7 +54,8 @@ def test_the_probe(
 ) -> None:
     rig = pool.get(config)
     model, vllm_config = rig.runner.get_model(), rig.llm.llm_engine.vllm_config
-    assert probe(vllm_config, model, Tower(model), rig.runner.device).width == 512
+    trial = vllm_config, model, Tower(model), rig.runner.device, trial_inputs(vllm_config, model, "image")
+    assert probe(*trial).width == 512
     monkeypatch.setattr(model, "embed_multimodal", spoil(model.embed_multimodal, model), raising=False)
     with pytest.raises(Unsupported, match=said):
-        probe(vllm_config, model, Tower(model), rig.runner.device)
+        probe(*trial)

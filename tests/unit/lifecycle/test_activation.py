@@ -19,7 +19,7 @@ from vllm_mmcache.base.status import ON, State
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle import activation, config_rules, tested_engines, user_proofs
 from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, COMPONENTS, parts
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Row, Served
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Engine, Row, Served
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_installed", "no_role")
 
@@ -130,6 +130,9 @@ def test_what_is_ignored_of_the_users_proofs_is_said(
         activation.activate("api", configurations["gemma3"])
         return " ".join(record.getMessage() for record in caplog.records if is_warning(record))
 
+    here = activation.engine_here(configurations["gemma3"])
+    engine = Engine(here.vllm, here.platform, here.runner, here.scheduling)
+    monkeypatch.setattr(tested_engines, "TABLE", [Row(engine, ENGINE_COMPONENTS, "a test")])
     assert said() == ""
     place = user_proofs.ProofScope.of(configurations["gemma3"])
     user_proofs.add(replace(place, vllm="0.31.0"), ["features"], "a test", [])

@@ -29,7 +29,7 @@ def test_a_rank_is_told_what_is_off_in_another_one() -> None:
             other = rank_sync.as_plain_data({"metrics": OFF, "features": NOTHING})
             return [question(SimpleNamespace(rank=0)), (1, other)]
 
-    found, _ = rank_sync._settle(Executor(), "")
+    found, _ = rank_sync._settle(Executor(), rank_sync.NOT_YET)
     assert len(asked) == 2
     told = State("off", "a reason (worker 1)")
     assert status.of("worker")["metrics"] == told == status.of("engine")["metrics"] == found[0]["metrics"]

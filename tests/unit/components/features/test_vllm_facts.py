@@ -84,12 +84,12 @@ def test_model_runners() -> None:
 def test_a_store_that_can_t_be_opened_is_off(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is served without it, and the report says why."""
 
-    def fail(worker: Any, address: str) -> None:
+    def fail(worker: Any, address: str, modalities: list[str]) -> None:
         raise error
 
     monkeypatch.setattr(opening, "_open", fail)
     status.begin("worker")
     status.put("worker", "features", status.ON)
-    assert opening.open_on_rank(SimpleNamespace(model_runner=SimpleNamespace()), "an address") == {}
+    assert opening.open_on_rank(SimpleNamespace(model_runner=SimpleNamespace()), "an address", []) == {}
     assert status.of("worker")["features"] == status.State("off", said)
     assert not status.is_on("features")

@@ -64,6 +64,11 @@ class WantedImage:
         """Of its tokens in the prompt, exclusive."""
         return int(self.feature.mm_position.offset + self.feature.mm_position.length)
 
+    def give_up(self) -> None:
+        """Its features are not kept any more: it is here for its pixels alone. The caller has released `held`."""
+        self.is_kept, self.identifier, self.pixels = False, "", None
+        self.fetch = self.held = self.until = None
+
     def begin_anew(self) -> None:
         """It is to be computed once more: what was found may have gone, and the wait for it begins again."""
         if self.fetch is not None and self.fetch.is_done:

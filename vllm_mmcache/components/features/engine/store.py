@@ -222,11 +222,13 @@ class Store:
         return all(flushed)
 
     def close(self, timeout_s: float = EXIT_S) -> bool:
-        """Flush, and end the threads, within about `timeout_s`. Returns what `flush` did."""
+        """Flush, end the threads, and forget what is in RAM, within about `timeout_s`. Returns what `flush` did."""
         for readers in self._readers.values():
             readers.close()
         deadline = monotonic() + timeout_s
         closed = [writer.close(max(0.1, deadline - monotonic())) for writer in self._writers.values()]
+        self.ram.clear()
+        self.costs = CostModel(lambda num_tokens: None, None)  # the tower's lie in the arena
         return all(closed)
 
     def counts(self) -> dict[str, dict[str, float]]:

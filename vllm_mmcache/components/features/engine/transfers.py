@@ -10,8 +10,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from vllm_mmcache.base import background
-from vllm_mmcache.components.features.arena import Arena
+from vllm_mmcache.components.features.arena import BOARD, Arena
 from vllm_mmcache.components.features.engine.ram_tier import Slot
 from vllm_mmcache.components.features.engine.store import Store
 from vllm_mmcache.components.features.identity import Identity
@@ -76,6 +78,10 @@ class Ranks:
     def loaded(self) -> int:
         """Number of the last load that every rank is done with; 0 before the first."""
         return int(self._board["loads_done"].min())
+
+    def close(self) -> None:
+        """Look at the board no more: from now on no rank knows its weights."""
+        self._board = np.zeros(len(self._board), BOARD)
 
     def saved(self) -> int:
         """Number of the last save that the first rank is done with, which is the one that saves; 0 before the first."""

@@ -28,6 +28,7 @@ from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
 from vllm_mmcache.content import client_hashes
 from vllm_mmcache.content.digests import inputs_digest
 from vllm_mmcache.metrics import transport
+from vllm_mmcache.storage.write_behind import EXIT_S
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -41,10 +42,10 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         # Not ECConnectorBase's, which asks for an ec_transfer_config.
         self.store = store
         self.ranks = ranks
-        self.copying = TransferTracker(store, arena, ranks)
+        self.is_closed = False
+        """Whether nothing is taken or kept any more; images that come without their pixels still get them."""
         self._arena = arena
-        self.keeps = True
-        """Whether features are kept; False once they were switched off."""
+        self.copying = TransferTracker(store, arena, ranks)
         # A drafter that is ahead by some tokens needs the images there.
         self._reach = vllm_config.scheduler_config.max_num_batched_tokens
         self._reach += getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
@@ -74,13 +75,19 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         self._scheduler = weakref.proxy(scheduler)
         weakref.finalize(scheduler, self.shutdown)
 
+    @property
+    def has_scheduler(self) -> bool:
+        """Whether a scheduler has taken it, which happens with the first request."""
+        return self._scheduler is not None
+
     # Scheduler's thread, when a request arrives
 
     def on_request_added(self, request: Any) -> None:
         """Begin to look for the features of a request's images, as far as they don't lie in what is cached as KV."""
         if not request.mm_features:
             return
-        is_kept = status.is_on("features") and not client_hashes.are_in(request)
+        keeps = status.is_on("features") and not self.is_closed
+        is_kept = keeps and not client_hashes.are_in(request)
         wanted = [self._wanted(feature, is_kept=is_kept) for feature in request.mm_features]
         added = [one for one in wanted if one is not None]
         if not added:
@@ -91,7 +98,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         images = self._requests[request.request_id] = RequestImages()
         images.add(added)
         images.place(request.mm_features)
-        if self.store.below or any(one.comes_without_pixels or one.pixels is not None for one in added):
+        if (keeps and self.store.below) or any(one.comes_without_pixels or one.pixels is not None for one in added):
             images.look_from(self._num_cached_tokens(request))
         self._look_ahead(images)
 
@@ -438,36 +445,34 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         """Wait until what the ranks gave is in every tier. Returns False after `timeout_s`."""
         return self.copying.wait(timeout_s) and self.store.flush(timeout_s)
 
-    def stop_keeping(self) -> None:
-        """Features are switched off: the store is closed and its memory given back. Scheduler's thread, between steps.
+    def shutdown(self) -> None:
+        """What is in RAM is written first, within a few seconds."""
+        self.close()
+        self._pixels.close()
 
-        The ranks have stopped before. What waits to be written further is not: it may be what is wrong. Pixels of
-        images that come without them are made as before.
+    def close(self, *, writes: bool = True) -> None:
+        """Take and keep nothing any more, in a few seconds: threads end, tiers are written, the arena is let go.
+
+        Without `writes` what waits to be written to a tier is not: it may be what is wrong. Also again. Between two
+        steps. Images that come without their pixels still get them, since an API server may send some until it knows.
         """
-        self.keeps = False
-        for images in self._requests.values():
-            for one in images:
-                one.is_kept, one.fetch, one.identifier, one.pixels = False, None, "", None
-        self._let_go(list(self._begun))
+        if self.is_closed:
+            return
+        self.is_closed = True
         for one in self._held:
             if one.held is not None:
                 self.store.release(one.held)
-                one.held = None
         self._held.clear()
+        self._let_go(list(self._begun))
+        for images in self._requests.values():
+            for wanted in images:
+                wanted.give_up()
+        self._digests.close()
         self.copying.wait(1.0)
         self.copying.close()
-        self._digests.close()
-        self.store.ram.clear()
-        self.store.close(0.0)
-        self._arena.empty()
-
-    def shutdown(self) -> None:
-        """What is in RAM is written first, within a few seconds."""
-        self.copying.wait(1.0)
-        self.copying.close()
-        self._digests.close()
-        self._pixels.close()
-        self.store.close()
+        self.store.close(EXIT_S if writes else 0.0)
+        self.ranks.close()
+        self._arena.close()
 
     # A worker's part of the interface, which is not ours: components/features/worker/hooks.py
 

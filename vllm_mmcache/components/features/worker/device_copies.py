@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_mmcache.base import background
-from vllm_mmcache.components.features.arena import Arena
+from vllm_mmcache.components.features.arena import BOARD, Arena
 from vllm_mmcache.components.features.message import SEAL_BYTES, SlotRef
+from vllm_mmcache.components.features.worker.device_threads import on_device, start_thread
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -39,15 +39,14 @@ class DeviceCopies:
         self._saves = row == 0
         self._device = device
         self._stream: Any = None
-        self._address = 0  # of what is pinned
         if device.type == "cuda":
             self._address = _pin(arena.buffer(0, arena.num_bytes))
             self._stream = torch.cuda.Stream(device)
         elif device.type != "cpu":
             raise Unpinnable(f"not written for a device of type {device.type}")
         self._done: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="mmcache-copies", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("mmcache-copies", device, self._run)
+        self._is_closed = False
 
     @property
     def is_asynchronous(self) -> bool:
@@ -122,21 +121,18 @@ class DeviceCopies:
         self.then(reached.set)
         reached.wait(60)
 
-    def let_go(self) -> None:
-        """Wait for the copies, and unpin the arena, which is not read or written any more; the thread goes on."""
-        self.flush()
-        self._unpin()
-
     def close(self) -> None:
-        """Wait for the copies, no longer than 5 s, and end the thread."""
+        """Wait for the copies, no longer than 5 s, end the thread, and let go of the arena. Any thread; also again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._done.put(None)
         self._thread.join(5)
-        self._unpin()
-
-    def _unpin(self) -> None:
-        address, self._address = self._address, 0
-        if address:
-            torch.cuda.cudart().cudaHostUnregister(address)
+        if self._stream is not None:
+            with on_device(self._device):
+                torch.cuda.cudart().cudaHostUnregister(self._address)
+        self._row = np.zeros(1, BOARD)
+        self._arena.close()
 
     def _features(self, place: SlotRef) -> torch.Tensor:
         shape = place.shape
@@ -155,9 +151,6 @@ class DeviceCopies:
         self._row[field] = number
 
     def _run(self) -> None:
-        background.lower_priority()
-        if self._stream is not None:  # or waiting for an event makes a context on the first device
-            torch.cuda.set_device(self._device)
         while (job := self._done.get()) is not None:
             try:
                 with torch.inference_mode():

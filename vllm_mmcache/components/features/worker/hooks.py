@@ -100,15 +100,27 @@ def count_runs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[
 
 
 @hook(
-    "vllm.v1.worker.gpu_worker:Worker.reset_encoder_cache",
-    name="reset",
-    why="vLLM calls it when weights were replaced in place: features of the old weights must not be used",
-)
-@hook(
-    "vllm.v1.worker.gpu_worker:Worker.update_weights",
+    "vllm.v1.worker.gpu_worker:Worker.start_weight_update",
     name="update",
-    why="weight transfer can write into parameters without the model's load_weights",
+    why="weights are transferred in parts, between which the tower is of neither the old nor the new ones",
 )
+def begin_update(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Worker.start_weight_update: from here to the end of the update nothing is taken, kept or read.
+
+    Where a part of it fails, the tower may be half written, and this lasts to the end of the next one, or to a reload.
+    """
+    rank = rank_features_of(instance)
+    if rank is None:
+        return wrapped(*args, **kwargs)
+    rank.weights.begin_update()
+    try:
+        return wrapped(*args, **kwargs)
+    except BaseException:
+        if not getattr(instance, "_weight_update_active", False):  # else it is refused since one is going on
+            rank.weights.end_update()
+        raise
+
+
 @hook(
     "vllm.v1.worker.gpu_worker:Worker.finish_weight_update",
     name="updated",
@@ -118,6 +130,20 @@ def count_runs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[
     "vllm.v1.worker.gpu_worker:Worker.reload_weights",
     name="reload",
     why="what is loaded is processed after load_weights, and is known when that is done",
+)
+def end_update(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of what leaves all weights whole: the end of an update in parts, or a load of all of them."""
+    outcome = expect_new_weights(wrapped, instance, args, kwargs)
+    if (rank := rank_features_of(instance)) is not None:
+        rank.weights.end_update()
+        rank.know_weights()
+    return outcome
+
+
+@hook(
+    "vllm.v1.worker.gpu_worker:Worker.reset_encoder_cache",
+    name="reset",
+    why="vLLM calls it when weights were replaced in place: features of the old weights must not be used",
 )
 def expect_new_weights(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of what vLLM calls when weights may have changed, or will: features of the old ones are not used."""

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_mmcache.base.estimate import Estimate
 from vllm_mmcache.base.failsafe import failsafe
+from vllm_mmcache.components.features.arena import BOARD
 from vllm_mmcache.components.features.message import Message, SlotRef
 from vllm_mmcache.components.features.worker.device_copies import DeviceCopies
 from vllm_mmcache.components.features.worker.tower import Tower
@@ -44,7 +46,7 @@ class RankFeatures:
         self._estimate = Estimate(row["tower_s"][0])
         self._runs: list[Seconds] = []  # of the tower in this step
         self._is_serving = False
-        self._is_stopped = False
+        self._is_closed = False
         self.is_spoiled = False
         """Whether the tower was shown something in this step that was not as it was recorded."""
 
@@ -90,24 +92,31 @@ class RankFeatures:
         """The tower ran; `seconds` waits for its end and says how many it took, and is asked in another thread."""
         self._runs.append(seconds)
 
-    def stop_keeping(self) -> None:
-        """What was to be copied is copied; nothing is taken or saved afterwards, and the tower is timed as before."""
-        self._is_stopped = True
-        self.weights.close()
-        self.copies.let_go()
+    @property
+    def has_served(self) -> bool:
+        """Whether the engine has told it of a step; before that it may go without a trace."""
+        return self._is_serving
 
     def close(self) -> None:
-        """What was to be copied is copied; nothing is taken or saved afterwards."""
+        """What was to be copied is copied; nothing is taken or saved afterwards. Any thread; also again.
+
+        Threads end and the arena is let go. Steps may still come, with images whose rows are looked at as before.
+        """
+        self._is_closed = True
         self.weights.close()
         self.copies.close()
+        self._row["generation"] = 0  # the engine finds nothing that this rank would take
+        self._row, self._estimate = np.zeros(1, BOARD), Estimate()
 
     def _begin(self, message: Message | None, outputs: Outputs) -> tuple[list[SlotRef], set[str]]:
         """What is to be saved afterwards, and the names of what was taken."""
+        if self._is_closed:
+            return [], set()
         self.weights.look()
         if message is None:
             return [], set()
         self._is_serving = True
-        if self._is_stopped or message.generation != self._known_generation():
+        if message.generation != self._known_generation():
             self._decline(message)
             return [], set()
         return message.saves, self._take(message.loads, outputs)
@@ -150,6 +159,8 @@ class RankFeatures:
             self.copies.save(place, None)
 
     def _measure(self, rows: list[int]) -> None:
+        if self._is_closed:
+            return
         runs = self._runs
 
         def measure() -> None:

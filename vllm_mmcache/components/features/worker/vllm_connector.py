@@ -12,11 +12,15 @@ from vllm_mmcache.components.features.worker.rank import RankFeatures
 
 
 class Connector(ECConnector):  # type: ignore[misc]
-    """A rank's features as runner V2's encoder-cache connector, which vLLM asks around each step's encoding."""
+    """A rank's features as runner V2's encoder-cache connector, which vLLM asks around each step's encoding.
 
-    def __init__(self, rank: RankFeatures, encoder_cache: Any) -> None:
+    replaced: the one that the runner had, for when the store is closed.
+    """
+
+    def __init__(self, rank: RankFeatures, encoder_cache: Any, replaced: ECConnector) -> None:
         self._rank = rank
         self._cache = encoder_cache
+        self.replaced = replaced
 
     @contextlib.contextmanager
     def maybe_get_output(self, scheduler_output: Any) -> Iterator[None]:

@@ -38,14 +38,42 @@ class FeatureFormat:
     """Digest of the features of two, which all ranks that share a copy must have alike."""
 
 
-def probe(vllm_config: Any, model: Any, tower: Tower, device: torch.device, modality: str = "image") -> FeatureFormat:
+@dataclass(frozen=True)
+class TrialInputs:
+    """What a tower is tried with: two small images or videos as the model's processor makes them, on the CPU."""
+
+    modality: str
+    items: tuple[Any, Any]
+    num_rows: int
+    """The tokens that each of them stands for."""
+
+    def digest(self) -> str:
+        """Of shapes and contents: ranks whose towers are tried with something else may wait for each other for ever."""
+        told = {
+            f"{number}.{name}": element.data for number, item in enumerate(self.items) for name, element in item.items()
+        }
+        return inputs_digest({"rows": str(self.num_rows), **told})
+
+
+def trial_inputs(vllm_config: Any, model: Any, modality: str) -> TrialInputs:
+    """Make what the model's tower is tried with; runs nothing of the model, so nothing waits for another rank.
+
+    Raises: Unsupported, or whatever the model's own processor raises.
+    """
+    if modality == "video" and hasattr(model, "requires_sequential_video_encoding"):
+        raise Unsupported("its tower takes no two videos at once")
+    one, num_rows = _item(vllm_config, modality)
+    return TrialInputs(modality, (one, _altered(one)), num_rows)
+
+
+def probe(vllm_config: Any, model: Any, tower: Tower, device: torch.device, inputs: TrialInputs) -> FeatureFormat:
     """Run the tower on one image (or video), on another, and on both.
 
+    The ranks of a tower wait for each other in it: all of them call this, with inputs of one digest, or none.
     Shapes: what each gives must be (num_tokens, width) of the model's dtype.
     Raises: Unsupported, or whatever the model's own code raises.
     """
-    one, num_rows = _item(vllm_config, modality)
-    other = _altered(one)
+    modality, (one, other), num_rows = inputs.modality, inputs.items, inputs.num_rows
     entered: list[str] = []
     with ExitStack() as stack, torch.inference_mode():
         for module in tower.language_modules():
@@ -69,12 +97,10 @@ def probe(vllm_config: Any, model: Any, tower: Tower, device: torch.device, moda
 
 
 def probe_videos(
-    vllm_config: Any, model: Any, tower: Tower, device: torch.device, images: FeatureFormat
+    vllm_config: Any, model: Any, tower: Tower, device: torch.device, inputs: TrialInputs, images: FeatureFormat
 ) -> FeatureFormat:
     """As `probe`, of videos. Raises: Unsupported, or whatever the model's own code raises."""
-    if hasattr(model, "requires_sequential_video_encoding"):
-        raise Unsupported("its tower takes no two videos at once")
-    videos = probe(vllm_config, model, tower, device, "video")
+    videos = probe(vllm_config, model, tower, device, inputs)
     if videos.width != images.width:
         raise Unsupported(f"a video's features have {videos.width} columns, an image's {images.width}")
     return videos

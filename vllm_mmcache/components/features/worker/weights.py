@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vllm_mmcache.base import background
+from vllm_mmcache.components.features.worker.device_threads import start_thread
 from vllm_mmcache.components.features.worker.tower import Tower
 from vllm_mmcache.content.digests import inputs_digest, tensors_digest
 
@@ -43,6 +43,7 @@ class Fingerprints:
         self._settled = -1  # the last generation that needs no reading any more: it was read, or could not be
         self._fingerprint = ""
         self._num_changes = 0  # going on now
+        self._is_updating = False  # which is one of them
         self._is_away = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -69,8 +70,7 @@ class Fingerprints:
             return
         with self._condition:
             if self._thread is None and self._is_wanted():
-                self._thread = threading.Thread(target=self._run, name="mmcache-weights", daemon=True)
-                self._thread.start()
+                self._thread = start_thread("mmcache-weights", self._device, self._run)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the fingerprint is known, waiting for it; False after `timeout_s`, or where it can't be taken now."""
@@ -94,16 +94,36 @@ class Fingerprints:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Weights are written within: nothing is read meanwhile, and they are unknown from the start and at the end."""
+        self._begin_change()
+        try:
+            yield
+        finally:
+            self._end_change()
+
+    def begin_update(self) -> None:
+        """Weights are written in parts from now on, all of which are one change, to `end_update`; also again."""
+        with self._condition:
+            is_new, self._is_updating = not self._is_updating, True
+        if is_new:
+            self._begin_change()
+
+    def end_update(self) -> None:
+        """All parts are written, and weights are whole again; nothing where no update was begun."""
+        with self._condition:
+            was_updating, self._is_updating = self._is_updating, False
+        if was_updating:
+            self._end_change()
+
+    def _begin_change(self) -> None:
         with self._condition:
             self._num_changes += 1
             self.mark_unknown()
             self._until_let_go()
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._num_changes -= 1
-                self.mark_unknown()
+
+    def _end_change(self) -> None:
+        with self._condition:
+            self._num_changes -= 1
+            self.mark_unknown()
 
     def pause(self) -> None:
         """The memory of the weights goes away: returns when nobody reads it, and nobody does until `resume`."""
@@ -146,9 +166,6 @@ class Fingerprints:
             logger.exception("mmcache could not say which vision weights there are")
 
     def _run(self) -> None:
-        background.lower_priority()
-        if self._device is not None:  # or what it allocates makes a context on the first device
-            torch.cuda.set_device(self._device)
         while True:
             with self._condition:
                 if not self._is_wanted():

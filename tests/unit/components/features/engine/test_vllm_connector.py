@@ -563,7 +563,7 @@ class Config:
 
     def __init__(self) -> None:
         self.scheduler_config = SimpleNamespace(max_num_batched_tokens=100)
-        self.parallel_config = SimpleNamespace(tensor_parallel_size=2)
+        self.parallel_config = SimpleNamespace(tensor_parallel_size=2, node_rank_within_dp=0)
         self.model_config = None
         self.additional_config: dict[str, Any] = {}
 

@@ -6,7 +6,8 @@ torch.cuda is stood in for: each call that would make a context on a thread's de
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.unit.components.features.engine.test_transfers import Engine
 from tests.unit.components.features.worker.test_weights import Model
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.ram_tier import ALIGN_BYTES
-from vllm_mmcache.components.features.worker import device_copies
+from vllm_mmcache.components.features.worker import device_copies, device_threads
 from vllm_mmcache.components.features.worker.device_copies import DeviceCopies
 from vllm_mmcache.components.features.worker.tower import Tower
 from vllm_mmcache.components.features.worker.weights import Fingerprints
@@ -31,13 +32,20 @@ class Cuda:
         self.device_of: dict[int, int] = {threading.get_ident(): OWN.index}
         self.contexts: set[int] = set()
         cuda = {"set_device": self.set_device, "Stream": self.stream, "stream": self.entered}
-        cuda |= {"current_stream": self.stream, "cudart": self.stream}
+        cuda |= {"current_stream": self.stream, "cudart": self.stream, "device": self.device}
         for name, stand_in in cuda.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
         monkeypatch.setattr(device_copies, "_pin", lambda memory: 0)
 
     def set_device(self, device: torch.device) -> None:
         self.device_of[threading.get_ident()] = device.index
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before = self.device_of.get(threading.get_ident(), 0)
+        self.set_device(device)
+        yield
+        self.device_of[threading.get_ident()] = before
 
     def use(self) -> None:
         self.contexts.add(self.device_of.get(threading.get_ident(), 0))
@@ -57,7 +65,7 @@ class Cuda:
         self.use()
 
     def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
-        pass
+        self.use()
 
 
 @pytest.fixture
@@ -92,7 +100,38 @@ def test_a_thread_that_sets_no_device_would_be_noticed(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     in_the_thread_of_copies(cuda.use)
-    assert cuda.contexts == {0}
+    assert cuda.contexts == {0, OWN.index}  # what ends the copies is on the rank's
+
+
+@pytest.mark.parametrize("sets_device", [True, False])
+def test_copies_that_are_closed_in_any_thread_unpin_on_their_device(
+    sets_device: bool, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the one in which Python finds that nobody has the model runner any more."""
+    if not sets_device:
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    engine = Engine(1, 64 * ALIGN_BYTES)
+    copies = DeviceCopies(Arena.open(engine.arena.address), 0, OWN)
+    closing = threading.Thread(target=copies.close)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert cuda.contexts == {OWN.index if sets_device else 0}
+    engine.close()
+
+
+def test_no_thread_of_a_rank_begins_elsewhere() -> None:
+    """What a rank runs starts its threads by start_thread, which sets the device; but those of vLLM's own pools."""
+    folder = Path(device_threads.__file__).parent
+    files = [*folder.glob("*.py"), *folder.parents[1].glob("*/hooks_worker.py")]
+    assert len(files) > 8
+    starting = {
+        file.name: word
+        for file in files
+        for word in ("Thread(", "ThreadPoolExecutor(", "Threads(", "Timer(", "start_new_thread(")
+        if word in file.read_text(encoding="utf-8")
+    }
+    assert starting == {"device_threads.py": "Thread("}
 
 
 @pytest.mark.parametrize("sets_device", [True, False])
