@@ -11,6 +11,7 @@
     +-- LintError            a chat template or conversations that can't be read
     +-- RecordsError         no records of requests: an unknown id, a wrong key, no server, a malformed file
     +-- ProofsUnwritable     the user's file of proofs can't be written
+    +-- EngineBusy           an engine has requests, and what was asked for needs one without
     +-- ZooError             an unknown model family, or a directory that can't be written
     +-- StoreError           the feature store can't do what was asked
     |   +-- StoreCorrupt         bytes that are no whole package, or are another package than their name says
@@ -73,6 +74,10 @@ class RecordsError(MMCacheError):
 
 class ProofsUnwritable(MMCacheError):
     """The file in which `mmcache prove` keeps what has passed can't be written."""
+
+
+class EngineBusy(MMCacheError):
+    """The engine has requests, and what was asked for needs one without."""
 
 
 class ZooError(MMCacheError):

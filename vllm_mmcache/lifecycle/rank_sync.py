@@ -103,6 +103,22 @@ def _settle(executor: Any, arena: str) -> tuple[dict[int, dict[str, State]], lis
     return found, features
 
 
+def switch_off_in_ranks(executor: Any, off: Mapping[str, str]) -> None:
+    """Switch components off in all ranks, while the engine runs: component -> reason.
+
+    Engine process, main thread, between two steps. What a rank keeps for them is closed when this returns.
+    """
+    if hasattr(executor, _WORKERS):  # or the workers are another node's to ask
+        found, _ = _ask(executor, off, "")
+        setattr(executor, _WORKERS, found)
+
+
+def of_ranks(executor: Any) -> Mapping[int, Mapping[str, State]]:
+    """What the components are in each rank, as it was told last. Engine process."""
+    found: Mapping[int, Mapping[str, State]] = getattr(executor, _WORKERS, {})
+    return found
+
+
 @hook(
     "vllm.v1.engine.core:EngineCoreProc._make_ready_response",
     name="send",
@@ -124,7 +140,7 @@ def of_engine(engine_core: Any) -> dict[str, PlainStates]:
             for name in ("image_checkpoints", "inner_checkpoints"):
                 if status.is_on(name):
                     activation.step_aside("engine", name, reason)
-    workers: dict[int, Mapping[str, State]] = getattr(engine_core.model_executor, _WORKERS, {})
+    workers = of_ranks(engine_core.model_executor)
     processes = {"engine": status.of("engine"), **{f"worker {rank}": states for rank, states in workers.items()}}
     return {process: as_plain_data(states) for process, states in processes.items()}
 
@@ -138,6 +154,10 @@ def of_worker(worker: Any, off: Mapping[str, str], arena: str) -> PlainStates:
     for component, reason in off.items():
         if component in status.of("worker") and status.of("worker")[component].state != "unneeded":
             status.put("worker", component, State("off", reason))  # the same reason everywhere, with the ranks it is of
+    if "features" in off:
+        from vllm_mmcache.components.features.worker import opening
+
+        opening.stop_keeping(worker)
     if status.of("worker").get("inner_checkpoints") == ON:
         from vllm_mmcache.components.inner_checkpoints import hooks_worker
 

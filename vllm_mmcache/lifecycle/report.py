@@ -21,7 +21,7 @@ from vllm_mmcache.hooking import installer, subclasses
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.lifecycle import activation, config_rules, display, rank_sync
 from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, parts
-from vllm_mmcache.metrics import counters
+from vllm_mmcache.metrics import counters, transport
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -135,14 +135,8 @@ def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
     global _is_shown
     places = {"api": here}
     for index, told in engines.items():
-        for process, said in (told or {"engine": None}).items():
-            place = f"engine {index}" if process == "engine" else f"{process} of engine {index}"
-            places[place] = rank_sync.read(said, {**parts("engine"), **(parts("worker") if told is None else {})})
-    status.settle(places, COMPONENT_NAMES)
-    found = status.in_force()
-    for info in (counters.COMPONENT_INFO, counters.ROOM_INFO):
-        info.show({(component, state.state, state.reason) for component, state in found.items()})
-    logger.info("mmcache %s in force: %s", __version__, activation.words(found.items()))
+        places |= _places_of(index, told)
+    found = _publish(places)
     for line in display.storage_summary(found):
         logger.info("mmcache: %s", line)
     without = [place for place, states in places.items() if rank_sync.NO_MMCACHE in {s.reason for s in states.values()}]
@@ -151,3 +145,31 @@ def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:
     if "identity" in here and here["identity"].state == "off":
         activation.refuse_if_required(f"identity is off ({here['identity'].reason}), so {activation.WITHOUT_IDENTITY}")
     _is_shown = True
+
+
+def _places_of(index: int, told: Any) -> dict[str, dict[str, State]]:
+    """What an engine told of itself and its workers, by the names of these places; of one without us, all is off."""
+    places = {}
+    for process, said in (told or {"engine": None}).items():
+        place = f"engine {index}" if process == "engine" else f"{process} of engine {index}"
+        places[place] = rank_sync.read(said, {**parts("engine"), **(parts("worker") if told is None else {})})
+    return places
+
+
+def _publish(places: Mapping[str, Mapping[str, State]]) -> dict[str, State]:
+    """Say what is in force over these processes, in this process, on /metrics and in the log."""
+    status.settle(places, COMPONENT_NAMES)
+    found = status.in_force()
+    for info in (counters.COMPONENT_INFO, counters.ROOM_INFO):
+        info.show({(component, state.state, state.reason) for component, state in found.items()})
+    logger.info("mmcache %s in force: %s", __version__, activation.words(found.items()))
+    return found
+
+
+def _change(index: int, told: Any) -> None:
+    """An engine that serves says what its components have become (switch_off.py)."""
+    if _is_shown:
+        _publish({**status.places(), **_places_of(index, told)})
+
+
+transport.listen(_change)

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 import wrapt
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
+from vllm_mmcache.base import status
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters, table_sizes, transport
@@ -165,12 +168,31 @@ def receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     stats = argument(wrapped, args, kwargs, "scheduler_stats")
     if stats is not None and _KEY in (of_connector := stats.ec_connector_stats or {}):
         for name, amount in of_connector.pop(_KEY).items():
-            if name.startswith(table_sizes.PREFIX):
+            if name == transport.STATES:
+                transport.receive_states(kwargs.get("engine_idx") or 0, amount)
+            elif name.startswith(table_sizes.PREFIX):
                 table_sizes.show_changed(name, amount, kwargs.get("engine_idx") or 0)
             else:
                 counters.show_engine_count(name, amount)
         stats.ec_connector_stats = of_connector or None
     return wrapped(*args, **kwargs)
+
+
+def announce_states(engine_core: Any, states: transport.States) -> None:
+    """Tell every API server what the components of this engine have become. Engine process, main thread.
+
+    It goes as statistics of their own, since vLLM sends those of a step to one API server alone. Without statistics,
+    and where the component metrics is off, none is told: the engine itself does not need it.
+    """
+    queue = getattr(engine_core, "output_queue", None)
+    if queue is None:  # the engine is in the API server's process
+        transport.receive_states(0, states)
+    elif engine_core.log_stats and status.is_on("metrics"):
+        scheduler = engine_core.scheduler
+        for client in range(len(engine_core.addresses.outputs)):
+            stats = SchedulerStats(*scheduler.get_request_counts(), kv_cache_usage=scheduler.get_kv_cache_usage())
+            stats.ec_connector_stats = {_KEY: {transport.STATES: states}}
+            queue.put_nowait((client, EngineCoreOutputs(scheduler_stats=stats)))
 
 
 def probe(renderer: Any, template: str | None) -> Callable[[Sequence[dict[str, str]], bool], list[int]]:

@@ -5,7 +5,8 @@ Imports no vLLM. Any thread.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from vllm_mmcache.base import status
 
@@ -13,6 +14,27 @@ _counted: dict[str, float] = {}  # counted here or received from a worker, and n
 _feature_sources: dict[str, str] = {}  # identifier -> where its features came from, until the scheduler asks
 _FEATURE_SOURCES = 4096
 _lock = threading.Lock()
+
+
+STATES = "states"
+"""Among what an engine has counted: what its components have become, where that has changed since it was ready."""
+
+States = Mapping[str, Any]
+"""Process of an engine -> its components, as plain data (lifecycle/rank_sync.py)."""
+
+_listeners: list[Callable[[int, States], None]] = []
+
+
+def listen(listener: Callable[[int, States], None]) -> None:
+    """Have a function called with an engine's index and what its components have become. API server."""
+    if listener not in _listeners:
+        _listeners.append(listener)
+
+
+def receive_states(engine: int, states: States) -> None:
+    """An engine says what its components have become. API server."""
+    for listener in _listeners:
+        listener(engine, states)
 
 
 def count(name: str, amount: float) -> None:

@@ -150,7 +150,8 @@ class Rig(ABC):
         """The feature store beside the engine's scheduler; None on stock, and where features are not kept."""
         from vllm_mmcache.components.features.engine.hooks import connector_of
 
-        return connector_of(self.scheduler)
+        found = connector_of(self.scheduler)
+        return found if found is not None and found.keeps else None
 
     def close(self) -> None:
         """Shut the engine down and give its memory back."""

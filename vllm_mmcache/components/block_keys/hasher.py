@@ -33,6 +33,8 @@ class BlockHasher:
         self._digest = digest
         self._none_hash = none_hash
         self._prompt_embeds_digest = prompt_embeds_digest
+        self.instead: Callable[[], Callable[[Any], list[bytes]]] | None = None
+        """Makes the hasher that would be there without this one."""
 
     def __call__(self, request: Any) -> list[bytes]:
         """The keys of the full blocks after `request.block_hashes`, in order."""

@@ -2,11 +2,14 @@
 """The only file of this component that touches vLLM: hands the engine our block hasher in place of its own.
 
 Runs in the engine process when EngineCore is built. The choice is fixed then: switching midway would mix two key
-spaces. KV events are untouched: they carry the extra keys that vLLM's own generator returns.
+spaces. Only where the component is switched off for good do all requests get vLLM's keys (`give_back`). KV events are
+untouched: they carry the extra keys that vLLM's own generator returns.
 """
 
+import functools
 import inspect
 import logging
+import weakref
 from typing import Any
 
 from vllm.utils import hashing
@@ -39,6 +42,7 @@ hook = Hooks(
     reads=(
         "vllm.v1.core.kv_cache_utils:init_none_hash",
         "vllm.v1.core.kv_cache_utils:_gen_prompt_embeds_extra_hash_keys",
+        "vllm.v1.engine.core:EngineCore.add_request",
         "vllm.utils.hashing:sha256",
         "vllm.utils.hashing:xxhash",
     ),
@@ -67,12 +71,41 @@ def make_block_hasher(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
         if status.is_on("block_keys"):
             status.put("engine", "block_keys", State("off", why))
         return wrapped(*args, **kwargs)
-    return BlockHasher(
+    hasher = BlockHasher(
         bound.arguments["hash_block_size"],
         _DIGESTS[name],
         lambda: kv_cache_utils.NONE_HASH,
         _prompt_embeds_digest,
     )
+    hasher.instead = functools.partial(wrapped, *args, **kwargs)
+    return hasher
+
+
+def give_back(engine_core: Any) -> None:
+    """Give an engine vLLM's own hasher back, for all its requests, while no block is cached under a key of ours.
+
+    Engine process, main thread. A request that was made before and comes in later is given other keys as it does.
+    """
+    ours = engine_core.request_block_hasher
+    if not isinstance(ours, BlockHasher) or ours.instead is None:
+        return
+    stock = engine_core.request_block_hasher = ours.instead()
+
+    def rekey(request: Any) -> None:
+        if request._block_hasher is ours:
+            request._block_hasher = stock
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    for request in engine_core.scheduler.requests.values():
+        rekey(request)
+    kind, engine = type(engine_core), weakref.ref(engine_core)
+
+    def add_request(request: Any, *args: Any, **kwargs: Any) -> Any:
+        rekey(request)
+        return kind.add_request(engine(), request, *args, **kwargs)
+
+    engine_core.add_request = add_request
 
 
 def _prompt_embeds_digest(request: Any, start: int, end: int) -> bytes:

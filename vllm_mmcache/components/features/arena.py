@@ -117,6 +117,12 @@ class Arena:
             raise ValueError(f"[{offset}, {offset} + {num_bytes}) is not in a data area of {self.num_bytes} bytes")
         return self._data[offset : offset + num_bytes]
 
+    def empty(self) -> None:
+        """Give the pages of the data area back to the system, for all that have it open; they read as zeros then."""
+        shared, size = self._data.obj, len(self._data)
+        if size and isinstance(shared, mmap.mmap):
+            shared.madvise(mmap.MADV_REMOVE, len(shared) - size, size)
+
     def close(self) -> None:
         """Let go of the memory; where buffers of it are still in use, it goes with the last of them.
 

@@ -88,6 +88,14 @@ def why_unneeded(scheduler: Any) -> str:
     return "" if _checkpoints_of(scheduler) is not None else "this model keeps every block's KV"
 
 
+def forget(scheduler: Any) -> None:
+    """The component is switched off: what requests under way are to have is not made any more."""
+    checkpoints: Checkpoints | None = getattr(scheduler, CHECKPOINTS, None)
+    if checkpoints is not None:
+        checkpoints.underway.end()
+        checkpoints.tracked.clear()
+
+
 def _checkpoints_of(scheduler: Any) -> Checkpoints | None:
     """The scheduler's checkpoints; None where nothing is kept sparsely, or where they are off."""
     if not hasattr(scheduler, CHECKPOINTS):

@@ -70,6 +70,12 @@ class Underway:
             self._to_come[name] = forget, checkpoints
             self._arm()
 
+    def end(self) -> None:
+        """No request has checkpoints to come any more."""
+        self._to_come.clear()
+        if self._is_armed:
+            self._disarm()
+
     def _arm(self) -> None:
         if self._is_armed:
             return

@@ -42,6 +42,9 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         self.store = store
         self.ranks = ranks
         self.copying = TransferTracker(store, arena, ranks)
+        self._arena = arena
+        self.keeps = True
+        """Whether features are kept; False once they were switched off."""
         # A drafter that is ahead by some tokens needs the images there.
         self._reach = vllm_config.scheduler_config.max_num_batched_tokens
         self._reach += getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
@@ -75,9 +78,9 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
 
     def on_request_added(self, request: Any) -> None:
         """Begin to look for the features of a request's images, as far as they don't lie in what is cached as KV."""
-        if not request.mm_features or not status.is_on("features"):
+        if not request.mm_features:
             return
-        is_kept = not client_hashes.are_in(request)
+        is_kept = status.is_on("features") and not client_hashes.are_in(request)
         wanted = [self._wanted(feature, is_kept=is_kept) for feature in request.mm_features]
         added = [one for one in wanted if one is not None]
         if not added:
@@ -434,6 +437,29 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
     def flush(self, timeout_s: float) -> bool:
         """Wait until what the ranks gave is in every tier. Returns False after `timeout_s`."""
         return self.copying.wait(timeout_s) and self.store.flush(timeout_s)
+
+    def stop_keeping(self) -> None:
+        """Features are switched off: the store is closed and its memory given back. Scheduler's thread, between steps.
+
+        The ranks have stopped before. What waits to be written further is not: it may be what is wrong. Pixels of
+        images that come without them are made as before.
+        """
+        self.keeps = False
+        for images in self._requests.values():
+            for one in images:
+                one.is_kept, one.fetch, one.identifier, one.pixels = False, None, "", None
+        self._let_go(list(self._begun))
+        for one in self._held:
+            if one.held is not None:
+                self.store.release(one.held)
+                one.held = None
+        self._held.clear()
+        self.copying.wait(1.0)
+        self.copying.close()
+        self._digests.close()
+        self.store.ram.clear()
+        self.store.close(0.0)
+        self._arena.empty()
 
     def shutdown(self) -> None:
         """What is in RAM is written first, within a few seconds."""

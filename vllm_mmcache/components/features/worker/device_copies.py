@@ -39,6 +39,7 @@ class DeviceCopies:
         self._saves = row == 0
         self._device = device
         self._stream: Any = None
+        self._address = 0  # of what is pinned
         if device.type == "cuda":
             self._address = _pin(arena.buffer(0, arena.num_bytes))
             self._stream = torch.cuda.Stream(device)
@@ -121,12 +122,21 @@ class DeviceCopies:
         self.then(reached.set)
         reached.wait(60)
 
+    def let_go(self) -> None:
+        """Wait for the copies, and unpin the arena, which is not read or written any more; the thread goes on."""
+        self.flush()
+        self._unpin()
+
     def close(self) -> None:
         """Wait for the copies, no longer than 5 s, and end the thread."""
         self._done.put(None)
         self._thread.join(5)
-        if self._stream is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+        self._unpin()
+
+    def _unpin(self) -> None:
+        address, self._address = self._address, 0
+        if address:
+            torch.cuda.cudart().cudaHostUnregister(address)
 
     def _features(self, place: SlotRef) -> torch.Tensor:
         shape = place.shape

@@ -88,6 +88,13 @@ def _open(worker: Any, address: str) -> dict[str, Any]:
     return {"row": place.row, **facts, **_of_videos(vllm_config, model, tower, runner.device, kind)}
 
 
+def stop_keeping(worker: Any) -> None:
+    """Features are switched off: nothing is taken or kept any more. What is being copied is copied first."""
+    rank = rank_features_of(worker)
+    if rank is not None:
+        rank.stop_keeping()
+
+
 def _of_videos(
     vllm_config: Any, model: Any, tower: Tower, device: torch.device, images: FeatureFormat
 ) -> dict[str, str]:

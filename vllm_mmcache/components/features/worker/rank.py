@@ -44,6 +44,7 @@ class RankFeatures:
         self._estimate = Estimate(row["tower_s"][0])
         self._runs: list[Seconds] = []  # of the tower in this step
         self._is_serving = False
+        self._is_stopped = False
         self.is_spoiled = False
         """Whether the tower was shown something in this step that was not as it was recorded."""
 
@@ -89,6 +90,12 @@ class RankFeatures:
         """The tower ran; `seconds` waits for its end and says how many it took, and is asked in another thread."""
         self._runs.append(seconds)
 
+    def stop_keeping(self) -> None:
+        """What was to be copied is copied; nothing is taken or saved afterwards, and the tower is timed as before."""
+        self._is_stopped = True
+        self.weights.close()
+        self.copies.let_go()
+
     def close(self) -> None:
         """What was to be copied is copied; nothing is taken or saved afterwards."""
         self.weights.close()
@@ -100,7 +107,7 @@ class RankFeatures:
         if message is None:
             return [], set()
         self._is_serving = True
-        if message.generation != self._known_generation():
+        if self._is_stopped or message.generation != self._known_generation():
             self._decline(message)
             return [], set()
         return message.saves, self._take(message.loads, outputs)
