@@ -25,6 +25,7 @@ LAYERS = (
     "client",
     "components",
     "lifecycle",
+    "audit",
     "prove",
     "environment",
     "cli",
@@ -38,8 +39,8 @@ BESIDE = {
     ("components.inner_checkpoints", "components.image_checkpoints"),
     ("components.observe", "components.lazy_media"),
 }
-# In components and metrics, files of these names alone import vLLM: hooks, and subclasses and callers of its classes.
-TOUCHES_VLLM = re.compile(r"(components|metrics)/(.+/)?(hooks|vllm)(_[a-z_]+)?\.py")
+# In audit, components and metrics, files of these names alone import vLLM: hooks, and subclasses and callers of its classes.
+TOUCHES_VLLM = re.compile(r"(audit|components|metrics)/(.+/)?(hooks|vllm)(_[a-z_]+)?\.py")
 # Elsewhere these, each inside a function and for a reason of its own.
 MAY_IMPORT_VLLM = {
     "base/versions.py",  # asks for the version

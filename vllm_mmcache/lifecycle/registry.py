@@ -36,6 +36,9 @@ FIRST = Component("settings", "vllm_mmcache.lifecycle", dict.fromkeys(ROLES, ("h
 REPORT = Component("report", "vllm_mmcache.lifecycle", {"api": ("report", "middleware"), "engine": ("rank_sync",)})
 """Tells what is in force, on wherever a component is."""
 
+AUDIT = Component("audit", "vllm_mmcache.audit", {"engine": ("hooks",)})
+"""Computes a share of the requests anew: installed only where its setting asks for it."""
+
 COMPONENTS: dict[str, Component] = {
     component.name: component for component in (importlib.import_module(name).COMPONENT for name in _PACKAGES)
 }
@@ -56,5 +59,5 @@ def with_needed(component: str) -> tuple[str, ...]:
 @cache
 def table() -> tuple[Hook, ...]:
     """Every symbol of vLLM that is replaced or overridden; imports all that declares one."""
-    everything = (FIRST, REPORT, *COMPONENTS.values())
+    everything = (FIRST, REPORT, AUDIT, *COMPONENTS.values())
     return tuple(hook for component in everything for hook in component.all_hooks())
