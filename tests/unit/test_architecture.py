@@ -39,7 +39,7 @@ BESIDE = {
     ("components.inner_checkpoints", "components.image_checkpoints"),
     ("components.observe", "components.lazy_media"),
 }
-# In audit, components and metrics, files of these names alone import vLLM: hooks, and subclasses and callers of its classes.
+# In these packages files of these names alone import vLLM: hooks, and subclasses and callers of its classes.
 TOUCHES_VLLM = re.compile(r"(audit|components|metrics)/(.+/)?(hooks|vllm)(_[a-z_]+)?\.py")
 # Elsewhere these, each inside a function and for a reason of its own.
 MAY_IMPORT_VLLM = {

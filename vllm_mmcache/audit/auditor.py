@@ -209,7 +209,7 @@ class Auditor:
         _count([component], "mismatch")
         self._mismatches[component] += 1
         logger.warning(
-            "mmcache: the audit found an answer that is not that of a cold run: request %s, to which %s gave something: "
+            "mmcache: the audit found an answer that is not that of a cold run: request %s, which %s gave something; "
             "%.2g of the probability lies elsewhere, where %.2g may; %s",
             audit.sample.name,
             component,

@@ -6,8 +6,8 @@ makes way for users. Nothing of it may fail a request.
 """
 
 import logging
-import time
 import weakref
+from functools import partial
 from typing import Any
 
 from vllm.v1.engine import EngineCoreRequestType
@@ -25,7 +25,6 @@ logger = logging.getLogger("vllm.mmcache")
 
 AUDITOR = "_mmcache_auditor"
 """The attribute of an EngineCore and of its scheduler that holds the Auditor."""
-_HIT = "_mmcache_hit_tokens"
 _FINISHED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 _FIRST = (EngineCoreRequestType.ADD, EngineCoreRequestType.UTILITY)
 
@@ -45,7 +44,6 @@ hook = Hooks(
         "vllm.v1.engine.core:EngineCoreProc._notify_idle_state_callbacks",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
         "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.can_allocate",
-        "vllm.multimodal.cache:MultiModalCache.get_item_size",
     ),
 )
 def audit_in_loop(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -120,8 +118,7 @@ def take_sample(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
                 if request.status not in _FINISHED:
                     auditor.on_lost(request)
             elif request.status in _FINISHED:
-                hit = getattr(request, _HIT, 0)
-                auditor.on_finished(request, lambda used: vllm_requests.sample_of(request, used, hit, time.monotonic()))
+                auditor.on_finished(request, partial(vllm_requests.sample_of, request))
     return outcome
 
 

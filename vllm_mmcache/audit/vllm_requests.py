@@ -9,12 +9,11 @@ import hashlib
 import secrets
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.multimodal.cache import MultiModalCache
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.request import Request, RequestStatus
 
@@ -146,9 +145,18 @@ def sample_of(request: Any, components: frozenset[str]) -> Sample | None:
         salt=request.cache_salt,
         components=components,
         hit_tokens=hit_of(request),
-        num_bytes=sum(map(MultiModalCache.get_item_size, datas)),
+        num_bytes=sum(_num_bytes(data.get_data()) for data in datas),
         time_s=time.monotonic(),
     )
+
+
+def _num_bytes(inputs: Any) -> int:
+    """Of the inputs of an image: tensors, or bytes, in mappings and lists."""
+    if isinstance(inputs, Mapping):
+        return sum(map(_num_bytes, inputs.values()))
+    if isinstance(inputs, list | tuple):
+        return sum(map(_num_bytes, inputs))
+    return len(inputs) if isinstance(inputs, bytes) else int(getattr(inputs, "nbytes", 0))
 
 
 def note_reuse(request: Any, hit_tokens: int, vllm_config: Any) -> None:
