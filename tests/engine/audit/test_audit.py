@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+
 from tests.support.towers import ask_about, question, slots, spoil
 from vllm_mmcache.audit import hooks
 from vllm_mmcache.audit.auditor import Auditor
