@@ -40,11 +40,14 @@ class Engine(Protocol):
     def may_begin(self) -> bool:
         """Whether the engine has nothing to do, and may be asked."""
 
-    def ask(self, sample: Sample, run: uses.Run, *, is_in_other_chunks: bool) -> Any:
-        """Put a request of the audit's own; returns it."""
+    def ask(self, sample: Sample, run: uses.Run, *, hit_tokens: int | None = None) -> Any:
+        """Put a request of the audit's own; returns it. hit_tokens: where another one of the sample was divided."""
 
     def reused(self, request: Any) -> bool:
         """Whether it reused something of its images, or, without any, of its text."""
+
+    def hit_of(self, request: Any) -> int:
+        """The tokens that it found cached."""
 
     def ended(self, request: Any) -> None:
         """It has ended, or was aborted: nothing of it is kept."""
@@ -67,6 +70,9 @@ class Audit:
     answers: dict[Which, Logprobs] = field(default_factory=dict)
     is_reusing: bool = False
     """Whether the warm request reused what its own images had left."""
+    warm_uses: frozenset[str] = frozenset()
+    hit_tokens: int = 0
+    """Of the warm request."""
 
 
 class Auditor:
@@ -150,6 +156,8 @@ class Auditor:
         audit.answers[audit.which] = logprobs
         if audit.which == "warm":
             audit.is_reusing = self._engine.reused(audit.request)
+            audit.warm_uses = uses.of(audit.request)
+            audit.hit_tokens = self._engine.hit_of(audit.request)
         self._go_on(audit)
         self._engine.expect_idle()
 
@@ -178,23 +186,23 @@ class Auditor:
             self._ask("cold_again")
         elif apart <= (bound := bound_of(self._engine.floor, distance(cold, again))):
             self._conclude("match")
-        elif audit.sample.components == {"features"}:
-            self._blame("features", apart, bound)
         elif "features" not in audit.sample.components:
             self._blame(_nearest(audit.sample.components), apart, bound)
         elif (with_features := audit.answers.get("features")) is None:
             self._ask("features")
-        elif distance(with_features, cold) > bound:
-            self._blame("features", apart, bound)
         else:
-            self._blame(_nearest(audit.sample.components - {"features"}), apart, bound)
+            others = (audit.sample.components | audit.warm_uses) - {"features"}
+            is_of_features = not others or distance(with_features, cold) > bound
+            self._blame("features" if is_of_features else _nearest(others), apart, bound)
 
     def _ask(self, which: Which) -> None:
         audit = self._audit
         assert audit is not None
         audit.which = which
         run: uses.Run = "cold" if which == "cold_again" else which
-        audit.request = self._engine.ask(audit.sample, run, is_in_other_chunks=which == "cold_again")
+        audit.request = self._engine.ask(
+            audit.sample, run, hit_tokens=audit.hit_tokens if which == "cold_again" else None
+        )
 
     def _conclude(self, result: Result) -> None:
         audit = self._audit

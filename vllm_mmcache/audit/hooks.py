@@ -152,9 +152,9 @@ def take_answers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def attach(engine_core: Any) -> Auditor:
     """Audit an engine from now on, where `on_work` and `on_idle` are called."""
     uses.want()
-    core = weakref.proxy(engine_core)
+    core = weakref.ref(engine_core)
     engine = vllm_requests.AuditedEngine(engine_core, lambda: on_idle())
-    auditor = Auditor(engine, lambda component, reason: switch_off(core, component, reason))
+    auditor = Auditor(engine, lambda component, reason: switch_off(core(), component, reason))
 
     def on_idle() -> None:
         with failsafe("audit"):

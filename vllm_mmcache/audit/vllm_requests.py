@@ -28,6 +28,7 @@ NUM_LOGPROBS = 20
 STEP_TOKENS = 1024
 """Of the audit's own steps: a user's request that arrives in one waits for its end, as for that of any other."""
 _HIT = "_mmcache_hit_tokens"
+_HAS_OUTPUTS = "_mmcache_has_outputs"  # a request that finds an image's features in vLLM's encoder cache
 
 
 class AuditedEngine:
@@ -58,8 +59,11 @@ class AuditedEngine:
             or core.is_sleeping()
         )
 
-    def ask(self, sample: Sample, run: uses.Run, *, is_in_other_chunks: bool) -> Any:
-        """Put a request of the audit's own, which waits for the next step; returns it."""
+    def ask(self, sample: Sample, run: uses.Run, *, hit_tokens: int | None = None) -> Any:
+        """Put a request of the audit's own, which waits for the next step; returns it.
+
+        hit_tokens: where another one of the sample was divided; this one is then computed in smaller chunks.
+        """
         core, scheduler = self._core, self._core.scheduler
         self._number += 1
         is_warm = run == "warm"
@@ -79,7 +83,9 @@ class AuditedEngine:
             block_hasher=core.request_block_hasher,
         )
         uses.mark(request, run)
-        scheduler.max_num_scheduled_tokens = self._limit(request, is_in_other_chunks=is_in_other_chunks)
+        if is_warm and any(one.identifier in scheduler.encoder_cache_manager.cached for one in features):
+            setattr(request, _HAS_OUTPUTS, True)
+        scheduler.max_num_scheduled_tokens = self._limit(request, hit_tokens)
         if not is_warm:
             manager = scheduler.kv_cache_manager
             allocate = type(manager).allocate_slots.__get__(manager)
@@ -95,7 +101,12 @@ class AuditedEngine:
 
     def reused(self, request: Any) -> bool:
         """Whether it reused something of its images, or, without any, of its text."""
-        return "features" in uses.of(request) or hit_of(request) > _first_image(request)
+        has_features = "features" in uses.of(request) or hasattr(request, _HAS_OUTPUTS)
+        return has_features or hit_of(request) > _first_image(request)
+
+    def hit_of(self, request: Any) -> int:
+        """The tokens that it found cached."""
+        return hit_of(request)
 
     def ended(self, request: Any) -> None:
         """Nothing of it is kept: what was set for it is set back, and its images' encoder outputs are let go of."""
@@ -118,14 +129,20 @@ class AuditedEngine:
     def _called(self, engine_core: Any) -> None:
         self._on_idle()
 
-    def _limit(self, request: Any, *, is_in_other_chunks: bool) -> int:
-        """Tokens of a step: whole blocks, and an image that must be whole in one."""
+    def _limit(self, request: Any, hit_tokens: int | None) -> int:
+        """Tokens of a step: whole blocks, and an image that must be whole in one.
+
+        With `hit_tokens`, half of that, so that chunks end in other places, and, where blocks are as long, at states that
+        were kept.
+        """
         spans = image_spans(request) if keeps_images_whole(self._core.vllm_config) else []
         longest = max((last - first + 1 for first, last in spans), default=0)
         most = STEP_TOKENS
-        if is_in_other_chunks:
-            most = min(request.num_tokens, STEP_TOKENS) // 2
-        blocks = max(-(-most // self._block_tokens), -(-longest // self._block_tokens) + 1, 2)
+        if hit_tokens is not None:
+            most = min((hit_tokens or request.num_tokens) // 2, STEP_TOKENS)
+        blocks = max(-(-most // self._block_tokens), 1)
+        if longest:
+            blocks = max(blocks, -(-longest // self._block_tokens) + 1)
         return min(self._step_tokens, blocks * self._block_tokens)
 
 

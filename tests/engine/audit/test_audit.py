@@ -109,7 +109,7 @@ def test_a_right_engine_matches_and_nothing_is_kept(audited: Callable[..., Audit
             on.rig.forget_all_but_features()
         words = filler(words_before(on.rig))
         on.auditor.on_work()
-        answers.append(one(on.rig, user(words, picture(number % 4), "What is it?" + filler(20 + number))))
+        answers.append(one(on.rig, user(words, picture(number // 3 % 4), "What is it?" + filler(20 + number))))
         before = kept(on)
         on.idle()
         assert kept(on) == before
@@ -160,9 +160,9 @@ def test_spoiled_kv_is_found(audited: Callable[..., Audited], family: str, compo
     for number in range(3):
         assert status.is_on(component)
         words = filler(words_before(on.rig))
-        on.ask([user(words, picture(number, (448, 448)), "What is it?" + filler(20))])
+        on.ask([user(words, picture(number, (448, 448)), "What is it?" + filler(200))])
         assert all(on.rig.in_workers(workers.spoil_kv))
-        on.ask([user(words, picture(number, (448, 448)), "And what is at its edge?" + filler(30))])
+        on.ask([user(words, picture(number, (448, 448)), "And what is at its edge?" + filler(210))])
         on.rig.make_cold()
     assert on.counted[component, "mismatch"] == 3
     assert status.in_force()[component].state == "off"
