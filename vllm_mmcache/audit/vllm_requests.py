@@ -132,7 +132,7 @@ class AuditedEngine:
     def _limit(self, request: Any, hit_tokens: int | None) -> int:
         """Tokens of a step: whole blocks, and an image that must be whole in one.
 
-        With `hit_tokens`, half of that, so that chunks end in other places, and, where blocks are as long, at states that
+        With `hit_tokens`, half of that, so that chunks end in other places, and, where blocks are as long, where states
         were kept.
         """
         spans = image_spans(request) if keeps_images_whole(self._core.vllm_config) else []
