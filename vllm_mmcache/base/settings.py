@@ -341,6 +341,28 @@ class Settings(BaseSettings):
         le=1,
         description="The longest time in seconds that a step waits for features when no other request is running.",
     )
+    audit: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description=(
+            "The share of those requests with images for which a component reused something, that is computed anew and "
+            "compared while the engine has nothing else to do: 0.001 for one in a thousand. With 0, nothing is."
+        ),
+    )
+    audit_mismatches: int = Field(
+        default=3,
+        ge=1,
+        description=(
+            "The number of requests whose answers differ in the audit after which a component is switched off."
+        ),
+    )
+    audit_time: float = Field(
+        default=0.01,
+        gt=0,
+        le=100,
+        description="How much time the audit may take, as a share of the time that the engine takes for requests.",
+    )
     unproven: bool = Field(
         default=False,
         description=(

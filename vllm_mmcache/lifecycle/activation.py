@@ -24,7 +24,7 @@ from vllm_mmcache.hooking import installer, subclasses
 from vllm_mmcache.hooking.component import Component
 from vllm_mmcache.hooking.hook import Hook
 from vllm_mmcache.lifecycle import config_rules, user_proofs
-from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, COMPONENTS, FIRST, REPORT, TRIAL, parts
+from vllm_mmcache.lifecycle.registry import AUDIT, COMPONENT_NAMES, COMPONENTS, FIRST, REPORT, TRIAL, parts
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Served, architecture_of, minor_of, why_unproven
 
 logger = logging.getLogger("vllm.mmcache")
@@ -69,6 +69,10 @@ def activate(role: Role, vllm_config: Any) -> None:
         if state == ON:
             state = _switch_on(component, role, vllm_config, version)
         status.put(role, name, state)
+    if role == "engine" and settings.current().audit > 0 and not absent:
+        outcome = _install(_group(AUDIT.name, role), AUDIT.hooks_in(role), version)
+        if outcome.state != "on":
+            logger.warning("mmcache: there is no audit of this engine: %s", outcome.reason)
     if role == "api" and status.of(role)["identity"].state == "off":
         reason = status.of(role)["identity"].reason
         refuse_if_required(f"identity is off ({reason}), so {WITHOUT_IDENTITY}")

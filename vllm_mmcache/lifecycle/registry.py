@@ -38,6 +38,8 @@ REPORT = Component("report", "vllm_mmcache.lifecycle", {"api": ("report", "middl
 
 TRIAL = Component("trial", "vllm_mmcache.lifecycle", {"engine": ("trial_hooks",)})
 """Tries components on the engine while it starts, on where one is not proven."""
+AUDIT = Component("audit", "vllm_mmcache.audit", {"engine": ("hooks",)})
+"""Computes a share of the requests anew: installed only where its setting asks for it."""
 
 COMPONENTS: dict[str, Component] = {
     component.name: component for component in (importlib.import_module(name).COMPONENT for name in _PACKAGES)
@@ -59,5 +61,5 @@ def with_needed(component: str) -> tuple[str, ...]:
 @cache
 def table() -> tuple[Hook, ...]:
     """Every symbol of vLLM that is replaced or overridden; imports all that declares one."""
-    everything = (FIRST, REPORT, TRIAL, *COMPONENTS.values())
+    everything = (FIRST, REPORT, TRIAL, AUDIT, *COMPONENTS.values())
     return tuple(hook for component in everything for hook in component.all_hooks())

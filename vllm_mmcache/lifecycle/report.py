@@ -178,9 +178,20 @@ def _publish(places: Mapping[str, Mapping[str, State]]) -> dict[str, State]:
 
 
 def _change(index: int, told: Any) -> None:
-    """An engine that serves says what its components have become (switch_off.py)."""
-    if _is_shown:
-        _publish({**status.places(), **_places_of(index, told)})
+    """An engine that serves says what its components have become (switch_off.py).
+
+    What no engine has on any more has nothing to do in this process, either.
+    """
+    if not _is_shown:
+        return
+    places = {**status.places(), **_places_of(index, told)}
+    for component, here in places["api"].items():
+        found = [
+            (place, states[component]) for place, states in places.items() if place != "api" and component in states
+        ]
+        if here == status.ON and found and all(state.state == "off" for _, state in found):
+            status.put("api", component, status.combine(found))
+    _publish({**places, "api": {**places["api"], **status.of("api")}})
 
 
 transport.listen(_change)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Switches a component off in an engine that runs: from then on it does nothing, and nothing that it made is used.
 
-Engine process, its main thread, between two steps. What finds a component wrong calls it: the trial at start.
+Engine process, its main thread, between two steps. What finds a component wrong calls it: the trial at
+start, and the audit of live traffic.
 Every wrapper of a component asks base/status.py, so most of it is to say so there, in the engine and in all ranks. What
 a component has put in vLLM's place is taken back, what it keeps is closed, and the prefix cache and the encoder caches
 are emptied, since they may hold what it made. The processor cache stays: it holds the inputs of images, which no

@@ -96,19 +96,23 @@ class LabelledCounter:
                 self._prometheus = prometheus_client.Counter(f"mmcache:{self.name}", self.meaning, self.labels)
 
 
-class TierCounter(LabelledCounter):
-    """A sum for each tier of the feature store; it grows in the engine and travels as an EngineCounter does."""
+class EngineLabelledCounter(LabelledCounter):
+    """A sum for each of a few label values; it grows in the engine and travels as an EngineCounter does."""
+
+    def add(self, amount: float, *values: str) -> None:
+        """Count `amount` under these label values, in the engine."""
+        transport.count("/".join((self.name, *values)), amount)
+
+    def show(self, amount: float, *values: str) -> None:
+        """Add what an engine has counted to what /metrics shows."""
+        super().add(amount, *values)
+
+
+class TierCounter(EngineLabelledCounter):
+    """A sum for each tier of the feature store."""
 
     def __init__(self, name: str, meaning: str) -> None:
         super().__init__(name, meaning, ("tier",))
-
-    def add(self, amount: float, *values: str) -> None:
-        """Count `amount` for a tier, in the engine."""
-        transport.count(f"{self.name}/{values[0]}", amount)
-
-    def show(self, amount: float, tier: str) -> None:
-        """Add what an engine has counted to what /metrics shows."""
-        super().add(amount, tier)
 
 
 class Gauge:
@@ -276,7 +280,16 @@ ENGINE_COUNTERS = {
     )
 }
 
-_TRAVELLERS: dict[str, Any] = {**ENGINE_COUNTERS, **{counter.name: counter for counter in TIER_COUNTERS.values()}}
+AUDIT = EngineLabelledCounter(
+    "audit",
+    "Requests whose answer was computed anew, by a component that had reused something for them, and by the result.",
+    ("component", "result"),
+)
+
+_TRAVELLERS: dict[str, Any] = {
+    **ENGINE_COUNTERS,
+    **{counter.name: counter for counter in (*TIER_COUNTERS.values(), AUDIT)},
+}
 
 COUNTERS = (
     IMAGES_DECODED,
@@ -302,7 +315,7 @@ def register() -> None:
     """Register all counters, so that those are shown, too, that are still zero. API server."""
     for counter in COUNTERS:
         counter.register()
-    for labelled in (*TIER_COUNTERS.values(), *RECORD_COUNTERS.values()):
+    for labelled in (*TIER_COUNTERS.values(), *RECORD_COUNTERS.values(), AUDIT):
         labelled.register()
     for gauge in (RECORD_DISK_BYTES, RECORD_DISK_BUDGET_BYTES):
         gauge.register()
@@ -310,9 +323,9 @@ def register() -> None:
 
 def show_engine_count(name: str, amount: float) -> None:
     """Show what an engine has counted; a name that only a newer engine knows is left out."""
-    name, *tier = name.split("/")
+    name, *labels = name.split("/")
     if name in _TRAVELLERS:
-        _TRAVELLERS[name].show(amount, *tier)
+        _TRAVELLERS[name].show(amount, *labels)
 
 
 def totals() -> dict[str, float]:

@@ -72,15 +72,19 @@ def cuts(rig: ZooRig) -> float:
 def spans(rig: ZooRig) -> float:
     """Whether steps hold images whole, and what of a step attends both ways."""
     from vllm_mmcache.components.image_spans import vllm_backend
+    from vllm_mmcache.components.image_spans.attention_spans import cut_step
     from vllm_mmcache.components.image_spans.spans import keeps_images_whole
 
-    cut_step, found = vllm_backend.cut_step, []
-    vllm_backend.cut_step = lambda *args, **kwargs: (found.append(1), cut_step(*args, **kwargs))[1]
+    found = []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        found.append(1)
+        return cut_step(*args, **kwargs)
+
     rig.make_cold()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_backend, "cut_step", noting)
         ask_about(rig, 902)
-    finally:
-        vllm_backend.cut_step = cut_step
     assert bool(found) == keeps_images_whole(rig.vllm_config)
     return len(found)
 
@@ -91,12 +95,12 @@ def own_keys(rig: ZooRig) -> float:
     add = rig.scheduler.add_request
     rig.scheduler.add_request = lambda request: (found.append((request, list(request.block_hashes))), add(request))[1]
     try:
-        ask_about(rig, 903)
+        one(rig, user(filler(words_before(rig)), picture(903), "What is it?"))
     finally:
         del rig.scheduler.add_request
     ((request, keys),) = found
     hasher = core(rig).request_block_hasher
-    stock = hasher.instead() if isinstance(hasher, BlockHasher) else hasher
+    stock = hasher.instead() if isinstance(hasher, BlockHasher) and hasher.instead is not None else hasher
     assert stock.__qualname__.startswith(get_request_block_hasher.__name__)
     request.block_hashes.clear()
     theirs = stock(request)[: len(keys)]
@@ -128,7 +132,7 @@ def test_each_component_stops(alone: EnginePool, family: str) -> None:
         assert status.in_force()[component] == OFF
         assert {status.of(role).get(component, OFF) for role in ("engine", "worker")} == {OFF}
         assert WORK[component](rig) == 0
-        answers = [*ask_about(rig, 904, 905), one(rig, question(904), user("and"))]
+        answers = [*ask_about(rig, 904, 905), one(rig, user(picture(904), picture(906), "Compare."))]
         if component == "image_spans":  # without it, vLLM's own attention on the CPU is causal over images
             assert rig.assert_equals_own_cold_run(answers) <= TOLERANCE
         else:

@@ -4,7 +4,7 @@
 from prometheus_client import REGISTRY
 from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_mmcache.metrics import hooks
+from vllm_mmcache.metrics import hooks, transport
 
 
 def test_tables_that_come_with_statistics_are_those_of_the_engine_that_sent_them() -> None:
@@ -14,7 +14,7 @@ def test_tables_that_come_with_statistics_are_those_of_the_engine_that_sent_them
         assert scheduler_stats.ec_connector_stats is None
 
     for engine, size in ((1, 5), (2, 6)):
-        stats = SchedulerStats(ec_connector_stats={hooks._KEY: {"size/of two/bytes": size}})
+        stats = SchedulerStats(ec_connector_stats={transport.KEY: {"size/of two/bytes": size}})
         hooks.receive(record, None, (), {"scheduler_stats": stats, "engine_idx": engine})
     labels = [{"table": "of two", "engine": str(engine)} for engine in (1, 2)]
     assert [REGISTRY.get_sample_value("mmcache:engine_table_bytes", one) for one in labels] == [5, 6]

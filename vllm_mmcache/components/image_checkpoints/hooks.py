@@ -9,7 +9,7 @@ is vLLM's own calculation. Never changes what a block key says. Nothing here run
 
 from typing import Any
 
-from vllm_mmcache.base import status
+from vllm_mmcache.base import status, uses
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.components.image_checkpoints.vllm_planner import CHECKPOINTS, Checkpoints, is_sparse
@@ -40,8 +40,7 @@ def plan_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     outcome = wrapped(*args, **kwargs)
     with failsafe("image_checkpoints"):
         checkpoints = checkpoints_of(instance)
-        if checkpoints is not None:
-            request = argument(wrapped, args, kwargs, "request")
+        if checkpoints is not None and not uses.run_of(request := argument(wrapped, args, kwargs, "request")):
             checkpoints.plan(request, hit_tokens=outcome[1], junction_tokens=outcome[2])
     return outcome
 

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-from vllm_mmcache.base import settings
+from vllm_mmcache.base import settings, uses
 from vllm_mmcache.components.image_checkpoints.backoff import Backoff, TrackedCheckpoints
 from vllm_mmcache.components.image_checkpoints.expected_value import Prefill, ReuseRates, pays
 from vllm_mmcache.components.image_checkpoints.positions import KINDS, Checkpoint, candidates, choose
@@ -104,6 +104,8 @@ class Checkpoints:
         if used is not None:
             counters.CHECKPOINTS_USED.add()
             counters.CHECKPOINT_TOKENS_SAVED.add(hit_tokens)
+            inside = self.underway.keeps_states_inside_chunks
+            uses.note(request, "inner_checkpoints" if inside else "image_checkpoints")
         if not request.mm_features:
             setattr(request, PLAN, Plan(self, hit_tokens, frozenset(), ()))
             return

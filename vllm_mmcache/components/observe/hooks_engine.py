@@ -8,7 +8,7 @@ them. Imports no vLLM: it meets vLLM's objects as arguments. It must never fail 
 import time
 from typing import Any
 
-from vllm_mmcache.base import status
+from vllm_mmcache.base import status, uses
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.components.observe.observer import OBSERVER, REQUEST_STATE, Observer
@@ -35,7 +35,7 @@ def note_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if status.is_on("observe"):
         with failsafe("observe"):
             request = argument(wrapped, args, kwargs, "request")
-            if request.num_preemptions == 0:
+            if request.num_preemptions == 0 and not uses.run_of(request):
                 _observer_of(instance).look(request, outcome[1])
     return outcome
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.multimodal.utils import strip_covered_mm_data
 
-from vllm_mmcache.base import status
+from vllm_mmcache.base import status, uses
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.hooking.hook import Hooks
 
@@ -54,6 +54,7 @@ def send_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         }
         if missing:
             images[request.request_id] = missing
+            uses.note(request, "resumed_images")
     if images:
         setattr(step, _IMAGES, images)
     return step

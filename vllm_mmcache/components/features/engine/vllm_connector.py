@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 
-from vllm_mmcache.base import config_payload, settings, status
+from vllm_mmcache.base import config_payload, settings, status, uses
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.worker_threads import Threads
 from vllm_mmcache.components.features.arena import Arena
@@ -86,7 +86,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         """Begin to look for the features of a request's images, as far as they don't lie in what is cached as KV."""
         if not request.mm_features:
             return
-        keeps = status.is_on("features") and not self.is_closed
+        keeps = status.is_on("features") and not self.is_closed and uses.run_of(request) != "cold"
         is_kept = keeps and not client_hashes.are_in(request)
         wanted = [self._wanted(feature, is_kept=is_kept) for feature in request.mm_features]
         added = [one for one in wanted if one is not None]
@@ -331,6 +331,8 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         is_loaded = False
         with failsafe("features"):
             is_loaded = wanted is not None and self._mention(wanted)
+            if is_loaded:
+                uses.note(request, "features")
         if wanted is not None and wanted.comes_without_pixels and not is_loaded:
             self._unloaded.append((request.request_id, feature))
         if is_deferred(feature.data):

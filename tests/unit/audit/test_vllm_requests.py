@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which finished requests can be asked again."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
+
+from vllm_mmcache.audit.vllm_requests import sample_of
+
+USED = frozenset({"features"})
+
+
+def feature(data: Any) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(data, "image", "name", PlaceholderRange(offset=3, length=4), "name")
+
+
+def pixels() -> MultiModalKwargsItem:
+    elem = MultiModalFieldElem(data=torch.zeros(3, 8), field=MultiModalSharedField(batch_size=1))
+    return MultiModalKwargsItem({"pixel_values": elem})
+
+
+def request(data: Any, **values: Any) -> Any:
+    known = {
+        "request_id": "a client's own",
+        "prompt_token_ids": [1, 2, 3],
+        "prompt_embeds": None,
+        "lora_request": None,
+        "resumable": False,
+        "cache_salt": "tenant",
+        "mm_features": [feature(data)],
+    }
+    return SimpleNamespace(**{**known, **values})
+
+
+def test_a_sample() -> None:
+    sample = sample_of(request(pixels()), USED)
+    assert sample is not None
+    assert sample.num_bytes == 3 * 8 * 4
+    assert sample.salt == "tenant"
+    assert sample.components == USED
+    assert "a client's own" not in sample.name
+    assert sample.describe() == "3 tokens, 0 of them cached, images of (4 at 3) tokens"
+
+
+@pytest.mark.parametrize(
+    ("data", "values"),
+    [
+        pytest.param(None, {}, id="sent by its name alone"),
+        pytest.param({"address": None}, {}, id="in shared memory"),
+        pytest.param("here", {"lora_request": object()}, id="adapter"),
+        pytest.param("here", {"prompt_token_ids": None}, id="embeddings"),
+        pytest.param("here", {"resumable": True}, id="session"),
+    ],
+)
+def test_what_can_not_be_asked_again(data: Any, values: dict[str, Any]) -> None:
+    assert sample_of(request(pixels() if data == "here" else data, **values), USED) is None
