@@ -59,7 +59,7 @@ def activate(role: Role, vllm_config: Any) -> None:
     own, unusable = own_proofs(engine, vllm_config)
     absent = config_rules.why_absent(role, vllm_config)
     absent = absent or _install(_group(REPORT.name, role), REPORT.hooks_in(role), version).reason
-    if role == "engine" and not absent and on_trial(vllm_config):
+    if role == "engine" and not absent and on_trial(vllm_config, own):
         _install(_group(TRIAL.name, role), TRIAL.hooks_in(role), version)
     for component in parts(role).values():
         name = component.name
@@ -111,8 +111,11 @@ def decide(name: str, engine: Served, vllm_config: Any, own: Container[str] = ()
     return ON
 
 
-def on_trial(vllm_config: Any) -> list[str]:
-    """The components that an engine tries while it starts, as far as they turn out to be on."""
+def on_trial(vllm_config: Any, own: Container[str] | None = None) -> list[str]:
+    """The components that an engine tries while it starts, as far as they turn out to be on.
+
+    own: the components of the user's own proofs; None to read them.
+    """
     chosen = settings.current()
     if why_no_trial(vllm_config):
         return []
@@ -121,7 +124,8 @@ def on_trial(vllm_config: Any) -> list[str]:
     if chosen.unproven:
         return []
     engine = engine_here(vllm_config)
-    own, _ = own_proofs(engine, vllm_config)
+    if own is None:
+        own, _ = own_proofs(engine, vllm_config)
     return [
         name
         for name in ENGINE_COMPONENTS
@@ -169,6 +173,9 @@ def predict(vllm_config: Any = None) -> dict[str, State]:
             if state == ON and (reason := incompatibility(component.hooks_in(role), version)):
                 state = State("off", reason)
             found[name] = state
+    for name in on_trial(vllm_config, own) if vllm_config is not None else ():
+        if found[name] == ON:
+            found[name] = State("on", "if its trial passes while the engine starts")
     return {name: found[name] for name in COMPONENT_NAMES}
 
 

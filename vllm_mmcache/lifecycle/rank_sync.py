@@ -123,7 +123,7 @@ def switch_off_in_ranks(executor: Any, off: Mapping[str, str]) -> None:
     Engine process, main thread, between two steps. What a rank keeps for them is closed when this returns.
     """
     if hasattr(executor, _WORKERS):  # or the workers are another node's to ask
-        found, _ = _ask(executor, off, "")
+        found, _ = _ask(executor, off, NOT_YET)
         setattr(executor, _WORKERS, found)
 
 
@@ -154,7 +154,7 @@ def of_engine(engine_core: Any) -> dict[str, PlainStates]:
             for name in ("image_checkpoints", "inner_checkpoints"):
                 if status.is_on(name):
                     activation.step_aside("engine", name, reason)
-    if activation.on_trial(engine_core.vllm_config):
+    if activation.on_trial(engine_core.scheduler.vllm_config):
         from vllm_mmcache.lifecycle import trial_hooks
 
         trial_hooks.end(engine_core)

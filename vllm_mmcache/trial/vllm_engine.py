@@ -172,7 +172,7 @@ class TrialEngine:
     @contextmanager
     def without_checkpoints(self) -> Iterator[None]:
         """Requests get no checkpoints of ours, so none of them changes where a step ends."""
-        checkpoints = checkpoints_of(self.scheduler)
+        checkpoints: Any = checkpoints_of(self.scheduler)
         if checkpoints is not None:
             checkpoints.plan = lambda *args, **kwargs: None
         try:
@@ -184,7 +184,7 @@ class TrialEngine:
     @contextmanager
     def every_checkpoint_pays(self) -> Iterator[None]:
         """A checkpoint is made wherever one can be, as if it cost nothing."""
-        checkpoints = checkpoints_of(self.scheduler)
+        checkpoints: Any = checkpoints_of(self.scheduler)
         if checkpoints is not None:
             checkpoints.extra_steps = lambda *args, **kwargs: 0
         try:

@@ -75,6 +75,7 @@ def test_settings_decide_first(component: str, configurations: dict[str, Any], m
 def test_proof_decides_where_no_setting_does(
     component: str, configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(settings, "_current", chosen({"trial_s": 0}))
     monkeypatch.setattr(tested_engines, "TABLE", [])
     if component == "inner_checkpoints" or (component == "resumed_images" and CHOSEN.runner == 2):
         assert decide(component, configurations).state == "unneeded"
@@ -91,6 +92,7 @@ def test_proof_decides_where_no_setting_does(
 
 
 def test_the_runner_is_part_of_the_proof(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_current", chosen({"trial_s": 0}))
     here = activation.engine_here(configurations["gemma3"])
     monkeypatch.setattr(tested_engines, "TABLE", [Row(here, ENGINE_COMPONENTS, "a test")])
     assert decide("features", configurations) == ON
@@ -102,6 +104,7 @@ def test_a_proof_of_the_users_own_counts(
     configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On the engine, device and versions that it is of, for the same architecture, and nowhere else."""
+    monkeypatch.setattr(settings, "_current", chosen({"trial_s": 0}))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(tested_engines, "TABLE", [])
     assert decide("features", configurations).state == "off"
@@ -113,6 +116,40 @@ def test_a_proof_of_the_users_own_counts(
     user_proofs.forget()
     user_proofs.add(replace(place, device="another"), ["features"], "a test", [])
     assert decide("features", configurations).state == "off"
+
+
+def test_what_is_not_proven_is_tried(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is prepared as if it were on; what a proof or a setting decides is not tried."""
+    install(monkeypatch)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(tested_engines, "TABLE", [])
+    config = configurations["gemma3"]
+    assert decide("features", configurations) == ON
+    assert activation.predict(config)["features"] == State("on", "if its trial passes while the engine starts")
+    assert set(activation.on_trial(config)) == set(ENGINE_COMPONENTS)
+    user_proofs.add(user_proofs.ProofScope.of(config), ["features"], "a test", [])
+    assert set(activation.on_trial(config)) == set(ENGINE_COMPONENTS) - {"features"}
+    monkeypatch.setattr(settings, "_current", chosen({"block_keys": True, "metrics": False}))
+    assert not {"block_keys", "metrics", "features"} & set(activation.on_trial(config))
+    monkeypatch.setattr(settings, "_current", chosen({"trial_all": True, "block_keys": True}))
+    assert set(activation.on_trial(config)) == set(ENGINE_COMPONENTS)
+    monkeypatch.setattr(settings, "_current", chosen({"unproven": True}))
+    assert activation.on_trial(config) == []
+
+
+def test_an_engine_that_can_not_be_tried_by_itself(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(tested_engines, "TABLE", [])
+    config = copy.copy(configurations["gemma3"])
+    config.kv_transfer_config = object()
+    reason = activation.decide("features", activation.engine_here(config), config).reason
+    assert "a connector would take its requests to other engines" in reason
+    assert "MMCACHE_FEATURES=1 switches it on" in reason
+    assert activation.on_trial(config) == []
 
 
 def test_what_is_ignored_of_the_users_proofs_is_said(
@@ -146,6 +183,7 @@ def test_what_is_ignored_of_the_users_proofs_is_said(
 def test_the_users_proofs_are_read_once(
     configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(settings, "_current", chosen({"trial_s": 0}))
     install(monkeypatch)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(tested_engines, "TABLE", [])

@@ -25,7 +25,7 @@ def test_few_functions_are_replaced_on_v2() -> None:
     replaced = [
         member for member in always if mixin_for(member.target) is None and member.component != "resumed_images"
     ]
-    assert len(replaced) <= 33, "is there a subclass or an extension point for it?"
+    assert len(replaced) <= 35, "is there a subclass or an extension point for it?"
 
 
 @pytest.mark.slow

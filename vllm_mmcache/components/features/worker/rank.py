@@ -116,7 +116,7 @@ class RankFeatures:
         if message is None:
             return [], set()
         self._is_serving = True
-        if self._is_stopped or message.generation != self._known_generation():
+        if message.generation != self._known_generation():
             self._decline(message)
             return [], set()
         return message.saves, self._take(message.loads, outputs)
