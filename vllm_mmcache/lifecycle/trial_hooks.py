@@ -102,8 +102,10 @@ def _try(engine_core: Any) -> None:
         lambda component, reason: switch_off(engine_core, component, reason, is_ready=False),
     )
     verdict = trial.run()
-    level = logging.WARNING if verdict.differed or verdict.untried else logging.INFO
-    logger.log(level, "mmcache: trial of this engine: %s", verdict)
+    if verdict.differed or verdict.untried:
+        logger.warning("mmcache: trial of this engine: %s", verdict)
+    else:
+        logger.info("mmcache: trial of this engine: %s", verdict)
     try:
         scope = user_proofs.ProofScope.of(engine_core.vllm_config)
         user_proofs.add(scope, verdict.passed, HOW, [], failed=list(verdict.differed))

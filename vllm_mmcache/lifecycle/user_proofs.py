@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from vllm_mmcache import __version__
 from vllm_mmcache.base.errors import ProofsUnwritable
 from vllm_mmcache.base.store_url import state_directory
+from vllm_mmcache.lifecycle import configuration
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, architecture_of
 
 FORMAT = 1
@@ -40,6 +41,7 @@ _WORDS = {
     "architecture": "{}",
     "tensor_parallel": "tensor parallel size {}",
     "pipeline_parallel": "pipeline parallel size {}",
+    "configuration": "configuration {}",
 }
 
 
@@ -62,6 +64,8 @@ class ProofScope:
     """The first of the model's config."""
     tensor_parallel: int
     pipeline_parallel: int
+    configuration: str = ""
+    """A digest of the rest of the configuration (configuration.py); empty of a proof that holds for any."""
 
     @classmethod
     def of(cls, vllm_config: Any) -> "ProofScope":
@@ -83,7 +87,12 @@ class ProofScope:
             architecture=architecture_of(vllm_config) or "unknown architecture",
             tensor_parallel=int(parallel.tensor_parallel_size),
             pipeline_parallel=int(parallel.pipeline_parallel_size),
+            configuration=configuration.digest(vllm_config),
         )
+
+    def covers(self, other: "ProofScope") -> bool:
+        """Whether a proof of this scope holds for an engine of the other one."""
+        return other == (self if self.configuration else replace(self, configuration=other.configuration))
 
     def words(self, names: Iterable[str] | None = None) -> str:
         """These of its values, or all, in words. ASCII alone: a file may hold codes that a terminal obeys."""
@@ -140,7 +149,7 @@ def read() -> tuple[list[Proof], list[str]]:
 def proven_components(scope: ProofScope, proofs: Sequence[Proof] | None = None) -> frozenset[str]:
     """The components that are proven for this very ProofScope, by these proofs or by the file's. Never raises."""
     proofs = read()[0] if proofs is None else proofs
-    return frozenset(component for proof in proofs if proof.place == scope for component in proof.components)
+    return frozenset(component for proof in proofs if proof.place.covers(scope) for component in proof.components)
 
 
 def why_passed_over(scope: ProofScope, proofs: Sequence[Proof] | None = None) -> list[str]:
@@ -151,9 +160,12 @@ def why_passed_over(scope: ProofScope, proofs: Sequence[Proof] | None = None) ->
     for proof in proofs:
         components = [component for component in proof.components if component not in here]
         if components and proof.place.architecture == scope.architecture:
-            other = [field.name for field in fields(ProofScope) if _value(proof.place, field) != _value(scope, field)]
+            place = (
+                proof.place if proof.place.configuration else replace(proof.place, configuration=scope.configuration)
+            )
+            other = [field.name for field in fields(ProofScope) if _value(place, field) != _value(scope, field)]
             lines.append(
-                f"a proof of {', '.join(components)} for {proof.place.words(other)} does not hold for "
+                f"a proof of {', '.join(components)} for {place.words(other)} does not hold for "
                 f"{scope.words(other)}: {AGAIN}"
             )
     return list(dict.fromkeys(lines))
@@ -304,6 +316,8 @@ def _proof(entry: Any, where: str) -> tuple[Proof | None, list[str]]:
     if not isinstance(entry, dict) or set(entry) != {_key_of(field.name) for field in fields(Proof)}:
         return None, bad
     kept, components, arguments = entry["place"], entry["rooms"], entry["arguments"]
+    if isinstance(kept, dict):  # files of earlier states have no configuration
+        kept = {"configuration": "", **kept}
     types = {field.name: int if field.type in (int, "int") else str for field in fields(ProofScope)}
     if not isinstance(kept, dict) or {name: type(value) for name, value in kept.items()} != types:
         return None, bad

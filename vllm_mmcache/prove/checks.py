@@ -8,7 +8,7 @@ really in force, what they are for really happened, and two controls show that a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -69,7 +69,8 @@ def engine_of(rig: Rig) -> dict[str, Any]:
 
 def place_of(rig: Rig) -> dict[str, Any]:
     """What a proof of this item is tied to, which components are on without one, and what its model has a use for."""
-    scope = user_proofs.ProofScope.of(rig.vllm_config)
+    # Its engines have arguments of their own, so what passes holds for any.
+    scope = replace(user_proofs.ProofScope.of(rig.vllm_config), configuration="")
     engine = activation.engine_here(rig.vllm_config)
     uses = {
         "image_spans": rig.images_attend_both_ways,
