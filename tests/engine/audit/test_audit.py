@@ -21,7 +21,7 @@ from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove import workers
 from vllm_mmcache.prove.checks import words_before
 
-pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
+pytestmark = pytest.mark.engine
 
 FAMILIES = ("qwen3-vl", "gemma3", "qwen3.5")
 
