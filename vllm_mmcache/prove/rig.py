@@ -151,7 +151,7 @@ class Rig(ABC):
         from vllm_mmcache.components.features.engine.hooks import connector_of
 
         found = connector_of(self.scheduler)
-        return found if found is not None and found.keeps else None
+        return found if found is not None and not found.is_closed else None
 
     def close(self) -> None:
         """Shut the engine down and give its memory back."""
