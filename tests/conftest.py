@@ -68,6 +68,12 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
     engines.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What engines keep of their trials, and what is read of it, is not the user's."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def the_plugin_stays() -> Iterator[None]:
     """Fails a file that takes the plugin out of its process, in place of the tests of other files after it."""

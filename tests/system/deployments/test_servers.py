@@ -55,7 +55,7 @@ def test_the_command_line_switches(model: Path, stock: list[Answer], tmp_path: P
     path = plant(tmp_path / "site", *NO_TABLE)
     store = tmp_path / "store"
     said = f'{{"mmcache": {{"features": true, "lazy_media": false, "store": "{store}"}}}}'
-    with deployed(model, tmp_path / "log", "--additional-config", said, paths=[path]) as server:
+    with deployed(model, tmp_path / "log", "--additional-config", said, paths=[path], MMCACHE_TRIAL_S="0") as server:
         components = server.components()
         assert {component for component, (state, _) in components.items() if state == "on"} == {"features", "identity"}
         assert components["lazy_media"] == ("off", "switched off by the setting lazy_media")

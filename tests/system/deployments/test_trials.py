@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server whose engine nobody has tried tries it before it is healthy, and keeps what it has found."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.deployment import Answer, deployed, plant
+from tests.system.deployments.test_servers import NO_TABLE
+
+pytestmark = pytest.mark.engine
+
+SHIFTED = """
+take = module.RankFeatures._take
+def wrong(self, places, outputs):
+    names = take(self, places, outputs)
+    for name in names:
+        outputs[name].copy_(outputs[name].roll(1, 0))
+    return names
+module.RankFeatures._take = wrong
+"""
+
+
+def test_what_is_wrong_is_off_and_the_rest_is_proven(model: Path, stock: list[Answer], tmp_path: Path) -> None:
+    untried = plant(tmp_path / "untried", *NO_TABLE)
+    wrong = plant(tmp_path / "wrong", "vllm_mmcache.components.features.worker.rank", ".*", SHIFTED)
+    variables = {"XDG_STATE_HOME": str(tmp_path / "state"), "MMCACHE_TRIAL_S": "300"}
+    with deployed(model, tmp_path / "log", paths=[untried, wrong], **variables) as server:
+        components = server.components()
+        assert components["features"][0] == "off"
+        assert components["features"][1].startswith("its trial on this engine was not exact: an answer with both")
+        assert components["block_keys"] == components["metrics"] == ("on", "")
+        assert "trial of this engine: " in server.log()
+        counted = {name: value for (name, _), value in server.metrics().items() if "tower_" in name}
+        assert set(counted.values()) == {0.0}, "what the trial did is not counted"
+        for number in (0, 1, 0):
+            assert server.ask(number).equals(stock[number])
+    with deployed(model, tmp_path / "log again", paths=[untried], **variables) as server:
+        assert "mmcache: trying features on this engine" in server.log(), "what had passed is known"
+        assert server.components()["features"] == server.components()["block_keys"] == ("on", "")
+        assert server.ask(0).equals(stock[0])
+    with deployed(model, tmp_path / "log at last", paths=[untried], **variables) as server:
+        assert "mmcache: trying" not in server.log()
+        assert server.components()["features"] == ("on", "")
