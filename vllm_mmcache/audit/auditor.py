@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from vllm_mmcache.audit.compare import Logprobs, bound_of, distance
 from vllm_mmcache.audit.samples import Sample, Samples
 from vllm_mmcache.base import settings, status, uses
+from vllm_mmcache.exactness.distance import Logprobs, between_steps, bound_of
 from vllm_mmcache.metrics import counters
 
 logger = logging.getLogger("vllm.mmcache")
@@ -180,11 +180,11 @@ class Auditor:
             self._conclude("unavailable")  # what it used is not there any more
         elif cold is None:
             self._ask("cold")
-        elif (apart := distance(warm, cold)) <= self._engine.floor:
+        elif (apart := between_steps(warm, cold)) <= self._engine.floor:
             self._conclude("match")
         elif (again := audit.answers.get("cold_again")) is None:
             self._ask("cold_again")
-        elif apart <= (bound := bound_of(self._engine.floor, distance(cold, again))):
+        elif apart <= (bound := bound_of(self._engine.floor, between_steps(cold, again))):
             self._conclude("match")
         elif "features" not in audit.sample.components:
             self._blame(_nearest(audit.sample.components), apart, bound)
@@ -192,7 +192,7 @@ class Auditor:
             self._ask("features")
         else:
             others = (audit.sample.components | audit.warm_uses) - {"features"}
-            is_of_features = not others or distance(with_features, cold) > bound
+            is_of_features = not others or between_steps(with_features, cold) > bound
             self._blame("features" if is_of_features else _nearest(others), apart, bound)
 
     def _ask(self, which: Which) -> None:

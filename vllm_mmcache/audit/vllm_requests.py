@@ -17,10 +17,10 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_mmcache.audit.compare import Logprobs, floor_of
 from vllm_mmcache.audit.samples import Sample
 from vllm_mmcache.base import status, uses
 from vllm_mmcache.components.image_spans.spans import image_spans, keeps_images_whole
+from vllm_mmcache.exactness.distance import Logprobs, floor_of
 
 PREFIX = "mmcache-audit-"
 """Of the ids of the audit's requests."""

@@ -266,7 +266,7 @@ class Trial:
             self._passed(component)
 
     def _bound_of(self, noise: float) -> float:
-        return distance.bound(noise, str(self._engine.vllm_config.model_config.dtype))
+        return distance.bound_of(self._engine.floor, noise)
 
     @contextmanager
     def _trying(self, *components: str) -> Iterator[None]:

@@ -23,6 +23,7 @@ from vllm_mmcache.components.features.tiers import FEATURES
 from vllm_mmcache.components.image_checkpoints.hooks import checkpoints_of, forget
 from vllm_mmcache.components.image_spans.spans import image_spans, keeps_images_whole
 from vllm_mmcache.components.inner_checkpoints.cuts import CUTS
+from vllm_mmcache.exactness import distance
 from vllm_mmcache.metrics import counters, table_sizes
 from vllm_mmcache.metrics.transport import KEY
 from vllm_mmcache.storage.tier_counts import TierCounts
@@ -91,6 +92,12 @@ class TrialEngine:
     def block_tokens(self) -> int:
         """What hits end at multiples of."""
         return int(self.scheduler.kv_cache_manager.coordinator.scheduler_block_size)
+
+    @property
+    def floor(self) -> float:
+        """What two right answers of this engine may differ by in any case."""
+        dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
+        return distance.floor_of(dtype, str(self.vllm_config.cache_config.cache_dtype) not in ("auto", dtype))
 
     @property
     def is_over(self) -> bool:
