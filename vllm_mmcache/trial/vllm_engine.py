@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
@@ -209,24 +209,23 @@ class TrialEngine:
         kept = counters.snapshot()
         self._in_workers(worker.keep_counts)
         try:
-            if features is not None:
-                with features.store.ram_alone():
-                    yield
-            else:
+            with features.store.ram_alone() if features is not None else nullcontext():
                 yield
         finally:
-            self._abort_all()
-            self.core.reset_prefix_cache()
-            scheduler.kv_cache_manager.take_events()
-            scheduler.make_stats()  # vLLM's own counts since the last statistics go with them
-            scheduler.kv_event_publisher = publisher
-            self.forget_pictures()
-            if (features := self.features) is not None:
-                features.store.ram.counts = TierCounts(FEATURES, features.store.ram.name)
-            forget(scheduler)
-            self._in_workers(worker.restore_counts)
-            counters.restore(kept)
-            table_sizes.send_again()
+            try:
+                self._abort_all()
+                self.core.reset_prefix_cache()
+                scheduler.kv_cache_manager.take_events()
+                scheduler.make_stats()  # vLLM's own counts since the last statistics go with them
+                self.forget_pictures()
+            finally:
+                scheduler.kv_event_publisher = publisher
+                if (features := self.features) is not None:
+                    features.store.ram.counts = TierCounts(FEATURES, features.store.ram.name)
+                forget(scheduler)
+                self._in_workers(worker.restore_counts)
+                counters.restore(kept)
+                table_sizes.send_again()
 
     def _request(self, prompt: Prompt, salt: str, pictures: str) -> Request:
         self.num_requests += 1
