@@ -41,7 +41,7 @@ pool.close()
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | CHOSEN.environment() | {"VLLM_LOGGING_LEVEL": "INFO"},
+        env=os.environ | CHOSEN.environment() | {"VLLM_LOGGING_LEVEL": "INFO", "MMCACHE_TRIAL_S": "0"},
         capture_output=True,
         text=True,
         timeout=600,

@@ -123,8 +123,7 @@ def switch_off_in_ranks(executor: Any, off: Mapping[str, str]) -> None:
     Engine process, main thread, between two steps. What a rank keeps for them is closed when this returns.
     """
     if hasattr(executor, _WORKERS):  # or the workers are another node's to ask
-        found, _ = _ask(executor, off, NOT_YET)
-        setattr(executor, _WORKERS, found)
+        setattr(executor, _WORKERS, _ask(executor, off, NOT_YET)[0])
 
 
 def of_ranks(executor: Any) -> Mapping[int, Mapping[str, State]]:
