@@ -25,7 +25,7 @@ def test_what_is_wrong_is_off_and_the_rest_is_proven(model: Path, stock: list[An
     untried = plant(tmp_path / "untried", *NO_TABLE)
     wrong = plant(tmp_path / "wrong", "vllm_mmcache.components.features.worker.rank", ".*", SHIFTED)
     variables = {"XDG_STATE_HOME": str(tmp_path / "state"), "MMCACHE_TRIAL_S": "300"}
-    with deployed(model, tmp_path / "log", paths=[untried, wrong], **variables) as server:
+    with deployed(model, tmp_path / "log", paths=[wrong], MMCACHE_TRIAL_ALL="1", **variables) as server:
         components = server.components()
         assert components["features"][0] == "off"
         assert components["features"][1].startswith("its trial on this engine was not exact: an answer with both")
