@@ -218,6 +218,10 @@ def why_not(engine_core: Any) -> str:
         return "a connector would keep what the audit computes"
     if vllm_config.speculative_config is not None:
         return "not shown to be right with speculative decoding"
+    if model_config.is_hybrid:
+        return (
+            "Mamba layers round otherwise where a step ends elsewhere, by more than the audit could tell from a fault"
+        )
     if parallel.data_parallel_size > 1 and model_config.is_moe:
         return "its steps are those of all data-parallel engines"
     return ""

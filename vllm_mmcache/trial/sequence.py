@@ -138,13 +138,15 @@ class Trial:
         ]
         if not suspects:
             return
-        for number in range(len(suspects) + 1):
-            with self._trying(*suspects):
+        with self._trying(*suspects):
+            for number in range(len(suspects) + 1):
                 component, wrong = self._wrong_hit(first, second, other, cold, f"{number}")
-                suspect = next((one for one in (component, *suspects) if one and self._is_tried(one)), "")
-                if not wrong or not suspect:
-                    return
-                self._differs(suspect, wrong)
+                blamed = [one for one in ([component] if component else suspects) if self._is_tried(one)]
+                if not wrong or not blamed:
+                    break
+                self._differs(blamed[0], wrong)
+            if wrong:
+                raise TrialFailed(f"hits are wrong without it, too: {wrong}")
 
     def _wrong_hit(self, first: Prompt, second: Prompt, other: Prompt, cold: Reply, name: str) -> tuple[str, str]:
         """Which component made an answer on a cached prefix wrong, and what is wrong; components pass without any.

@@ -63,8 +63,14 @@ def tried(rig: ZooRig, told: dict[str, str], seconds: float = LONG_S) -> Verdict
         for role in ("engine", "worker"):
             if component in status.of(role):
                 status.put(role, component, State("off", reason))
+        if component == "block_keys":
+            core(rig).request_block_hasher = hasher.instead()
 
-    return Trial(core(rig), on(rig), seconds, switch_off).run()
+    hasher = core(rig).request_block_hasher
+    try:
+        return Trial(core(rig), on(rig), seconds, switch_off).run()
+    finally:
+        core(rig).request_block_hasher = hasher
 
 
 def core(rig: ZooRig) -> Any:

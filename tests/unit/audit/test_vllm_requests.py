@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which finished requests can be asked again."""
 
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
+from vllm_mmcache.audit import vllm_requests
 from vllm_mmcache.audit.vllm_requests import sample_of
 
 USED = frozenset({"features"})
@@ -63,3 +65,32 @@ def test_a_sample() -> None:
 )
 def test_what_can_not_be_asked_again(data: Any, values: dict[str, Any]) -> None:
     assert sample_of(request(pixels() if data == "here" else data, **values), USED) is None
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "why"),
+    [
+        ("model_config.is_hybrid", True, "Mamba layers round otherwise"),
+        ("model_config.runner_type", "pooling", "no log-probabilities"),
+        ("cache_config.enable_prefix_caching", False, "prefix caching is off"),
+        ("kv_transfer_config", object(), "a connector"),
+        ("speculative_config", object(), "speculative decoding"),
+    ],
+)
+def test_an_engine_that_can_not_be_audited(part: str, value: Any, why: str) -> None:
+    model = SimpleNamespace(
+        runner_type="generate", max_logprobs=20, logprobs_mode="raw_logprobs", is_hybrid=False, is_moe=False
+    )
+    config = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        kv_transfer_config=None,
+        ec_transfer_config=None,
+        speculative_config=None,
+    )
+    engine = SimpleNamespace(vllm_config=config)
+    assert vllm_requests.why_not(engine) == ""
+    owner, _, name = f"vllm_config.{part}".rpartition(".")
+    setattr(attrgetter(owner)(engine), name, value)
+    assert why in vllm_requests.why_not(engine)
