@@ -176,7 +176,9 @@ def add(
 ) -> None:
     """Keep that `components` passed for one ProofScope, and take back what was proven for it of those in `failed`.
 
-    All other entries stay as they are. A file that can't be used is set aside, with .ignored after its name.
+    An older entry of the same origin keeps the components that are not named here, as when a start tries those alone
+    that were not proven yet. All other entries stay as they are. A file that can't be used is set aside, with .ignored
+    after its name.
     Raises: ProofsUnwritable.
     """
     unknown = [component for component in (*components, *failed) if component not in ENGINE_COMPONENTS]
@@ -191,10 +193,10 @@ def add(
         kept = []
         for entry in entries:
             is_here = isinstance(entry, dict) and entry.get("place") == mine["place"]
-            if is_here and all(entry.get(name) == value for name, value in mine.items()):
-                continue  # the same proof, made again
             if is_here and isinstance(entry.get("rooms"), list):
-                entry = {**entry, "rooms": [component for component in entry["rooms"] if component not in failed]}
+                is_again = all(entry.get(name) == value for name, value in mine.items())
+                gone = [*failed, *(proof.components if is_again else ())]
+                entry = {**entry, "rooms": [component for component in entry["rooms"] if component not in gone]}
                 if not entry["rooms"]:
                     continue
             kept.append(entry)

@@ -5,6 +5,7 @@ What was reused is what vLLM says of each answer; what was loaded is counted at 
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,21 @@ def turns(rig: ZooRig, request: pytest.FixtureRequest) -> list[list[Message]]:
     return found
 
 
+def load_all_at_once(rig: ZooRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads know no bound, and each step of the engine waits until those that are begun are done."""
+    monkeypatch.setattr(rig.features, "_most_begun_bytes", 1 << 40)
+    step = rig.llm.llm_engine.step
+
+    def after_loads() -> Any:
+        deadline = time.monotonic() + LONG_S
+        while any(one.fetch is not None and not one.fetch.is_done for one in list(rig.features._begun)):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return step()
+
+    monkeypatch.setattr(rig.llm.llm_engine, "step", after_loads)
+
+
 @pytest.mark.parametrize("turns", [NUM_CONVERSATIONS], indirect=True)
 @pytest.mark.parametrize("looks", [True, False], ids=["looks", "control"])
 def test_cached_conversations(
@@ -160,7 +176,7 @@ def test_cached_conversations(
     runs, read = Runs(), Read(rig)
     if not looks:
         monkeypatch.setattr(Connector, "_num_cached_tokens", lambda self, request: 0)
-        monkeypatch.setattr(rig.features, "_most_begun_bytes", 1 << 40)
+        load_all_at_once(rig, monkeypatch)
     answers = rig.ask(*turns)
     assert all(answer.num_cached_tokens >= rig.image_spans(answer)[-1][1] for answer in answers)
     assert runs.new() == 0
@@ -180,7 +196,7 @@ def test_conversations_whose_kv_is_gone(
     runs, loads = Runs(), Loads(monkeypatch)
     forget_outputs(rig)
     if not is_bounded:
-        monkeypatch.setattr(rig.features, "_most_begun_bytes", 1 << 40)
+        load_all_at_once(rig, monkeypatch)
     answers = rig.ask(*turns)
     assert not any(answer.num_cached_tokens for answer in answers)
     assert ((runs.new(), len(loads.new())) == (0, NUM_CONVERSATIONS * NUM_IMAGES)) == is_bounded

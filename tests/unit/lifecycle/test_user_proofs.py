@@ -202,10 +202,12 @@ def test_a_failure_takes_back_what_was_proven_there(state: Path) -> None:
 def test_the_same_proof_again_takes_the_old_ones_place() -> None:
     add()
     add(PLACE, "features")
-    (proof,) = user_proofs.read()[0]
-    assert proof.components == ("features",), "block_keys was not shown this time"
+    assert [proof.components for proof in user_proofs.read()[0]] == [("block_keys",), ("features",)]
+    assert user_proofs.proven_components(PLACE) == set(COMPONENT_NAMES), "block_keys was not tried this time"
+    add()
+    assert [proof.components for proof in user_proofs.read()[0]] == [COMPONENT_NAMES]
     user_proofs.add(PLACE, ["metrics"], "own model /m", [])
-    assert user_proofs.proven_components(PLACE) == {"features", "metrics"}
+    assert user_proofs.proven_components(PLACE) == {*COMPONENT_NAMES, "metrics"}
 
 
 def test_forgetting(state: Path) -> None:
