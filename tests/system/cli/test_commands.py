@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.programs import cpu_seconds
 from vllm_mmcache.base.errors import EnvironmentProblem, UnschedulableImage
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.cli import serve
@@ -148,16 +147,21 @@ def test_a_key_of_the_store_that_can_not_be_used(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_help_is_quick_and_loads_nothing_heavy() -> None:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MMCACHE_")}
-    # Processor time: the wall clock says nothing on a busy machine.
-    outcome, seconds = cpu_seconds([*COMMAND, "--help"], kept)
-    assert seconds < 0.5
-    assert outcome.returncode == 0
+    """Judged by the modules that are loaded, since a busy machine has other times: 401 of them, numpy alone has 100."""
+    code = """
+import sys
+try:
+    import vllm_mmcache.cli.__main__
+except SystemExit as ended:
+    assert ended.code == 0, ended.code
+print(len(sys.modules), {"vllm", "torch", "numpy", "openai", "transformers"} & set(sys.modules))
+"""
+    outcome = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
     for verb in ("serve", "demo", "doctor", "zoo"):
         assert verb in outcome.stdout
-    code = "import sys, vllm_mmcache.cli; print({'vllm', 'torch', 'openai', 'transformers'} & set(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert loaded.stdout == "set()\n"
+    num_modules, heavy = outcome.stdout.splitlines()[-1].split(maxsplit=1)
+    assert int(num_modules) < 480
+    assert heavy == "set()"
 
 
 @pytest.mark.process
