@@ -23,6 +23,7 @@ LAYERS = (
     "content",
     "storage",
     "client",
+    "models",
     "components",
     "exactness",
     "trial",
@@ -42,7 +43,7 @@ BESIDE = {
     ("components.observe", "components.lazy_media"),
 }
 # In these packages, files of these names alone import vLLM: hooks, and subclasses and callers of its classes.
-TOUCHES_VLLM = re.compile(r"(audit|components|metrics|trial)/(.+/)?(hooks|vllm)(_[a-z_]+)?\.py")
+TOUCHES_VLLM = re.compile(r"(audit|components|metrics|models|trial)/(.+/)?(hooks|vllm)(_[a-z_]+)?\.py")
 # Elsewhere these, each inside a function and for a reason of its own.
 MAY_IMPORT_VLLM = {
     "base/versions.py",  # asks for the version

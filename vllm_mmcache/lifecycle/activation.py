@@ -26,6 +26,7 @@ from vllm_mmcache.hooking.hook import Hook
 from vllm_mmcache.lifecycle import config_rules, user_proofs
 from vllm_mmcache.lifecycle.registry import AUDIT, COMPONENT_NAMES, COMPONENTS, FIRST, REPORT, TRIAL, parts
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Served, architecture_of, minor_of, why_unproven
+from vllm_mmcache.models import vllm_registry
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -33,7 +34,7 @@ WITHOUT_IDENTITY = "uuids of clients are trusted, and images are not apart by ca
 
 
 def start() -> installer.Outcome:
-    """Install the hooks that see the VllmConfig; re-entrant.
+    """Register the model classes, and install the hooks that see the VllmConfig; re-entrant.
 
     Where they don't fit this vLLM, nothing of mmcache can be on, and one line says why.
     Raises: SettingsError; HookError, where they don't fit and tenants must be kept apart.
@@ -44,6 +45,8 @@ def start() -> installer.Outcome:
         settings.warn_of_unknown_variables()
         refuse_if_required(f"nothing of mmcache is on: {outcome.reason}")
         logger.error("mmcache %s is off on vLLM %s: %s", __version__, version, outcome.reason)
+    else:
+        vllm_registry.register_classes()
     return outcome
 
 
@@ -221,6 +224,7 @@ def stop() -> None:
         for role in component.on_install:
             component.extension_in(role).undo()
     subclasses.undo()
+    vllm_registry.unregister_classes()
     installer.undo_all()
 
 

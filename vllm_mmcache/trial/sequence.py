@@ -20,6 +20,7 @@ from typing import Any
 from vllm_mmcache.components.image_spans.spans import image_spans
 from vllm_mmcache.exactness import distance
 from vllm_mmcache.exactness.conversations import filler
+from vllm_mmcache.models.vllm_registry import images_of
 from vllm_mmcache.trial.verdict import Verdict
 from vllm_mmcache.trial.vllm_engine import NUM_TOKENS, Reply, TrialEngine, TrialFailed
 from vllm_mmcache.trial.vllm_prompts import MIN_WORDS, CannotRender, Prompt, Prompts
@@ -123,6 +124,10 @@ class Trial:
             warm = engine.ask(first, engine.salt("features"), "kept")
             if warm.tower_images:
                 raise TrialFailed(f"the vision tower ran for {warm.tower_images} of 2 pictures that the store has")
+            if warm.tower_runs:
+                raise TrialFailed(
+                    f"the vision tower ran {warm.tower_runs} times unseen for pictures that the store has"
+                )
             self._judge("features", cold, warm, "with both pictures' features from the store")
 
     def _try_hits(self, first: Prompt, second: Prompt, other: Prompt, cold: Reply) -> None:
@@ -202,6 +207,7 @@ class Trial:
         engine = self._engine
         with self._trying("image_spans"):
             spans = [(start, last + 1) for start, last in image_spans(_Features(first))]
+            self._check_tokens(first, spans)
             longest = max(end - start for start, end in spans)
             with engine.without_checkpoints():
                 with engine.small_steps(longest + longest // 3):
@@ -215,6 +221,18 @@ class Trial:
                     return
             noise = max(self.verdict.noise, distance.between(cold, between))
             self._judge("image_spans", cold, reply, "in small steps", noise)
+
+    def _check_tokens(self, prompt: Prompt, spans: Sequence[tuple[int, int]]) -> None:
+        """Spans are what the model's class says. Raises: TrialFailed."""
+        model_config = self._engine.vllm_config.model_config
+        if (images := images_of(model_config)) is None:
+            return
+        tokens = images.tokens(model_config.hf_config)
+        for start, end in spans:
+            before, after = prompt.token_ids[start - 1], prompt.token_ids[end]
+            marks = tokens.begin in (None, before) and tokens.end in (None, after)
+            if not marks or set(prompt.token_ids[start:end]) != {tokens.image}:
+                raise TrialFailed(f"tokens {start} to {end} are no picture as the model was trained with it")
 
     def _try_resumed_images(self, second: Prompt) -> None:
         """A question on a cached prefix loses its blocks and its pictures when it has answered once, and goes on."""

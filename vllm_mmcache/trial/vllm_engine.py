@@ -54,6 +54,8 @@ class Reply:
     """Where states were kept inside a step."""
     tower_images: int
     """Images that the vision tower ran for, in the rank that ran most."""
+    tower_runs: int
+    """How often the vision tower ran, whoever called it; 0 where the model's class does not tell."""
     checkpoints_used: int
 
     def part(self, first: int, end: int) -> Reply:
@@ -119,7 +121,7 @@ class TrialEngine:
         request and the number of tokens that it has answered, before each step.
         """
         request = self._request(prompt, salt, pictures)
-        before = self._tower_images(), counters.CHECKPOINTS_USED.value
+        before = self._most(worker.tower_images), self._most(worker.tower_runs), counters.CHECKPOINTS_USED.value
         watch = _Watch()
         tokens: list[int] = []
         logprobs: list[dict[int, float]] = []
@@ -146,8 +148,9 @@ class TrialEngine:
             cached or 0,
             tuple(stop for stop in dict.fromkeys(watch.stops) if stop < len(prompt.token_ids)),
             tuple(watch.cuts),
-            self._tower_images() - before[0],
-            int(counters.CHECKPOINTS_USED.value - before[1]),
+            self._most(worker.tower_images) - before[0],
+            self._most(worker.tower_runs) - before[1],
+            int(counters.CHECKPOINTS_USED.value - before[2]),
         )
 
     def salt(self, name: str) -> str:
@@ -314,8 +317,8 @@ class TrialEngine:
             features.copying.wait(10)
             features.wait_until_known(max(0.0, self._deadline - time.monotonic()))
 
-    def _tower_images(self) -> int:
-        return max(self._in_workers(worker.tower_images), default=0)
+    def _most(self, count: Callable[[Any], int]) -> int:
+        return max(self._in_workers(count), default=0)
 
     def _in_workers(self, function: Callable[[Any], Any]) -> list[Any]:
         return list(self.core.collective_rpc(function))

@@ -4,6 +4,7 @@
 from typing import Any
 
 from vllm_mmcache.metrics import counters
+from vllm_mmcache.models import tower_trap
 
 _kept: Any = None
 
@@ -11,6 +12,11 @@ _kept: Any = None
 def tower_images(worker: Any) -> int:
     """Images that this worker's vision tower has run for since it started."""
     return int(counters.TOWER_IMAGES.value)
+
+
+def tower_runs(worker: Any) -> int:
+    """How often this worker's vision tower has run, whoever called it; 0 where the model's class does not tell."""
+    return tower_trap.num_runs()
 
 
 def keep_counts(worker: Any) -> None:

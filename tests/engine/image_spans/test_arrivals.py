@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 from mmcache_tools.zoo import FAMILIES
-from transformers import Gemma3Config, Gemma4Config, PaliGemmaConfig
 
 from tests.engine.image_spans.arrivals import Engine, limited
 from tests.support.sizes import larger
 from vllm_mmcache.base.errors import UnschedulableImage
-from vllm_mmcache.components.image_spans import hooks_api, hooks_engine, step_limits, waiting
+from vllm_mmcache.components.image_spans import hooks_api, hooks_engine, waiting
 from vllm_mmcache.exactness.answers import TOLERANCE
 from vllm_mmcache.exactness.conversations import filler, picture, user
 
@@ -153,13 +152,6 @@ def test_without_turns_it_waits_for_all_to_end(
     waited, _ = stream(pool.get(config), 300)
     print(f"{config.family}: first token after {waited} steps")
     assert waited > 80
-
-
-def test_models_whose_images_all_have_one_length() -> None:
-    vision = {"image_size": 224, "patch_size": 14}
-    assert step_limits.fixed_span(PaliGemmaConfig(vision_config=vision)) == 256
-    assert step_limits.fixed_span(Gemma3Config(mm_tokens_per_image=49)) == 49
-    assert step_limits.fixed_span(Gemma4Config()) == 0
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -20,12 +20,12 @@ from vllm_mmcache.components.image_spans.limits import too_long, why_never
 from vllm_mmcache.components.image_spans.spans import image_spans, keeps_images_whole
 from vllm_mmcache.components.image_spans.step_limits import (
     as_scheduled,
-    fixed_span,
     items_of,
     limits_of,
     step_limits,
 )
 from vllm_mmcache.hooking.hook import Hooks
+from vllm_mmcache.models.vllm_registry import images_of
 
 logger = init_logger("vllm.mmcache.admission")
 
@@ -77,10 +77,11 @@ def refuse_unservable(vllm_config: Any) -> None:
     """
     if keeps_images_whole(vllm_config):
         model_config = vllm_config.model_config
-        causal = rules.refusal(model_config, current_platform.is_cpu())
+        images = images_of(model_config)
+        causal = rules.refusal(model_config, images, current_platform.is_cpu())
         if causal and not settings.current().allow_causal_images:
             raise CausalImages(causal)
-        span = fixed_span(model_config.hf_config)
+        span = images.num_tokens(model_config.hf_config) if images is not None else 0
         if reason := too_long(span, step_limits(vllm_config)):
             raise UnschedulableImage(
                 f"every image of this model has {span} tokens that must be computed in one step: {reason}"

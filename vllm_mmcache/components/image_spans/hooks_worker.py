@@ -7,6 +7,7 @@ from vllm_mmcache.base import settings, status
 from vllm_mmcache.base.errors import CausalImages
 from vllm_mmcache.components.image_spans import rules
 from vllm_mmcache.hooking.hook import Hooks
+from vllm_mmcache.models.vllm_registry import images_of
 
 hook = Hooks(
     "image_spans",
@@ -56,5 +57,7 @@ def check_model(model_config: Any) -> None:
     While layers are made, vLLM's configuration is that of the language model alone, which does not say what an image
     is; so this is asked when the backend is set up. A server asks before it starts its engine. Raises: CausalImages.
     """
-    if is_wanted() and (reason := rules.refusal(model_config, on_cpu=True)):
+    if not is_wanted() or not model_config.is_mm_prefix_lm:
+        return
+    if reason := rules.refusal(model_config, images_of(model_config), on_cpu=True):
         raise CausalImages(reason)

@@ -14,16 +14,6 @@ from vllm_mmcache.components.image_spans.limits import Item, Limit, Limits
 _FROM_0_33 = Version(vllm_version()) >= Version("0.33")
 
 
-def fixed_span(hf_config: Any) -> int:
-    """The tokens of each image of a model whose images all have the same number; 0 of any other model."""
-    if hf_config.model_type == "gemma3":
-        return int(hf_config.mm_tokens_per_image)
-    if hf_config.model_type == "paligemma":
-        vision = hf_config.vision_config
-        return int((vision.image_size // vision.patch_size) ** 2)
-    return 0
-
-
 def step_limits(vllm_config: Any) -> tuple[Limit, ...]:
     """What bounds the tokens of a request in a step, each with the name by which it is set."""
     config, speculative = vllm_config.scheduler_config, vllm_config.speculative_config

@@ -26,6 +26,7 @@ from vllm_mmcache.base import status
 from vllm_mmcache.base.errors import CausalImages
 from vllm_mmcache.components.image_spans import hooks_worker, rules
 from vllm_mmcache.components.image_spans.attention_spans import Piece, cut_step, wider
+from vllm_mmcache.models.vllm_registry import images_of
 
 
 @dataclass
@@ -56,10 +57,15 @@ class ImageSpanMetadataBuilder(CPUAttentionMetadataBuilder):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        hooks_worker.check_model(vllm_config.model_config)
-        model_type = getattr(vllm_config.model_config.hf_config, "model_type", "")
+        model_config = vllm_config.model_config
+        hooks_worker.check_model(model_config)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        images = {n: x for n, x in layers.items() if rules.are_bidirectional(model_type, x.sliding_window is not None)}
+        told = images_of(model_config) if model_config.is_mm_prefix_lm else None
+        images = {
+            name: layer
+            for name, layer in layers.items()
+            if rules.are_bidirectional(told, model_config.hf_config, layer.sliding_window is not None)
+        }
         windows = {layer.sliding_window for layer in images.values()} - {None}
         if len(windows) > 1:
             raise CausalImages(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of which images attend both ways: with the mask of the reference form it is Transformers' own mask."""
+"""What classes say of images that attend both ways: with the mask of the reference form it is Transformers' own."""
 
 import importlib
 from types import SimpleNamespace
+from typing import Any
 
 import hypothesis
 import pytest
@@ -14,13 +15,16 @@ from transformers import AutoConfig
 from tests.unit.components.image_spans.test_attention_spans import Span, layouts
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.errors import CausalImages
-from vllm_mmcache.components.image_spans import rules
+from vllm_mmcache.components.image_spans import hooks_worker, rules
 from vllm_mmcache.components.image_spans.hooks_worker import check_model
 from vllm_mmcache.components.image_spans.reference_attention import allowed
+from vllm_mmcache.models.facts import FACTS, Gemma3, Gemma4, PaliGemma
+from vllm_mmcache.models.protocol import ImageModel
 
 pytestmark = pytest.mark.answers
 
 KINDS = ("full_attention", "sliding_attention")
+BOTH_WAYS: dict[str, ImageModel] = {"gemma3": Gemma3(), "gemma4": Gemma4()}
 
 
 def of_transformers(model_type: str, length: int, spans: list[Span], window: int) -> dict[str, torch.Tensor]:
@@ -47,7 +51,7 @@ def of_transformers(model_type: str, length: int, spans: list[Span], window: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", list(rules.SERVED))
+@pytest.mark.parametrize("model_type", list(BOTH_WAYS))
 @hypothesis.settings(deadline=None)  # the first call imports the model
 @given(layout=layouts(), window=st.integers(2, 12))
 def test_table_and_mask_are_those_of_transformers(model_type: str, layout: tuple[int, list[Span]], window: int) -> None:
@@ -55,7 +59,7 @@ def test_table_and_mask_are_those_of_transformers(model_type: str, layout: tuple
     masks = of_transformers(model_type, length, spans, window)
     for kind in KINDS:
         sliding = kind == "sliding_attention"
-        seen = spans if rules.are_bidirectional(model_type, sliding) else []
+        seen = spans if rules.are_bidirectional(BOTH_WAYS[model_type], None, sliding) else []
         assert torch.equal(masks[kind], allowed(0, length, seen, window if sliding else 0)), kind
 
 
@@ -63,13 +67,18 @@ def test_table_and_mask_are_those_of_transformers(model_type: str, layout: tuple
 def test_the_other_model_has_another_mask(model_type: str, other: str) -> None:
     """Negative control: full layers tell the two apart."""
     masks = of_transformers(model_type, 8, [(2, 5)], 4)
-    seen: list[Span] = [(2, 5)] if rules.are_bidirectional(other, False) else []
+    seen: list[Span] = [(2, 5)] if rules.are_bidirectional(BOTH_WAYS[other], None, False) else []
     assert not torch.equal(masks["full_attention"], allowed(0, 8, seen, 0))
 
 
-def test_an_unknown_model_has_no_images_both_ways() -> None:
-    assert not rules.are_bidirectional("molmo2", False)
-    assert not rules.are_bidirectional("molmo2", True)
+def test_a_model_whose_class_says_nothing_has_no_images_both_ways() -> None:
+    assert not rules.are_bidirectional(None, None, False)
+    assert not rules.are_bidirectional(None, None, True)
+    assert {name for name, images in FACTS.items() if rules.are_bidirectional(images, None, True)} == {
+        "Gemma3ForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "PaliGemmaForConditionalGeneration",
+    }
 
 
 def model(model_type: str, tokens: int = 0, window: int | None = None, marked: bool = True) -> SimpleNamespace:
@@ -82,25 +91,28 @@ def model(model_type: str, tokens: int = 0, window: int | None = None, marked: b
 
 
 @pytest.mark.parametrize("model_type", ["bagel", "gemma4_unified", "molmo2", "moondream3"])
-def test_unknown_models_are_refused(model_type: str) -> None:
-    with pytest.raises(CausalImages, match=rf"{model_type}.* does not know in which layers .*ALLOW_CAUSAL_IMAGES=1"):
+def test_unknown_models_are_refused(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks_worker, "images_of", lambda model_config: None)
+    with pytest.raises(CausalImages, match=rf"{model_type}.* does not say in which layers .*ALLOW_CAUSAL_IMAGES=1"):
         check_model(model(model_type))
 
 
+def refusal(model_type: str, images: ImageModel, **more: Any) -> str:
+    return rules.refusal(model(model_type, **more), images, on_cpu=True) or ""
+
+
 def test_paligemma_is_refused_with_its_own_reason() -> None:
-    with pytest.raises(CausalImages, match="whole prompt attends both ways"):
-        check_model(model("paligemma"))
+    assert "whole prompt attends both ways" in refusal("paligemma", PaliGemma())
 
 
 def test_an_image_must_fit_the_window_where_the_runner_drops_it() -> None:
-    check_model(model("gemma3", tokens=64, window=64))
-    with pytest.raises(CausalImages, match="an image has 65 tokens"):
-        check_model(model("gemma3", tokens=65, window=64))
+    assert not refusal("gemma3", Gemma3(), tokens=64, window=64)
+    assert "an image has 65 tokens" in refusal("gemma3", Gemma3(), tokens=65, window=64)
 
 
 def test_what_is_served_or_not_marked_passes() -> None:
-    check_model(model("gemma4", window=16))
-    check_model(model("paligemma", marked=False))  # a text-only deployment
+    assert not refusal("gemma4", Gemma4(), window=16)
+    assert not refusal("paligemma", PaliGemma(), marked=False)  # a text-only deployment
     check_model(model("qwen3_vl", marked=False))
 
 

@@ -3,7 +3,7 @@
 
 vLLM's scheduler sends a rank the images to encode, and ours says with it which of them lie in the arena: these go into
 vLLM's encoder cache before the tower is asked, which then runs for the others. So nothing depends on a promise: what a
-rank does not take is a run of its tower. No model class is named. Never writes into features, never fails a request.
+rank does not take is a run of its tower. Any model class will do. Never writes into features, never fails a request.
 """
 
 import dataclasses
