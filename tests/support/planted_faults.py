@@ -99,6 +99,13 @@ def _cut_span(set_: Set) -> None:
     set_(hooks_engine, "whole_spans", lambda start, num_new_tokens, spans: num_new_tokens)
 
 
+def _causal_images(set_: Set) -> None:
+    """The tokens of an image see what came before them alone, in cold runs as in warm ones."""
+    from vllm_mmcache.components.image_spans import vllm_backend
+
+    set_(vllm_backend, "cut_step", lambda starts, ends, spans: None)
+
+
 ALL = ("qwen3-vl", "gemma3", "gemma4", "qwen3.5")
 FAULTS: dict[str, Fault] = {
     "feature_of_another_image": Fault("features", ALL, _another_image),
@@ -107,6 +114,7 @@ FAULTS: dict[str, Fault] = {
     "keys_forget_the_second_image": Fault("block_keys", ALL, _forgotten_image),
     "inner_checkpoint_off": Fault("inner_checkpoints", ("qwen3.5",), _state_of_a_block_before),
     "span_cut_in_the_middle": Fault("image_spans", ("gemma3", "gemma4"), _cut_span),
+    "causal_images": Fault("image_spans", ("gemma3", "gemma4"), _causal_images),
 }
 
 

@@ -24,6 +24,7 @@ LAYERS = (
     "storage",
     "client",
     "models",
+    "reference_attention",
     "components",
     "exactness",
     "trial",
@@ -43,7 +44,9 @@ BESIDE = {
     ("components.observe", "components.lazy_media"),
 }
 # In these packages, files of these names alone import vLLM: hooks, and subclasses and callers of its classes.
-TOUCHES_VLLM = re.compile(r"(audit|components|metrics|models|trial)/(.+/)?(hooks|vllm)(_[a-z_]+)?\.py")
+TOUCHES_VLLM = re.compile(
+    r"(audit|components|metrics|models|reference_attention|trial)/(.+/)?(hooks|vllm)(_[a-z_]+)?\.py"
+)
 # Elsewhere these, each inside a function and for a reason of its own.
 MAY_IMPORT_VLLM = {
     "base/versions.py",  # asks for the version

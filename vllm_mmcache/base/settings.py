@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -382,6 +382,13 @@ class Settings(BaseSettings):
     trial_all: bool = Field(
         default=False,
         description="Tries at each start also the components that are proven, or were switched on.",
+    )
+    attention: Literal["backend", "reference"] = Field(
+        default="backend",
+        description=(
+            "With `reference`, all attention is computed in its plainest form, over the whole keys and values in the "
+            "paged cache and in float32. It is slow, and a way to find out whether a kernel is wrong."
+        ),
     )
     allow_untested_vllm: bool = Field(
         default=False,

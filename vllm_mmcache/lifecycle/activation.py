@@ -62,8 +62,11 @@ def activate(role: Role, vllm_config: Any) -> None:
     own, unusable = own_proofs(engine, vllm_config)
     absent = config_rules.why_absent(role, vllm_config)
     absent = absent or _install(_group(REPORT.name, role), REPORT.hooks_in(role), version).reason
-    if role == "engine" and not absent and on_trial(vllm_config, own):
-        _install(_group(TRIAL.name, role), TRIAL.hooks_in(role), version)
+    is_reference = settings.current().attention == "reference"
+    if role == "engine" and not absent and (is_reference or on_trial(vllm_config, own)):
+        outcome = _install(_group(TRIAL.name, role), TRIAL.hooks_in(role), version)
+        if is_reference and outcome.state != "on":
+            raise HookError(f"attention=reference can't be had: {outcome.reason}. Unset MMCACHE_ATTENTION")
     for component in parts(role).values():
         name = component.name
         state = State("off", absent) if absent else decide(name, engine, vllm_config, own)

@@ -11,11 +11,12 @@ import weakref
 from typing import Any
 
 from vllm_mmcache.base import settings, status
-from vllm_mmcache.base.errors import ProofsUnwritable
+from vllm_mmcache.base.errors import HookError, ProofsUnwritable
 from vllm_mmcache.base.status import ON
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.lifecycle import activation, rank_sync, user_proofs
 from vllm_mmcache.lifecycle.switch_off import switch_off
+from vllm_mmcache.reference_attention.serving import serve_with_reference
 from vllm_mmcache.trial.verdict import NOT_PASSED
 
 logger = logging.getLogger("vllm.mmcache")
@@ -60,6 +61,8 @@ def try_engine(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     engine_core = _being_made() if _being_made is not None else None
     _being_made = None
     if engine_core is not None:
+        if settings.current().attention == "reference":
+            _serve_with_reference(engine_core)
         _try(engine_core)
     return wrapped(*args, **kwargs)
 
@@ -80,6 +83,14 @@ def _to_try(engine_core: Any) -> list[str]:
     for states in rank_sync.of_ranks(engine_core.model_executor).values():
         on |= {name: state for name, state in states.items() if name not in on or on[name] == ON}
     return [name for name in activation.on_trial(engine_core.vllm_config) if on.get(name) == ON]
+
+
+def _serve_with_reference(engine_core: Any) -> None:
+    """Raises: HookError, where the naive attention can't be had: it was asked for, to be sure of what it gives."""
+    reasons = [reason for reason in engine_core.collective_rpc(serve_with_reference) if reason]
+    if reasons:
+        raise HookError(f"attention=reference can't be had on this engine: {reasons[0]}. Unset MMCACHE_ATTENTION")
+    logger.warning("mmcache: attention is computed in its plainest form, which is slow (the setting attention)")
 
 
 def _try(engine_core: Any) -> None:
@@ -106,6 +117,14 @@ def _try(engine_core: Any) -> None:
         logger.warning("mmcache: trial of this engine: %s", verdict)
     else:
         logger.info("mmcache: trial of this engine: %s", verdict)
+    if verdict.attention_wrong:
+        logger.error(
+            "mmcache: attention of this engine is not what its naive form gives: %s. Answers may be wrong, also of "
+            "stock vLLM. Way out: another --attention-backend, or --enforce-eager",
+            verdict.attention_wrong,
+        )
+    if settings.current().attention == "reference":
+        return  # it says nothing of this engine's own attention
     try:
         scope = user_proofs.ProofScope.of(engine_core.vllm_config)
         user_proofs.add(scope, verdict.passed, HOW, [], failed=list(verdict.differed))

@@ -21,6 +21,7 @@ from vllm_mmcache.components.image_spans.spans import image_spans
 from vllm_mmcache.exactness import distance
 from vllm_mmcache.exactness.conversations import filler
 from vllm_mmcache.models.vllm_registry import images_of
+from vllm_mmcache.reference_attention.comparison import PICTURE, merged
 from vllm_mmcache.trial.verdict import Verdict
 from vllm_mmcache.trial.vllm_engine import NUM_TOKENS, Reply, TrialEngine, TrialFailed
 from vllm_mmcache.trial.vllm_prompts import MIN_WORDS, CannotRender, Prompt, Prompts
@@ -61,6 +62,7 @@ class Trial:
         except Exception as error:  # of the model, a kernel, or vLLM: the server is to start all the same
             logger.debug("mmcache: the trial ended with an error", exc_info=True)
             self._give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        self._judge_attention()
         self.verdict.num_requests = engine.num_requests
         self.verdict.seconds = time.monotonic() - self._begun
         return self.verdict
@@ -69,7 +71,8 @@ class Trial:
         first, second, other = self._prompts()
         engine = self._engine
         with engine.without_checkpoints():
-            cold = engine.ask(first, engine.salt("cold"), "kept")
+            with engine.comparing_attention(first):
+                cold = engine.ask(first, engine.salt("cold"), "kept")
             again = engine.ask(first, engine.salt("cold again"), stops=[self._stop_before(first.start(0))])
         self.verdict.noise = distance.between(cold, again)
         self._bound = self._bound_of(self.verdict.noise)
@@ -162,7 +165,10 @@ class Trial:
         salt, pictures = self._warm = engine.salt(f"warm {name}"), f"warm {name}"
         with engine.every_checkpoint_pays():
             before = engine.ask(first, salt, pictures)
-            hits = [(prompt, engine.ask(prompt, salt, pictures)) for prompt in (second, other)]
+            hits = []
+            for prompt in (second, other):
+                with engine.comparing_attention(prompt):
+                    hits.append((prompt, engine.ask(prompt, salt, pictures)))
         kept = {*before.stops, *before.cuts}
         if hits[1][1].num_cached_tokens > other.start(1):
             return "block_keys", "a question about another picture was a hit on the blocks of the first one"
@@ -233,6 +239,16 @@ class Trial:
             marks = tokens.begin in (None, before) and tokens.end in (None, after)
             if not marks or set(prompt.token_ids[start:end]) != {tokens.image}:
                 raise TrialFailed(f"tokens {start} to {end} are no picture as the model was trained with it")
+
+    def _judge_attention(self) -> None:
+        """Attention over pictures is of image_spans, where that is tried; all other is vLLM's own."""
+        seen = merged(self._engine.attention)
+        rows = ", ".join(f"{count} ({kind})" for kind, count in seen["rows"].items() if count)
+        unread = f"not computed anew: attention ({seen['unread']})" if seen["unread"] else ""
+        self.verdict.attention = f"attention computed anew: rows {rows}" if rows else unread
+        self.verdict.attention_wrong = "; ".join(f"{kind}: {what}" for kind, what in seen["wrong"].items())
+        if PICTURE in seen["wrong"] and self._is_tried("image_spans"):
+            self._differs("image_spans", f"attention over a picture is not the naive form's: {seen['wrong'][PICTURE]}")
 
     def _try_resumed_images(self, second: Prompt) -> None:
         """A question on a cached prefix loses its blocks and its pictures when it has answered once, and goes on."""

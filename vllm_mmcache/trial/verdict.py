@@ -22,6 +22,11 @@ class Verdict:
     noise: float = 0.0
     """The largest distance between two cold runs: a share of the probability."""
 
+    attention: str = ""
+    """How many rows of attention were computed anew in its naive form, in words; empty where none could be."""
+    attention_wrong: str = ""
+    """What was not as the naive form has it; empty where nothing was."""
+
     def reason_of(self, component: str) -> str:
         """Why a component is off after this trial; empty where it passed or was not in it."""
         if component in self.differed:
@@ -35,4 +40,5 @@ class Verdict:
         found = [f"exact: {', '.join(self.passed) or 'nothing'}"]
         found += [f"not exact: {component} ({why})" for component, why in self.differed.items()]
         found += [f"not tried: {component} ({why})" for component, why in self.untried.items()]
+        found += [self.attention] if self.attention else []
         return f"{self.num_requests} requests, {self.seconds:.1f} s; " + "; ".join(found)

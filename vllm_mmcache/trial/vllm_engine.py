@@ -82,6 +82,8 @@ class TrialEngine:
         self.num_requests = 0
         self.has_sent_counts = False
         """Whether statistics of a step had what components have counted."""
+        self.attention: list[dict[str, Any]] = []
+        """What comparisons of rows with the naive attention have seen."""
         self._deadline = deadline
         self._name = uuid4().hex[:12]
 
@@ -152,6 +154,16 @@ class TrialEngine:
             self._most(worker.tower_runs) - before[1],
             int(counters.CHECKPOINTS_USED.value - before[2]),
         )
+
+    @contextmanager
+    def comparing_attention(self, prompt: Prompt) -> Iterator[None]:
+        """Rows of the steps within, which are of this prompt alone, are compared with the naive attention."""
+        spans = [span for feature in prompt.features for span in feature.mm_position.extract_embeds_range()]
+        self._in_workers(worker.compare_attention, spans)
+        try:
+            yield
+        finally:
+            self.attention += [seen for seen in self._in_workers(worker.attention_compared) if seen is not None]
 
     def salt(self, name: str) -> str:
         """A salt that no user's request has; the same for the same name."""
@@ -320,8 +332,8 @@ class TrialEngine:
     def _most(self, count: Callable[[Any], int]) -> int:
         return max(self._in_workers(count), default=0)
 
-    def _in_workers(self, function: Callable[[Any], Any]) -> list[Any]:
-        return list(self.core.collective_rpc(function))
+    def _in_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return list(self.core.collective_rpc(function, args=args))
 
 
 def _logprobs(output: Any) -> list[dict[int, float]]:

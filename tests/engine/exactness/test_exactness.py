@@ -121,15 +121,16 @@ def test_causal_images_are_detected(pool: EnginePool, config: EngineConfig, monk
 
 
 @pytest.mark.parametrize("config", [EngineConfig("gemma3")], ids=["gemma3"])
-def test_reference_form_is_exact(pool: EnginePool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The naive form of attention over images, on the same engine and after the fast form filled the cache."""
-    from vllm_mmcache.components.image_spans import vllm_reference_attention as reference
+def test_reference_form_is_exact(pool: EnginePool, config: EngineConfig) -> None:
+    """The naive form of attention, on the same engine and after the fast form filled the cache."""
+    from vllm_mmcache.reference_attention.vllm_layers import computed_naively
 
     rig = pool.get(config)
     ask = user(filler(60), picture(34), picture(35), "Compare.")
     fast = one(rig, ask)
-    reference.put_in_place(monkeypatch.setattr)
-    warm = one(rig, ask)
-    assert warm.num_cached_tokens > 0
-    rig.make_cold()
-    rig.assert_exact([fast, warm, one(rig, ask)])
+    with computed_naively(rig.runner):
+        warm = one(rig, ask)
+        assert warm.num_cached_tokens > 0
+        rig.make_cold()
+        cold = one(rig, ask)
+    rig.assert_exact([fast, warm, cold])

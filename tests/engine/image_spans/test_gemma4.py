@@ -19,10 +19,9 @@ from tests.engine.exactness.measure import judge
 from tests.support.engine_configuration import CHOSEN
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.versions import vllm_version
-from vllm_mmcache.components.image_spans import reference_attention
-from vllm_mmcache.components.image_spans import vllm_reference_attention as reference
 from vllm_mmcache.exactness.answers import TOLERANCE, Answer, Inexact
 from vllm_mmcache.exactness.conversations import filler, picture, user
+from vllm_mmcache.reference_attention import naive, vllm_layers
 
 pytestmark = pytest.mark.engine
 
@@ -76,9 +75,9 @@ def test_windows(start: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> No
     """Both forms are Transformers'; in the fast form images longer than the window are computed again."""
     rig = start(window)
     rig.assert_exact(ask(rig))
-    reference.put_in_place(monkeypatch.setattr)
-    rig.make_cold()
-    rig.assert_exact(ask(rig))
+    with vllm_layers.computed_naively(rig.runner):
+        rig.make_cold()
+        rig.assert_exact(ask(rig))
 
 
 @windows(SHORT, LONG)
@@ -122,18 +121,18 @@ def test_right_side_of_a_short_window_ignored(start: Any) -> None:
 @in_spans
 def test_window_ignored_within_an_image(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with (causal and in the window) or of the same image, answers are wrong."""
-    clamped = reference_attention.allowed
+    clamped = naive.allowed_at
 
-    def unclamped(start: int, end: int, spans: list[tuple[int, int]], window: int, device: Any = None) -> Any:
-        image = clamped(start, end, spans, 0, device) & ~clamped(start, end, [], 0, device)
+    def unclamped(positions: Any, num_keys: int, spans: Any, window: int) -> Any:
+        image = clamped(positions, num_keys, spans, 0) & ~clamped(positions, num_keys, [], 0)
         for first, last in spans:
-            image[max(first, start) - start : max(last + 1, start) - start, first : last + 1] = True
-        return clamped(start, end, [], window, device) | image
+            image[(positions >= first) & (positions <= last), first : last + 1] = True
+        return clamped(positions, num_keys, [], window) | image
 
-    monkeypatch.setattr(reference, "allowed", unclamped)
+    monkeypatch.setattr(vllm_layers, "allowed_at", unclamped)
     rig = start(SHORT)
-    reference.put_in_place(monkeypatch.setattr)
-    assert max(delta for delta, _ in judge(rig, ask(rig))) > WRONG
+    with vllm_layers.computed_naively(rig.runner):
+        assert max(delta for delta, _ in judge(rig, ask(rig))) > WRONG
 
 
 @in_spans

@@ -11,13 +11,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.engine.image_spans.triton_backend import granted
 from tests.support.sizes import scaled
-from vllm_mmcache.components.image_spans import reference_attention
+from vllm_mmcache.reference_attention import naive, vllm_layers
 
 pytestmark = pytest.mark.interpreter
 
@@ -141,11 +142,18 @@ class Step:
         """The reference, over keys and values that were never in pages."""
         out = []
         for i, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
-            mask = reference_attention.allowed(start, end, self.spans[i], window)
+            mask = naive.allowed(start, end, self.spans[i], window)
             rows = self.query[self.rows[i] : self.rows[i + 1]]
             key, value = self.keys[i].transpose(0, 1), self.values[i].transpose(0, 1)
-            out.append(reference_attention.attend(rows, key, value, mask, self.head_size**-0.5))
+            out.append(naive.attend(rows, key, value, mask, self.head_size**-0.5))
         return torch.cat(out)
+
+    def read_back(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a request as the naive form reads them from the pages. (tokens, kv_heads, head_size)."""
+        layer = SimpleNamespace(head_size=self.head_size)
+        keys, values, *_ = vllm_layers._pages(layer, self.pages)
+        key, value = (naive.gather_pages(pages, self.table[i], self.ends[i]) for pages in (keys, values))
+        return key.transpose(0, 1), value.transpose(0, 1)
 
     def distance(self, rule: Rule, of: Rule | None = None, use_spans: bool = True) -> float:
         """The largest difference between vLLM's kernel under `rule` and the reference under `of`; NaN fails."""
@@ -209,3 +217,13 @@ def test_another_requests_images_are_seen() -> None:
         distances.append(float((found - step.naive(0)).abs().max()))
     print(f"max |delta| {max(distances):.1e}")
     assert max(distances) > 0.1
+
+
+@pytest.mark.parametrize("dtype", list(SEEDS))
+def test_the_naive_form_reads_the_pages_of_a_gpu(dtype: torch.dtype) -> None:
+    """As vLLM's own code writes them."""
+    for seed in SEEDS[dtype]:
+        step = Step(seed, dtype, 40)
+        step.triton(GEMMA3_FULL)
+        for i, (key, value) in enumerate(zip(step.keys, step.values, strict=True)):
+            assert all(map(torch.equal, step.read_back(i), (key, value)))

@@ -13,6 +13,7 @@ from vllm_mmcache.base import status
 from vllm_mmcache.base.status import ON, State
 from vllm_mmcache.lifecycle.rank_sync import of_ranks
 from vllm_mmcache.metrics import counters, transport
+from vllm_mmcache.reference_attention.comparison import KINDS
 from vllm_mmcache.trial import vllm_engine, vllm_prompts
 from vllm_mmcache.trial.sequence import TRIABLE, Trial
 from vllm_mmcache.trial.verdict import Verdict
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.engine
 FAMILIES = ("qwen3-vl", "gemma3", "gemma4", "qwen3.5")
 FIRST = {
     "qwen3-vl": ("feature_of_another_image", "feature_shifted_by_a_row", "feature_of_other_weights"),
-    "gemma3": ("keys_forget_the_second_image", "span_cut_in_the_middle"),
+    "gemma3": ("keys_forget_the_second_image", "span_cut_in_the_middle", "causal_images"),
     "qwen3.5": ("keys_forget_the_second_image", "inner_checkpoint_off"),
 }
 """What is planted in each run of the tests; the other families and faults in the larger ones."""
@@ -100,6 +101,8 @@ def test_what_is_right_passes(get: Get, told: dict[str, str], family: str) -> No
     assert (verdict.differed, verdict.untried, told) == ({}, {}, {})
     assert sorted(verdict.passed) == sorted(components)
     assert verdict.num_requests <= MOST_REQUESTS
+    assert verdict.attention_wrong == ""
+    assert all(f"({kind})" in verdict.attention for kind in KINDS), verdict.attention
 
 
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen3.5"])

@@ -2,9 +2,9 @@
 """Images that attend both ways are never split by a step, and run as such.
 
 `hooks_engine` cuts steps around spans (`spans`) and gives long ones their turn, `hooks_api` refuses what no step can
-hold, `vllm_backend` is the attention backend that reads images' full KV from the paged cache, and
-`reference_attention` is that in its naive form; `rules` says of which models images attend both ways. Engine, API and
-worker process.
+hold, and `vllm_backend` is the attention backend that reads images' full KV from the paged cache, in the faster form
+of what `reference_attention/` computes; `rules` says of which models images would run causally. Engine, API and worker
+process.
 """
 
 from vllm_mmcache.hooking.component import Component

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_mmcache.components.image_spans.attention_spans import Piece, cut, cut_step, wider
-from vllm_mmcache.components.image_spans.reference_attention import allowed
+from vllm_mmcache.reference_attention.naive import allowed
 
 pytestmark = pytest.mark.answers
 

@@ -17,9 +17,9 @@ from vllm_mmcache.base import settings
 from vllm_mmcache.base.errors import CausalImages
 from vllm_mmcache.components.image_spans import hooks_worker, rules
 from vllm_mmcache.components.image_spans.hooks_worker import check_model
-from vllm_mmcache.components.image_spans.reference_attention import allowed
 from vllm_mmcache.models.facts import FACTS, Gemma3, Gemma4, PaliGemma
 from vllm_mmcache.models.protocol import ImageModel
+from vllm_mmcache.reference_attention.naive import allowed
 
 pytestmark = pytest.mark.answers
 

@@ -13,10 +13,10 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_mmcache.components.image_spans import reference_attention
-from vllm_mmcache.components.image_spans import vllm_reference_attention as reference
 from vllm_mmcache.components.image_spans.attention_spans import cut_step, wider
 from vllm_mmcache.components.image_spans.vllm_backend import rewrite
+from vllm_mmcache.reference_attention import naive
+from vllm_mmcache.reference_attention.vllm_layers import page_orders
 
 pytestmark = pytest.mark.answers
 
@@ -134,18 +134,16 @@ class Step:
 
     def naive(self, window: int) -> torch.Tensor:
         """The reference form: everything gathered back from the pages."""
-        orders = reference.page_orders(self.isa, self.dtype, self.block_size, self.head_size)
+        orders = page_orders(self.isa, self.dtype, self.block_size, self.head_size)
         out = []
         for i, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
             pages = (self.keys, self.values)
-            key, value = (
-                reference_attention.gather_pages(p, self.table[i], end, o) for p, o in zip(pages, orders, strict=True)
-            )
+            key, value = (naive.gather_pages(p, self.table[i], end, o) for p, o in zip(pages, orders, strict=True))
             assert torch.equal(key, self.true_keys[i])
             assert torch.equal(value, self.true_values[i])
-            mask = reference_attention.allowed(start, end, self.spans[i], window)
+            mask = naive.allowed(start, end, self.spans[i], window)
             rows = self.query[self.rows[i] : self.rows[i + 1]]
-            out.append(reference_attention.attend(rows, key, value, mask, self.head_size**-0.5))
+            out.append(naive.attend(rows, key, value, mask, self.head_size**-0.5))
         return torch.cat(out)
 
 

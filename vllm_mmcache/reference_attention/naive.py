@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over images in its naive form: read a sequence's whole K and V from the paged cache, then mask and attend.
+"""Attention in its naive form: read a sequence's whole K and V from the paged cache, then mask and attend.
 
-The answer to the question how a token of an image can see keys that a step did not compute: all of them are in the
-cache, so they are gathered from there. vllm_backend.py has vLLM's own kernel do the same; this form is what that one
-and the kernels of GPUs are tested against. Worker process; torch alone.
+The answer to the question how a token can see keys that a step did not compute: all of them are in the cache, so they
+are gathered from there, while decoding as in a prefill. This form is what kernels are tested against, on the CPU and on
+GPUs. Worker process; torch alone.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
+
+Span = tuple[int, int]
+"""First and last position of the tokens of an image, both inclusive."""
 
 
 def gather_pages(
@@ -28,15 +31,20 @@ def gather_pages(
 
 
 def allowed(
-    start: int, end: int, spans: list[tuple[int, int]], sliding_window: int, device: torch.device | None = None
+    start: int, end: int, spans: Sequence[Span], sliding_window: int, device: torch.device | None = None
 ) -> torch.Tensor:
     """Which keys each row may see: (causal or of the same image span) and in the window.
 
     Rows are positions start to end (exclusive), keys positions 0 to end. sliding_window is in tokens, 0 or less is
     none; it bounds what lies before a row, as in Transformers. Returns: bool (end - start, end).
     """
-    row = torch.arange(start, end, device=device)[:, None]
-    key = torch.arange(end, device=device)[None, :]
+    return allowed_at(torch.arange(start, end, device=device), end, spans, sliding_window)
+
+
+def allowed_at(positions: torch.Tensor, num_keys: int, spans: Sequence[Span], sliding_window: int) -> torch.Tensor:
+    """As `allowed`, of rows at these positions, int64 (rows,). Returns: bool (rows, num_keys)."""
+    row = positions[:, None]
+    key = torch.arange(num_keys, device=positions.device)[None, :]
     mask = key <= row
     for first, last in spans:
         mask |= (row >= first) & (row <= last) & (key >= first) & (key <= last)
@@ -46,34 +54,23 @@ def allowed(
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    soft_cap: float = 0,
 ) -> torch.Tensor:
     """Masked attention of one sequence with grouped heads, computed in float32.
 
     Shapes: query (rows, num_heads, head_size), key and value (num_kv_heads, keys, head_size), mask bool (rows, keys);
-    returns (rows, num_heads, head_size) in the query's dtype.
+    returns (rows, num_heads, head_size) in the query's dtype. soft_cap bounds the scores by its tanh; 0 is none.
     """
     groups = query.shape[1] // key.shape[0]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(0, 1).float(),  # (heads, rows, dim)
-        key.repeat_interleave(groups, 0).float(),
-        value.repeat_interleave(groups, 0).float(),
-        attn_mask=mask[None],
-        scale=scale,
-    )
+    keys = key.repeat_interleave(groups, 0).float()  # (heads, keys, dim)
+    scores = query.transpose(0, 1).float() @ keys.transpose(1, 2) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    weights = scores.masked_fill(~mask[None], float("-inf")).softmax(-1)
+    out = weights @ value.repeat_interleave(groups, 0).float()
     return out.transpose(0, 1).to(query.dtype)
-
-
-@dataclass
-class Rows:
-    """A step: what it computes of each request, and its spans.
-
-    query_start_loc: the first row of each request, and the end of all. starts, ends: positions [start, end) of each
-    request's rows in its sequence. spans: by request, (first, last) positions, both inclusive.
-    """
-
-    query_start_loc: list[int]
-    starts: list[int]
-    ends: list[int]
-    spans: dict[int, list[tuple[int, int]]]
-    block_table: torch.Tensor  # (requests, max_blocks) int32
