@@ -2,7 +2,7 @@
 """PaliGemma: one picture before the text, and the whole prompt attends both ways.
 
 vLLM marks the picture alone, so it is not served exactly anywhere; on the CPU mmcache refuses it
-(image_spans/rules.py). The model is here to prove both.
+(models/facts.py). The model is here to prove both.
 """
 
 from __future__ import annotations
