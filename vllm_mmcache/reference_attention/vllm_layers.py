@@ -19,6 +19,9 @@ from vllm_mmcache.models.protocol import ImageModel
 from vllm_mmcache.models.vllm_registry import images_of
 from vllm_mmcache.reference_attention.naive import Span, allowed_at, attend, gather_pages
 
+MOST_SCORES = 1 << 22
+"""Rows times keys that are computed at once, for each head: long sequences are computed a few rows at a time."""
+
 _STEP = "_mmcache_step"
 """On the metadata of a step: the CommonAttentionMetadata that it was built from."""
 
@@ -210,8 +213,11 @@ def serve_with(layers: ReferenceLayers) -> None:
 
     def put(step: LayerStep) -> None:
         for request in step.requests:
-            last_row = request.first_row + request.end - request.start
-            step.output[request.first_row : last_row] = layers.rows(step, request, range(request.start, request.end))
+            at_once = max(1, MOST_SCORES // request.end)
+            for start in range(request.start, request.end, at_once):
+                end = min(start + at_once, request.end)
+                row = request.first_row + start - request.start
+                step.output[row : row + end - start] = layers.rows(step, request, range(start, end))
 
     layers.watch(put)
 
