@@ -48,13 +48,17 @@ def parent_of(architecture: str) -> Any:
 
 
 def images_of(model_config: Any) -> ImageModel | None:
-    """What the class of a model says of its images; None where it says nothing. Loads the class, not the model.
+    """What the class of a model says of its images; None where it says nothing. Loads the class, not the model."""
+    from vllm.model_executor.model_loader.utils import get_model_cls
+
+    return said_by(get_model_cls(model_config))
+
+
+def said_by(model_class: type) -> ImageModel | None:
+    """What a model class says of its images; None where it says nothing.
 
     A class of somebody else's that derives from one of vLLM's is spoken for by that one, unless it speaks for itself.
     """
-    from vllm.model_executor.model_loader.utils import get_model_cls
-
-    model_class = get_model_cls(model_config)
     if isinstance(found := getattr(model_class, ATTRIBUTE, None), ImageModel):
         return found
     own = (base.__name__ for base in model_class.__mro__ if base.__module__.startswith("vllm."))

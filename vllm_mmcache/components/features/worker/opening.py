@@ -30,7 +30,7 @@ from vllm_mmcache.components.features.worker.vllm_probe import (
 from vllm_mmcache.components.lazy_processing.positions import guard_positions
 from vllm_mmcache.components.lazy_processing.vllm_pixels import PixelMaker
 from vllm_mmcache.components.lazy_processing.vllm_processor_facts import video_facts
-from vllm_mmcache.models.vllm_registry import images_of
+from vllm_mmcache.models.vllm_registry import said_by
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -119,7 +119,7 @@ def _open(worker: Any, address: str, modalities: Collection[str]) -> dict[str, A
     except Exception as error:  # a model's own code
         logger.debug("mmcache could not try the vision tower", exc_info=True)
         raise Unsupported(f"{type(model).__name__} could not be tried with two images: {error}") from error
-    if (told := images_of(vllm_config.model_config)) is not None:
+    if (told := said_by(type(model))) is not None:
         package = told.package(vllm_config.model_config.hf_config)
         if kind.width != package.width:
             raise Unsupported(f"features have {kind.width} columns, {type(model).__name__} says {package.width}")
