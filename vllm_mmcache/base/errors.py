@@ -126,3 +126,9 @@ class SymbolChanged(HookError):
 
 class HookDisturbed(HookError):
     """The slot does not hold our replacement any more, so it can't be put back safely."""
+
+
+def one_line(error: Exception, most_chars: int = 200) -> str:
+    """What an error says, in one line that begins with its type; for errors of others, which can be long."""
+    said = " ".join(str(error).split())[:most_chars]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -16,7 +16,6 @@ from vllm_mmcache.base.status import ON
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.lifecycle import activation, rank_sync, user_proofs
 from vllm_mmcache.lifecycle.switch_off import switch_off
-from vllm_mmcache.reference_attention.serving import serve_with_reference
 from vllm_mmcache.trial.verdict import NOT_PASSED
 
 logger = logging.getLogger("vllm.mmcache")
@@ -87,6 +86,8 @@ def _to_try(engine_core: Any) -> list[str]:
 
 def _serve_with_reference(engine_core: Any) -> None:
     """Raises: HookError, where the naive attention can't be had: it was asked for, to be sure of what it gives."""
+    from vllm_mmcache.reference_attention.vllm_layers import serve_with_reference
+
     reasons = [reason for reason in engine_core.collective_rpc(serve_with_reference) if reason]
     if reasons:
         raise HookError(f"attention=reference can't be had on this engine: {reasons[0]}. Unset MMCACHE_ATTENTION")

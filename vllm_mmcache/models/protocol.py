@@ -37,6 +37,10 @@ class ImageAttention:
     why_wrong: str = ""
     """Why no backend of vLLM computes it as the model was trained, if so."""
 
+    def goes_both_ways(self, is_sliding: bool) -> bool:
+        """Whether the tokens of one image see each other in this kind of layer."""
+        return self.sliding if is_sliding else self.full
+
 
 @dataclass(frozen=True)
 class VisualPackage:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts the model classes of this package into vLLM's registry, and finds what a model's class says. Any process.
 
-Registered are names alone, as a general plugin does it, so no model is imported. A class that another plugin has put
+Only names are registered, as other general plugins do it, so no model is imported. A class that another plugin has put
 there is left alone.
 """
 

@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_mmcache.base import status
+from vllm_mmcache.base.errors import one_line
 from vllm_mmcache.components.inner_checkpoints.cuts import CUTS
 from vllm_mmcache.exactness.answers import Answer, Inexact
 from vllm_mmcache.exactness.conversations import filler, one, picture, user
@@ -51,8 +52,7 @@ def row_of(check: str, run: Callable[[], Any]) -> Row:
     except Inexact as error:
         return Row(check, FAILED, str(error), inexact=True)
     except Exception as error:
-        said = " ".join(str(error).split())[:300]
-        return Row(check, FAILED, f"{type(error).__name__}: {said}" if said else type(error).__name__)
+        return Row(check, FAILED, one_line(error, 300))
     return Row(check, PASSED)
 
 

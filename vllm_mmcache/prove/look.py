@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mmcache.base import distributions
-from vllm_mmcache.base.errors import EnvironmentProblem
+from vllm_mmcache.base.errors import EnvironmentProblem, one_line
 from vllm_mmcache.base.versions import vllm_version
 
 ERROR = "mmcache prove: "  # what a line begins with that is for the user
@@ -101,9 +101,8 @@ def architecture_in(model: str, found: dict[str, Any]) -> str:
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         families = distributions.load(distributions.ZOO, "").BY_NAME if distributions.are_here() else ()
         also = f"; {model} is a family of the zoo: mmcache prove --families {model}" if model in families else ""
-        why = " ".join(str(error).split())[:200]
         raise EnvironmentProblem(
-            f"the config of {model} can't be read ({type(error).__name__}: {why}): give a model's directory with a "
+            f"the config of {model} can't be read ({one_line(error)}): give a model's directory with a "
             f"config.json, or a name that Transformers finds{also}"
         ) from None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vllm_mmcache.base.errors import one_line
 from vllm_mmcache.reference_attention.naive import Span
 from vllm_mmcache.reference_attention.vllm_layers import CannotCompute, LayerStep, ReferenceLayers, Request
 
@@ -47,9 +48,7 @@ class Comparison:
         except CannotCompute as reason:
             self._unread = f"layer {step.layer.layer_name}: {reason}"
         except Exception as error:  # must not end the step, which is the engine's
-            self._unread = (
-                f"layer {step.layer.layer_name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            )
+            self._unread = f"layer {step.layer.layer_name}: {one_line(error)}"
 
     def _compare_rows(self, step: LayerStep, request: Request) -> None:
         positions = positions_to_compare(request)

@@ -79,10 +79,8 @@ class ReferenceLayers:
         for group in self._groups():
             for builder in group.metadata_builders:
                 self._note_steps(builder)
-            layers = get_layers_from_vllm_config(self._config, Attention, group.layer_names)
-            for layer in layers.values():
-                if layer.attn_type == "decoder":
-                    self._note_layer(layer, computed)
+        for layer in self._layers():
+            self._note_layer(layer, computed)
 
     def leave(self) -> None:
         """Layers are as they were."""
@@ -92,6 +90,16 @@ class ReferenceLayers:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+
+    def why_unusable(self) -> str:
+        """Why the steps of this model can't be computed naively; empty if they can."""
+        mode = self._config.compilation_config.cudagraph_mode
+        if mode is not None and mode.has_full_cudagraphs():
+            return (
+                f"cudagraph_mode is {mode.name}, which runs whole steps in a graph: choose PIECEWISE or --enforce-eager"
+            )
+        reasons = ((layer.layer_name, self._why_not(layer)) for layer in self._layers())
+        return next((f"layer {name}: {reason}" for name, reason in reasons if reason), "")
 
     def rows(self, step: LayerStep, request: Request, positions: Sequence[int]) -> torch.Tensor:
         """What the naive form gives for rows of a request at these positions. Raises: CannotCompute.
@@ -117,6 +125,11 @@ class ReferenceLayers:
         for groups in self._runner.attn_groups:
             yield from groups
 
+    def _layers(self) -> Iterator[Any]:
+        for group in self._groups():
+            layers = get_layers_from_vllm_config(self._config, Attention, group.layer_names)
+            yield from (layer for layer in layers.values() if layer.attn_type == "decoder")
+
     def _why_not(self, layer: Any) -> str:
         impl = layer.impl
         if getattr(impl, "sinks", None) is not None:
@@ -133,8 +146,7 @@ class ReferenceLayers:
         if self._images is None:
             return ()
         attention = self._images.attention(self._hf_config)
-        is_both_ways = attention.sliding if layer.sliding_window is not None else attention.full
-        return request.spans if is_both_ways else ()
+        return request.spans if attention.goes_both_ways(layer.sliding_window is not None) else ()
 
     def _note_steps(self, builder: Any) -> None:
         build, update = builder.build, builder.update_block_table
@@ -170,7 +182,7 @@ class ReferenceLayers:
             result = forward(of_layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             noted = getattr(attn_metadata, _STEP, None)
             if noted is not None and noted[0].causal is not False:
-                shown = output.view(len(output), *query.shape[1:2], -1)
+                shown = output.view(len(output), query.shape[1], -1)
                 computed(LayerStep(layer, query, kv_cache, shown, self._requests(*noted)))
             return result
 
@@ -222,17 +234,12 @@ def serve_with(layers: ReferenceLayers) -> None:
     layers.watch(put)
 
 
-def why_unusable(runner: Any) -> str:
-    """Why a model runner's steps can't be computed naively; empty if they can."""
-    mode = runner.vllm_config.compilation_config.cudagraph_mode
-    if mode is not None and mode.has_full_cudagraphs():
-        return f"cudagraph_mode is {mode.name}, which runs whole steps in a graph: choose PIECEWISE or --enforce-eager"
-    layers = ReferenceLayers(runner)
-    for group in layers._groups():
-        for name, layer in get_layers_from_vllm_config(runner.vllm_config, Attention, group.layer_names).items():
-            if reason := layers._why_not(layer):
-                return f"layer {name}: {reason}"
-    return ""
+def serve_with_reference(worker: Any) -> str:
+    """From now on this worker's attention is the naive form's. Returns "", or why it can't be, with nothing changed."""
+    layers = ReferenceLayers(worker.model_runner)
+    if not (reason := layers.why_unusable()):
+        serve_with(layers)
+    return reason
 
 
 def _pages(

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from vllm_mmcache.base.errors import one_line
 from vllm_mmcache.components.image_spans.spans import image_spans
 from vllm_mmcache.exactness import distance
 from vllm_mmcache.exactness.conversations import filler
@@ -61,7 +62,7 @@ class Trial:
             self._give_up(str(reason))
         except Exception as error:  # of the model, a kernel, or vLLM: the server is to start all the same
             logger.debug("mmcache: the trial ended with an error", exc_info=True)
-            self._give_up(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self._give_up(one_line(error, 300))
         self._judge_attention()
         self.verdict.num_requests = engine.num_requests
         self.verdict.seconds = time.monotonic() - self._begun

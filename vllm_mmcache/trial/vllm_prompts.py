@@ -17,6 +17,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.utils import argsort_mm_positions
 from vllm.renderers import ChatParams, renderer_from_config
 
+from vllm_mmcache.base.errors import one_line
 from vllm_mmcache.exactness.conversations import filler
 from vllm_mmcache.exactness.pictures import ellipses
 from vllm_mmcache.hooking.subclasses import vllms_renderers
@@ -58,7 +59,7 @@ class Prompts:
             with vllms_renderers():
                 self._renderer = renderer_from_config(vllm_config)
         except Exception as error:  # of a tokenizer or a processor
-            raise CannotRender(f"the model's tokenizer or processor could not be loaded: {_said(error)}") from error
+            raise CannotRender(f"the model's tokenizer or processor could not be loaded: {one_line(error)}") from error
         self._config = vllm_config
 
     def render(self, before: int, parts: Sequence[str]) -> Prompt:
@@ -80,7 +81,7 @@ class Prompts:
                 [[message]], ChatParams(chat_template_kwargs=template_arguments), skip_mm_cache=True
             )
         except Exception as error:  # of a chat template or a processor, which are the model's own
-            raise CannotRender(f"a question with pictures could not be rendered: {_said(error)}") from error
+            raise CannotRender(f"a question with pictures could not be rendered: {one_line(error)}") from error
         if rendered.get("type") != "multimodal":
             raise CannotRender("a question with pictures was rendered without them")
         features = tuple(
@@ -106,7 +107,3 @@ def _png_url(name: str) -> str:
     held = io.BytesIO()
     ellipses(name, PICTURE_PX).save(held, "PNG")
     return f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -11,7 +11,7 @@ from vllm_mmcache.components.image_spans import vllm_backend
 from vllm_mmcache.exactness.conversations import filler, one, picture, user
 from vllm_mmcache.reference_attention import vllm_layers
 from vllm_mmcache.reference_attention.comparison import AFTER_HIT, DECODE, PICTURE, PREFILL, Comparison
-from vllm_mmcache.reference_attention.vllm_layers import computed_naively, why_unusable
+from vllm_mmcache.reference_attention.vllm_layers import ReferenceLayers, computed_naively
 
 pytestmark = pytest.mark.engine
 
@@ -45,7 +45,7 @@ def compare(rig: ZooRig, comparisons: list[Comparison]) -> dict[str, Any]:
 def test_its_answers_are_exact(pool: EnginePool, family: str) -> None:
     """Cold, on what a kernel has left in the cache, and on what it has left itself."""
     rig = pool.get(EngineConfig(family))
-    assert why_unusable(rig.runner) == ""
+    assert ReferenceLayers(rig.runner).why_unusable() == ""
     fast = one(rig, ASK)
     with computed_naively(rig.runner):
         warm = one(rig, AGAIN)
@@ -130,6 +130,8 @@ def test_whole_graphs_are_refused(pool: EnginePool, monkeypatch: pytest.MonkeyPa
 
     rig = pool.get(EngineConfig("gemma3"))
     monkeypatch.setattr(rig.vllm_config.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL_AND_PIECEWISE)
-    assert why_unusable(rig.runner).startswith(
-        "cudagraph_mode is FULL_AND_PIECEWISE, which runs whole steps in a graph"
+    assert (
+        ReferenceLayers(rig.runner)
+        .why_unusable()
+        .startswith("cudagraph_mode is FULL_AND_PIECEWISE, which runs whole steps in a graph")
     )

@@ -27,7 +27,9 @@ def test_tokens_are_those_of_the_processor(family: str, tmp_path_factory: pytest
     finally:
         prompts.close()
     tokens = images.tokens(config.model_config.hf_config)
+    grid = images.package(config.model_config.hf_config).grid
     for feature in prompt.features:
+        assert {name for name in feature.data if name.endswith("grid_thw")} == ({grid} if grid else set())
         ((first, last),) = feature.mm_position.extract_embeds_range()
         found = prompt.token_ids[first - 1 : last + 2]
         assert found == (tokens.begin, *[tokens.image] * (last - first + 1), tokens.end)

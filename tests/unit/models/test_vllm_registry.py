@@ -79,6 +79,11 @@ def test_what_vllm_keeps_of_a_class_is_of_its_parents_source(monkeypatch: pytest
     assert after.load_model_cls() is before.load_model_cls()
 
 
+def test_a_digest_is_of_the_source() -> None:
+    modules = {vllm_registry.parent_of(architecture).module_name for architecture in FACTS}
+    assert len({vllm_registry._digest(module) for module in modules}) == len(modules) > 5
+
+
 def test_vllms_own_come_back() -> None:
     parent = vllm_registry.parent_of(GEMMA)
     vllm_registry.unregister_classes()

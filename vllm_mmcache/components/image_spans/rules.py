@@ -20,10 +20,7 @@ ALLOW = "or set MMCACHE_ALLOW_CAUSAL_IMAGES=1 to run it all the same"
 
 def are_bidirectional(images: ImageModel | None, hf_config: Any, is_sliding: bool) -> bool:
     """Whether images attend both ways in this kind of layer; False for a model whose class does not say."""
-    if images is None:
-        return False
-    attention = images.attention(hf_config)
-    return attention.sliding if is_sliding else attention.full
+    return images is not None and images.attention(hf_config).goes_both_ways(is_sliding)
 
 
 def refusal(model_config: Any, images: ImageModel | None, on_cpu: bool) -> str | None:
