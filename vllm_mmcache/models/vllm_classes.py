@@ -39,7 +39,6 @@ def _class_of(parent: Any, architecture: str) -> type:
         (parent,),
         {
             "__module__": parent.__module__,
-            "__qualname__": parent.__qualname__,
             "__doc__": parent.__doc__,
             ATTRIBUTE: FACTS[architecture],
             "embed_multimodal": embed_multimodal,
