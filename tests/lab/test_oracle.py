@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from mmcache_tools.harness.oracle import assert_equals_oracle
+from mmcache_tools.harness.tolerances import TIE, TOLERANCE
 
-from vllm_mmcache.exactness.answers import TIE, TOLERANCE, Answer, Inexact
+from vllm_mmcache.exactness.answers import Answer, Inexact
 
 pytestmark = pytest.mark.answers
 

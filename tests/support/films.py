@@ -9,10 +9,11 @@ from typing import Any
 from mmcache_tools import zoo
 from mmcache_tools.harness import videos
 from mmcache_tools.harness.engines import EngineConfig, ZooRig
+from mmcache_tools.harness.tolerances import assert_equals_answer
 from mmcache_tools.zoo import BY_NAME
 from vllm import SamplingParams
 
-from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Answer, assert_equals_answer
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Answer
 from vllm_mmcache.exactness.conversations import filler
 
 LIMITS = (("limit_mm_per_prompt", {"image": 2, "video": 2}),)

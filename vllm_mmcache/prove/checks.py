@@ -24,7 +24,7 @@ from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, why_unprove
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove import load, workers, workloads
 from vllm_mmcache.prove.arguments import given, taken
-from vllm_mmcache.prove.rig import Rig
+from vllm_mmcache.prove.rig import Rig, replaced
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 
@@ -107,6 +107,12 @@ def assert_on(rig: Rig, component: str) -> None:
     assert found[component].state != "mixed", str(found[component])
     if found[component].state == "off":
         raise NotChecked(f"off here: {found[component].reason}")
+
+
+def use_where_on(rig: Rig, component: str, use: Callable[[Rig], None]) -> None:
+    """What the component is for happens; it is not tried where the component is off, as its configuration may say."""
+    assert_on(rig, component)
+    use(rig)
 
 
 def assert_off(components: set[str]) -> None:
@@ -206,11 +212,8 @@ def use_inner_checkpoints(rig: Rig) -> None:
         steps.append(hasattr(step, CUTS))
         return step
 
-    rig.scheduler.schedule = noting
-    try:
+    with replaced(rig.scheduler, "schedule", noting):
         use_image_checkpoints(rig)
-    finally:
-        del rig.scheduler.schedule
     assert any(steps), f"no state was kept inside a chunk in {len(steps)} steps"
 
 

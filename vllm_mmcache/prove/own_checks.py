@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_mmcache.exactness.answers import Answer, Inexact, Message, assert_equals_answer
+from vllm_mmcache.exactness.answers import Answer, Inexact, Message, assert_near
 from vllm_mmcache.exactness.conversations import one, picture, user
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 from vllm_mmcache.prove import own
@@ -26,6 +26,7 @@ from vllm_mmcache.prove.checks import (
     engine_of,
     place_of,
     row_of,
+    use_where_on,
 )
 from vllm_mmcache.prove.rig import Rig
 
@@ -70,7 +71,10 @@ def rows_of(
     """
     rows = [row_of(f"{component} is on", partial(assert_on, rig, component)) for component in components]
     rows.append(row_of("nothing else is on", lambda: assert_off(set(ENGINE_COMPONENTS) - set(components))))
-    rows += [row_of(f"use of {component}", partial(USES[component], rig)) for component in components]
+    rows += [
+        row_of(f"use of {component}", partial(use_where_on, rig, component, USES[component]))
+        for component in components
+    ]
     asks = own.questions(rig)
     if short:
         asks = {name: asks[name] for name in (own.FIRST, own.AGAIN, own.OTHER)}
@@ -91,8 +95,8 @@ class Answers:
         self.rig = rig
         self.asks = asks
         self.stock = None if stock is None else {name: own.from_json(said) for name, said in stock.items()}
-        self.tolerance = rig.tolerance
         self.cold: dict[str, Answer] = {}
+        self.runs: dict[str, list[Answer]] = {}  # the cold one first
         self.warm: dict[str, Answer] = {}
 
     def ask_cold(self, name: str) -> None:
@@ -102,6 +106,7 @@ class Answers:
         self.rig.make_cold()
         self.cold[name] = one(self.rig, *self.asks[name])
         assert self.cold[name].num_cached_tokens == 0, "the caches were emptied, and it was a hit"
+        self.runs[name] = [self.cold[name], *self.rig.cold_runs(self.cold[name])]
         self._assert_as_stock(name, self.cold[name])
 
     def ask_warm(self, name: str) -> None:
@@ -109,12 +114,12 @@ class Answers:
         if name not in self.cold:
             raise NotChecked("there is no cold answer")
         self.warm[name] = one(self.rig, *self.asks[name])
-        assert_equals_answer(self.warm[name], self.cold[name], self.tolerance, "the own cold run")
+        assert_near(self.warm[name], self.runs[name], self.rig.bound, "its own cold runs")
         self._assert_as_stock(name, self.warm[name])
 
     def _assert_as_stock(self, name: str, answer: Answer) -> None:
         if self.stock is not None:
-            assert_equals_answer(answer, self.stock[name], self.tolerance, "stock vLLM's cold run")
+            assert_near(answer, [self.stock[name]], self.rig.bound, "stock vLLM's cold run")
 
     def assert_hit(self) -> None:
         """Control: something warm was compared."""
@@ -125,7 +130,7 @@ class Answers:
         first, other = self.cold[own.FIRST], self.cold[own.OTHER]
         try:
             # As if the prompts were the same: only what was answered is compared.
-            assert_equals_answer(first, replace(other, prompt_ids=first.prompt_ids), self.tolerance, "another image's")
+            assert_near(first, [replace(other, prompt_ids=first.prompt_ids)], self.rig.bound, "another image's")
         except Inexact:
             return
         raise AssertionError("the answer about another image was judged right")

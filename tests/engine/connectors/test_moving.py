@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 from mmcache_tools.harness.scenarios import full_blocks
+from mmcache_tools.harness.tolerances import BF16_SELF_TOLERANCE, assert_equals_answer
 
 from tests.engine.connectors import moving
 from tests.engine.connectors.moving import KEPT, connector, plan
@@ -19,7 +20,7 @@ from tests.engine.exactness.mixed import RememberingOracle, ask_mixed
 from tests.support.sizes import larger
 from tests.support.towers import Asked
 from vllm_mmcache.base import status
-from vllm_mmcache.exactness.answers import BF16_SELF_TOLERANCE, Inexact, assert_equals_answer
+from vllm_mmcache.exactness.answers import Inexact
 from vllm_mmcache.exactness.conversations import filler, one, picture, user
 
 pytestmark = pytest.mark.engine

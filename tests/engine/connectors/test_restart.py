@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.tolerances import TIE, TOLERANCE
 from vllm.utils import hashing
 from vllm.v1.core import kv_cache_utils
 
 from tests.engine.connectors.worker import ENDS
 from tests.support.sizes import larger
-from vllm_mmcache.exactness.answers import TIE, TOLERANCE
 
 pytestmark = pytest.mark.engine
 

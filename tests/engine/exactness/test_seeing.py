@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 from mmcache_tools.harness.oracle import step_deltas
+from mmcache_tools.harness.tolerances import TOLERANCE
 from mmcache_tools.zoo.seeing.pictures import Thing, stream
 from mmcache_tools.zoo.seeing.prompts import SYSTEMS, Conversation, Turn, converse, held_out, right_answer
 
-from vllm_mmcache.exactness.answers import TOLERANCE, Answer
+from vllm_mmcache.exactness.answers import Answer
 
 pytestmark = pytest.mark.engine
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from mmcache_tools.harness import videos
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+from mmcache_tools.harness.tolerances import assert_equals_answer
 from mmcache_tools.zoo import FIRST_FAMILIES, MORE_FAMILIES
 
 from tests.support.films import Part, assert_as_cold, chat, file_of, frames_of, part, takes_videos, that_take_videos
@@ -19,7 +20,7 @@ from tests.support.sizes import larger
 from tests.support.store_server import Put
 from tests.support.tiers import LONG_S
 from tests.support.towers import Runs, features_by_image, spoil
-from vllm_mmcache.exactness.answers import Inexact, assert_equals_answer
+from vllm_mmcache.exactness.answers import Inexact
 from vllm_mmcache.exactness.conversations import picture
 
 pytestmark = pytest.mark.engine

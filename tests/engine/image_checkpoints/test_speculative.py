@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.tolerances import TIE, TOLERANCE
 
 from tests.support.engine_configuration import CHOSEN
 from tests.support.sizes import larger
-from vllm_mmcache.exactness.answers import TIE, TOLERANCE
 
 
 def asked(family: str, drafter: str, scratch: Path) -> Any:

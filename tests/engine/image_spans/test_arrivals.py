@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+from mmcache_tools.harness.tolerances import TOLERANCE
 from mmcache_tools.zoo import FAMILIES
 
 from tests.engine.image_spans.arrivals import Engine, limited
 from tests.support.sizes import larger
 from vllm_mmcache.base.errors import UnschedulableImage
 from vllm_mmcache.components.image_spans import hooks_api, hooks_engine, waiting
-from vllm_mmcache.exactness.answers import TOLERANCE
 from vllm_mmcache.exactness.conversations import filler, picture, user
 
 pytestmark = pytest.mark.engine

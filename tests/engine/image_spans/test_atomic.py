@@ -7,11 +7,12 @@ preempted. The negative control lets the same engine split spans: then it does, 
 
 import pytest
 from mmcache_tools.harness.engines import LOAD, EngineConfig, EnginePool
+from mmcache_tools.harness.tolerances import TOLERANCE
 
 from tests.support.engine_configuration import CHOSEN
 from tests.support.sizes import SCALE, scaled
 from vllm_mmcache.components.image_spans import hooks_engine
-from vllm_mmcache.exactness.answers import TOLERANCE, Inexact
+from vllm_mmcache.exactness.answers import Inexact
 from vllm_mmcache.exactness.conversations import picture, user
 from vllm_mmcache.prove.load import counted, run
 

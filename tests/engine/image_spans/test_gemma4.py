@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+from mmcache_tools.harness.tolerances import TOLERANCE
 from mmcache_tools.zoo import BY_NAME, ZooOptions, build_cached
 from packaging.version import Version
 
@@ -19,7 +20,7 @@ from tests.engine.exactness.measure import judge
 from tests.support.engine_configuration import CHOSEN
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.versions import vllm_version
-from vllm_mmcache.exactness.answers import TOLERANCE, Answer, Inexact
+from vllm_mmcache.exactness.answers import Answer, Inexact
 from vllm_mmcache.exactness.conversations import filler, picture, user
 from vllm_mmcache.reference_attention import naive, vllm_layers
 

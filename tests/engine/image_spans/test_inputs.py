@@ -3,10 +3,11 @@
 
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool
+from mmcache_tools.harness.tolerances import TOLERANCE
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_mmcache.exactness.answers import NUM_LOGPROBS, TOLERANCE
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS
 from vllm_mmcache.exactness.conversations import filler, one, picture, user
 
 pytestmark = pytest.mark.engine

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+from mmcache_tools.harness.tolerances import TOLERANCE
 from mmcache_tools.zoo import build_cached
 from vllm import SamplingParams
 
 from tests.support.engine_configuration import CHOSEN
 from vllm_mmcache.base import settings
-from vllm_mmcache.exactness.answers import NUM_LOGPROBS, TOLERANCE
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS
 from vllm_mmcache.exactness.conversations import filler, picture
 
 pytestmark = pytest.mark.engine

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+from mmcache_tools.harness.tolerances import assert_equals_answer
 
 from tests.engine.exactness.mixed import ask_mixed
 from vllm_mmcache.base import status
 from vllm_mmcache.components.image_checkpoints.expected_value import ReuseRates
 from vllm_mmcache.components.inner_checkpoints.cuts import CUTS, Cut
 from vllm_mmcache.components.inner_checkpoints.vllm_gdn import StateNotWritten, Step
-from vllm_mmcache.exactness.answers import Answer, Inexact, assert_equals_answer
+from vllm_mmcache.exactness.answers import Answer, Inexact
 from vllm_mmcache.exactness.conversations import filler, one, picture, user
 
 pytestmark = pytest.mark.engine

@@ -3,9 +3,9 @@
 
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool
+from mmcache_tools.harness.tolerances import assert_equals_answer
 
 from tests.support.films import Part, chat, file_of, frames_of, takes_videos
-from vllm_mmcache.exactness.answers import assert_equals_answer
 from vllm_mmcache.metrics import counters
 
 pytestmark = pytest.mark.engine

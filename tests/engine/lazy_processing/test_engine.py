@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool
+from mmcache_tools.harness.tolerances import assert_equals_answer
 from mmcache_tools.zoo import FAMILIES
 
 from tests.engine.lazy_media.test_videos import Decoded
@@ -19,7 +20,6 @@ from vllm_mmcache.components.features.engine.vllm_connector import Connector
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
 from vllm_mmcache.components.lazy_media.video.video_info import VIDEOS
 from vllm_mmcache.components.lazy_processing.vllm_pixels import PixelMaker
-from vllm_mmcache.exactness.answers import assert_equals_answer
 from vllm_mmcache.exactness.conversations import assistant, filler, picture, user
 from vllm_mmcache.storage import record_store
 

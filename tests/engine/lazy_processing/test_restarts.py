@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool
+from mmcache_tools.harness.tolerances import assert_equals_answer
 from mmcache_tools.zoo import build_cached
 from vllm.tokenizers import registry
 from vllm.transformers_utils import processor
@@ -20,7 +21,6 @@ from tests.support.store_server import Put, alone, put
 from tests.support.tiers import LONG_S
 from vllm_mmcache.components.lazy_media.media_info import RECORDS
 from vllm_mmcache.content.base64_image import CONTENT_IDS
-from vllm_mmcache.exactness.answers import assert_equals_answer
 from vllm_mmcache.exactness.conversations import picture, user
 from vllm_mmcache.storage import record_store
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.tolerances import BF16_SELF_TOLERANCE, TIE, TOLERANCE
 from mmcache_tools.zoo import BY_NAME, FAMILIES
 
 from tests.support.sizes import WHOLE
-from vllm_mmcache.exactness.answers import BF16_SELF_TOLERANCE, TIE, TOLERANCE
 
 pytestmark = pytest.mark.engine
 

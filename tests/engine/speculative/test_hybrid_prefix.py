@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.tolerances import BF16_SELF_TOLERANCE
 
 from tests.support.engine_configuration import EngineConfiguration
 from tests.support.runner_v2 import environment as interpreter
 from tests.support.sizes import larger
 from tests.support.vllm_tree import apply, copy_installed
-from vllm_mmcache.exactness.answers import BF16_SELF_TOLERANCE
 
 pytestmark = pytest.mark.engine
 

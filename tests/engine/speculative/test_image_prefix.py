@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.tolerances import BF16_SELF_TOLERANCE
 
 from tests.support.engine_configuration import CHOSEN
 from tests.support.sizes import larger
-from vllm_mmcache.exactness.answers import BF16_SELF_TOLERANCE
 
 pytestmark = [
     pytest.mark.engine,

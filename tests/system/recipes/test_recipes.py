@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmcache_tools.harness.tolerances import BF16_SELF_TOLERANCE, TOLERANCE
 from mmcache_tools.zoo import BY_NAME, build_cached
 
 from tests.support.deployment import TWO_RANKS, Answer, Deployment, deployed
 from tests.support.engine_configuration import CHOSEN
 from tests.support.sizes import larger
 from tests.support.target import png, url_of
-from vllm_mmcache.exactness.answers import BF16_SELF_TOLERANCE, TOLERANCE
 from vllm_mmcache.exactness.conversations import filler
 from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES
 

@@ -24,8 +24,9 @@ from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
 from mmcache_tools.harness.oracle import BF16_ORACLE_TOLERANCE, Oracle, assert_equals_oracle
+from mmcache_tools.harness.tolerances import BF16_SELF_TOLERANCE, TOLERANCE
 from mmcache_tools.zoo import BY_NAME, build_cached
-from vllm_mmcache.exactness.answers import NUM_LOGPROBS, TOLERANCE, Answer, Message
+from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Answer, Message
 
 WHOLE_STEPS = 2048  # tokens of a step that holds a whole prompt
 
@@ -154,8 +155,13 @@ class ZooRig(Rig):
         """The KV cache itself, one tensor per layer, shared with the worker; its shape is the attention backend's."""
         return [layer for layer in self.runner.kv_caches if isinstance(layer, torch.Tensor)]
 
+    @property
+    def tolerance(self) -> float:
+        """How far log-probabilities of two runs of this engine may be apart, whatever its caches hold."""
+        return TOLERANCE if self.dtype is torch.float32 and not self.has_other_kv else BF16_SELF_TOLERANCE
+
     def assert_exact(self, answers: Sequence[Answer], oracle: Oracle | None = None) -> float:
-        """Every answer is that of a cold run, by the rule of the engine's dtype. Returns the largest delta.
+        """Every answer is that of a cold run, by the rule of the engine's dtype. Returns how far they are.
 
         float32: Transformers decides. bfloat16: vLLM's own cold run does, and Transformers gives a coarse second bound.
         Where the KV cache holds less than was calculated, the own cold run is all there is.

@@ -20,7 +20,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from vllm_mmcache.exactness.answers import TIE, TOLERANCE, Answer, Inexact
+from mmcache_tools.harness.tolerances import TIE, TOLERANCE
+from vllm_mmcache.exactness.answers import Answer, Inexact
 
 BF16_ORACLE_TOLERANCE = 0.7  # against Transformers in float32
 

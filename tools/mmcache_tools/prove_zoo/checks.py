@@ -34,6 +34,7 @@ from vllm_mmcache.prove.checks import (
     row_of,
     schedules_ahead,
     use_image_checkpoints,
+    use_where_on,
 )
 from vllm_mmcache.prove.workloads import Shape
 
@@ -90,7 +91,7 @@ def rows_of(rig: ZooRig, components: Sequence[str], short: bool) -> list[Row]:
 
     for component in components:
         if component in uses:
-            rows.append(row_of(f"use of {component}", partial(uses[component], rig)))
+            rows.append(row_of(f"use of {component}", partial(use_where_on, rig, component, uses[component])))
     for scenario in SHORT if short else scenarios.MAIN:
         rows.append(row_of(scenario.__name__, partial(put, scenario)))
     rows.append(row_of("control: other image", lambda: assert_other_image_is_seen(rig)))
