@@ -37,13 +37,15 @@ def start() -> installer.Outcome:
     """Register the model classes, and install the hooks that see the VllmConfig; re-entrant.
 
     Where they don't fit this vLLM, nothing of mmcache can be on, and one line says why.
-    Raises: SettingsError; HookError, where they don't fit and tenants must be kept apart.
+    Raises: SettingsError; HookError, where they don't fit and either tenants must be kept apart or attention=reference
+    is set.
     """
     version = vllm_version()
     outcome = _install(FIRST.name, FIRST.all_hooks(), version)
     if outcome.state != "on":
         settings.warn_of_unknown_variables()
         refuse_if_required(f"nothing of mmcache is on: {outcome.reason}")
+        refuse_reference(outcome.reason)
         logger.error("mmcache %s is off on vLLM %s: %s", __version__, version, outcome.reason)
     else:
         vllm_registry.register_classes()
@@ -53,7 +55,7 @@ def start() -> installer.Outcome:
 def activate(role: Role, vllm_config: Any) -> None:
     """Decide for each component with a part in a role that this process takes on, install what is on, and say so.
 
-    Raises: HookError, where tenants must be kept apart and nothing would do it.
+    Raises: HookError, where tenants must be kept apart and nothing would do it, or attention=reference can't be had.
     """
     status.begin(role)
     if role == "api":  # one process says it, not each
@@ -62,11 +64,13 @@ def activate(role: Role, vllm_config: Any) -> None:
     own, unusable = own_proofs(engine, vllm_config)
     absent = config_rules.why_absent(role, vllm_config)
     absent = absent or _install(_group(REPORT.name, role), REPORT.hooks_in(role), version).reason
-    is_reference = settings.current().attention == "reference"
-    if role == "engine" and not absent and (is_reference or on_trial(vllm_config, own)):
-        outcome = _install(_group(TRIAL.name, role), TRIAL.hooks_in(role), version)
-        if is_reference and outcome.state != "on":
-            raise HookError(f"attention=reference can't be had: {outcome.reason}. Unset MMCACHE_ATTENTION")
+    if role == "engine":
+        is_reference = settings.current().attention == "reference"
+        without = absent
+        if not absent and (is_reference or on_trial(vllm_config, own)):
+            without = _install(_group(TRIAL.name, role), TRIAL.hooks_in(role), version).reason
+        if without:
+            refuse_reference(without)
     for component in parts(role).values():
         name = component.name
         state = State("off", absent) if absent else decide(name, engine, vllm_config, own)
@@ -198,6 +202,12 @@ def refuse_if_required(reason: str) -> None:
         raise HookError(
             f"mmcache refuses to start: {' and '.join(names)} is set, but {reason}. Unset {variables} to run without."
         )
+
+
+def refuse_reference(reason: str) -> None:
+    """Raises: HookError, where the naive attention was asked for and `reason` says why it can't be had."""
+    if settings.current().attention == "reference":
+        raise HookError(f"attention=reference can't be had: {reason}. Unset MMCACHE_ATTENTION")
 
 
 def engine_here(vllm_config: Any = None) -> Served:

@@ -355,6 +355,20 @@ def test_required_salts_need_the_component(
     activation.activate("api", configurations["qwen3-vl"])
 
 
+@pytest.mark.parametrize("misfit", ["report", "trial"])
+def test_the_naive_attention_is_had_or_no_engine_starts(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch, misfit: str
+) -> None:
+    """Also where the whole plugin would be off."""
+    install(monkeypatch, **{misfit: "symbol changed"})
+    activation.activate("engine", configurations["gemma3"])
+    monkeypatch.setattr(settings, "_current", settings.Settings(attention="reference"))
+    with pytest.raises(HookError, match=r"attention=reference can't be had: symbol changed\. Unset MMCACHE_ATTENTION"):
+        activation.activate("engine", configurations["gemma3"])
+    install(monkeypatch)
+    activation.activate("engine", configurations["gemma3"])
+
+
 @pytest.mark.parametrize("is_trusted", [False, True])
 def test_a_store_that_others_can_reach_is_a_warning(
     is_trusted: bool,
