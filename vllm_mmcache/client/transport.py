@@ -3,10 +3,12 @@
 
 Chat requests go out with their images named, and without the bytes of images that the server has been sent. Where it
 refuses such a request, it has forgotten one, or would refuse the whole request as well: the whole request decides.
+Each has a header that names its conversation, by which routers send it to the replica that has seen its images.
 """
 
 import importlib
 import json
+from collections.abc import Sequence
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
@@ -14,6 +16,7 @@ from blake3 import blake3
 
 from vllm_mmcache.base import distributions
 from vllm_mmcache.base.errors import EnvironmentProblem
+from vllm_mmcache.client.affinity import HEADER, Affinity
 from vllm_mmcache.client.images import Images, find_images
 from vllm_mmcache.client.sent import Sent
 
@@ -23,12 +26,24 @@ KEY_HEADERS = ("authorization", "api-key", "x-api-key")
 
 
 class _Once:
-    """What both transports share. inner is an httpx transport; sent may be shared with other transports."""
+    """What both transports share.
 
-    def __init__(self, inner: Any, *, enabled: bool = True, sent: Sent | None = None) -> None:
+    inner is an httpx transport; sent and affinity may be shared with other transports. affinity is also the name of a
+    header, or several, and None for no header.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        *,
+        enabled: bool = True,
+        sent: Sent | None = None,
+        affinity: Affinity | str | Sequence[str] | None = HEADER,
+    ) -> None:
         self.inner = inner
         self.enabled = enabled
         self.sent = Sent() if sent is None else sent
+        self.affinity = affinity if affinity is None or isinstance(affinity, Affinity) else Affinity(affinity)
 
     def _turn(self, request: Any) -> "_Turn | None":
         """The request as a turn with images; None for every other request, which passes as it is."""
@@ -42,13 +57,13 @@ class _Once:
         except RuntimeError:  # RequestNotRead: a body that is made while it is sent
             return None
         images = find_images(body)
-        return None if images is None else _Turn(request, images, self.sent)
+        return None if images is None else _Turn(request, images, self.sent, self.affinity)
 
 
 class _Turn:
     """One request with images: what to send first, what to send if that is refused, and what to remember."""
 
-    def __init__(self, request: Any, images: Images, sent: Sent) -> None:
+    def __init__(self, request: Any, images: Images, sent: Sent, affinity: Affinity | None) -> None:
         self._request = request
         self._images = images
         self._sent = sent
@@ -56,14 +71,23 @@ class _Turn:
         keys = [request.headers.get(name) for name in KEY_HEADERS]
         scope = [url.scheme, url.host, url.port, url.path, keys, images.scope]
         self._scope = blake3(json.dumps(scope, sort_keys=True).encode()).digest()
+        self._host = f"{url.scheme}://{url.host}:{url.port}"
         self._known = sent.known(self._scope, images.ids)
+        if self._known and sent.goes_whole(self._host):
+            self._known = frozenset()
+        self._was_refused = False
+        self._headers: list[tuple[bytes, bytes]] = []
+        if affinity is not None:
+            name = affinity.name_of(json.dumps([keys, images.scope[1]]).encode(), images.ids).encode()
+            self._headers = [(header.encode(), name) for header in affinity.headers if header not in request.headers]
 
     def short(self) -> Any:
         """The request without the bytes that the server should know."""
         return self._with(self._images.body(self._known))
 
     def whole(self) -> Any:
-        """The request with all bytes."""
+        """The request with all bytes, after a refusal."""
+        self._was_refused = True
         return self._with(self._images.body(()))
 
     def is_refused(self, response: Any) -> bool:
@@ -72,13 +96,24 @@ class _Turn:
 
     def remember(self, response: Any) -> None:
         """The server knows the images if it has accepted the request; also when its answer is still streaming."""
-        if response.status_code == 200:
-            self._sent.remember(self._scope, self._images.ids)
+        if response.status_code != 200:
+            return
+        self._sent.remember(self._scope, self._images.ids)
+        if self._was_refused:
+            self._sent.missed(self._host)
+        elif self._known:
+            self._sent.accepted(self._host)
 
     def _with(self, body: bytes) -> Any:
         request = self._request
         headers = [(name, value) for name, value in request.headers.raw if name.lower() != b"content-length"]
-        return type(request)(request.method, request.url, headers=headers, content=body, extensions=request.extensions)
+        return type(request)(
+            request.method,
+            request.url,
+            headers=headers + self._headers,
+            content=body,
+            extensions=request.extensions,
+        )
 
 
 class OnceTransport(_Once):
@@ -141,7 +176,13 @@ class AsyncOnceTransport(_Once):
         await self.inner.__aexit__(kind, error, traceback)
 
 
-def http_client(*, enabled: bool = True, sent: Sent | None = None, **options: Any) -> Any:
+def http_client(
+    *,
+    enabled: bool = True,
+    sent: Sent | None = None,
+    affinity: Affinity | str | Sequence[str] | None = HEADER,
+    **options: Any,
+) -> Any:
     """`OpenAI(http_client=http_client())`: openai's default client over this transport.
 
     options go to the HTTPTransport below it (verify, cert, proxy, retries, ...). Proxies named by environment
@@ -149,14 +190,20 @@ def http_client(*, enabled: bool = True, sent: Sent | None = None, **options: An
     """
     openai = _openai()
     inner = _httpx(openai.DefaultHttpxClient).HTTPTransport(**_defaults(options))
-    return openai.DefaultHttpxClient(transport=OnceTransport(inner, enabled=enabled, sent=sent))
+    return openai.DefaultHttpxClient(transport=OnceTransport(inner, enabled=enabled, sent=sent, affinity=affinity))
 
 
-def async_http_client(*, enabled: bool = True, sent: Sent | None = None, **options: Any) -> Any:
+def async_http_client(
+    *,
+    enabled: bool = True,
+    sent: Sent | None = None,
+    affinity: Affinity | str | Sequence[str] | None = HEADER,
+    **options: Any,
+) -> Any:
     """`AsyncOpenAI(http_client=async_http_client())`; as http_client."""
     openai = _openai()
     inner = _httpx(openai.DefaultAsyncHttpxClient).AsyncHTTPTransport(**_defaults(options))
-    transport: Any = AsyncOnceTransport(inner, enabled=enabled, sent=sent)
+    transport: Any = AsyncOnceTransport(inner, enabled=enabled, sent=sent, affinity=affinity)
     return openai.DefaultAsyncHttpxClient(transport=transport)
 
 

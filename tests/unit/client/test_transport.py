@@ -82,6 +82,68 @@ def test_forgotten_images_are_sent_again(wire: Wire) -> None:
     assert len(wire.sizes) == 4
 
 
+def test_a_server_that_forgets_once_is_trusted_again(wire: Wire) -> None:
+    transport = OnceTransport(wire.transport)
+    post(wire, transport, chat(part(A)))
+    wire.bytes_by_id.clear()
+    for _ in range(3):
+        post(wire, transport, chat(part(A)))
+    assert [size > 20_000 for size in wire.sizes] == [True, False, True, False, False]
+
+
+def test_behind_servers_that_take_turns_images_go_whole_for_a_while(wire: Wire) -> None:
+    """The names are refused twice, then not tried for two requests, then for four, up to 64."""
+    transport = OnceTransport(wire.transport)
+    num_requests = 400
+    for _ in range(num_requests):
+        assert post(wire, transport, chat(part(A))).status_code == 200
+        wire.bytes_by_id.clear()
+    refused = len(wire.requests) - num_requests
+    assert refused == 12
+    assert sum(wire.sizes) < 1.01 * num_requests * max(wire.sizes)
+
+
+def test_a_refusal_of_the_whole_request_is_no_miss(wire: Wire) -> None:
+    sent = Sent()
+    post(wire, OnceTransport(wire.transport, sent=sent), chat(part(A)))
+    refusing = wire.library.MockTransport(lambda request: wire.library.Response(400, json={"error": "no"}))
+    for _ in range(5):
+        assert post(wire, OnceTransport(refusing, sent=sent), chat(part(A))).status_code == 400
+    post(wire, OnceTransport(wire.transport, sent=sent), chat(part(A)))
+    assert wire.sizes[-1] < 500
+
+
+def test_a_conversation_has_a_header_of_its_own(wire: Wire) -> None:
+    """Also when the whole is sent after a refusal; other tenants and conversations have others."""
+    transport = OnceTransport(wire.transport)
+    post(wire, transport, chat(part(A)))
+    post(wire, transport, chat(part(A), part(B)))
+    wire.bytes_by_id.clear()
+    post(wire, transport, chat(part(B)))
+    assert len(wire.requests) == 4
+    post(wire, transport, chat(part(A)), authorization="Bearer two")
+    post(wire, transport, chat(part(A), cache_salt="salt"))
+    post(wire, transport, chat(part(text_of("c", 20_000))))
+    found = [request.headers["x-session-id"] for request in wire.requests]
+    assert found[:4] == [found[0]] * 4
+    assert len(set(found)) == 4
+
+
+def test_a_header_of_the_callers_own_stays(wire: Wire) -> None:
+    transport = OnceTransport(wire.transport, affinity=["X-Session-Id", "x-smg-routing-key"])
+    post(wire, transport, chat(part(A)), **{"x-session-id": "mine"})
+    (request,) = wire.requests
+    assert request.headers.get_list("x-session-id") == ["mine"]
+    assert len(request.headers["x-smg-routing-key"]) == 32
+
+
+def test_without_affinity_there_is_no_header(wire: Wire) -> None:
+    transport = OnceTransport(wire.transport, affinity=None)
+    post(wire, transport, chat(part(A)))
+    post(wire, OnceTransport(wire.transport), chat())
+    assert not any("x-session-id" in request.headers for request in wire.requests)
+
+
 def test_async(wire: Wire) -> None:
     transport = AsyncOnceTransport(wire.transport)
 
