@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two replicas behind a router of PyPI: where second questions about an image go, and what becomes of a killed replica.
+
+Needs `pip install '.[fleet]'`. A client asks about each image twice, all images once before any of them again. What a
+router does without the header of the client transport (side `without`) and with it (side `header`) is counted on the
+replicas: requests, and images that the vision tower ran for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sysconfig
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from mmcache_tools.harness.server import Server, free_port, is_healthy, stop
+from mmcache_tools.zoo import build_cached
+from openai import OpenAI, OpenAIError
+
+from benchmarks.pictures import SMALL, url_of
+from benchmarks.results import Result
+from benchmarks.servers import MODEL, counters, zoo_server
+from vllm_mmcache.client import HEADER, http_client
+
+WORDS = "Look at the whole picture before you answer. " * 8
+ROUTERS: dict[str, tuple[str, ...]] = {
+    "vllm-router, consistent hashing": (
+        "vllm-router", "--policy", "consistent_hash", "--cb-failure-threshold", "2",
+        "--cb-timeout-duration-secs", "600",
+    ),
+    "smg, consistent hashing": (
+        "smg", "launch", "--policy", "consistent_hashing", "--routing-key-headers", HEADER,
+        "--cb-failure-threshold", "2",
+    ),
+    "vllm-router, round robin": ("vllm-router", "--policy", "round_robin"),
+}  # fmt: skip
+SIDES = {"without": None, "header": HEADER}
+
+
+@dataclass
+class Asked:
+    """What a client has asked and been answered: image and question -> text. `failed`: errors, in words."""
+
+    answers: dict[tuple[int, int], str] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+
+def measure(options: Namespace) -> Result:
+    """By router and side: second questions on the replica of the first, the busier replica's share, tower runs."""
+    result, next_image = Result(), 0
+    with tempfile.TemporaryDirectory() as folder, replicas(Path(folder)) as servers:
+        for name in options.routers:
+            with router(ROUTERS[name], servers, Path(folder) / "router.log") as url:
+                for side, header in SIDES.items():
+                    images = range(next_image, next_image + options.images)  # no replica has seen them
+                    next_image += options.images
+                    for what, number in counted(url, servers, header, images).items():
+                        result.found.setdefault(name, {}).setdefault(what, {})[side] = number
+                    print(name, side, {what: of[side] for what, of in result.found[name].items()}, flush=True)
+        if options.killed:
+            name = options.routers[0]
+            with router(ROUTERS[name], servers, Path(folder) / "router.log") as url:
+                found, problems = killed(url, servers, options.images)
+            for what, number in found.items():
+                result.add(f"{name}, a replica killed", what, {"mmcache": number})
+            result.problems += problems
+    return result
+
+
+def counted(url: str, servers: Sequence[Server], header: str | None, images: Sequence[int]) -> dict[str, float]:
+    """What the replicas counted while all these images were asked about twice."""
+    before = [totals(server) for server in servers]
+    client = client_of(url, header)
+    asked, same = Asked(), 0
+    first: dict[int, int] = {}
+    for question in range(2):
+        for image in images:
+            started = [totals(server)["requests"] for server in servers]
+            ask(client, asked, image, question)
+            ended = [totals(server)["requests"] for server in servers]
+            replica = max(range(len(servers)), key=lambda number: ended[number] - started[number])
+            same += first.setdefault(image, replica) == replica and question > 0
+    grown = [
+        {name: after - was[name] for name, after in totals(server).items()}
+        for server, was in zip(servers, before, strict=True)
+    ]
+    return {
+        "same_replica": same,
+        "second_questions": len(images),
+        "busier_share": max(one["requests"] for one in grown) / sum(one["requests"] for one in grown),
+        "tower_runs_per_image": sum(one["tower"] for one in grown) / len(images),
+        "failed": len(asked.failed),
+    }
+
+
+def killed(url: str, servers: Sequence[Server], num_images: int) -> tuple[dict[str, float], list[str]]:
+    """Four clients stream answers while the second replica is killed; what failed then and after it."""
+    client = client_of(url, HEADER)
+    right, asked = Asked(), Asked()
+    for image in range(num_images):
+        ask(client, right, image, 0)
+    lock, began = threading.Lock(), time.monotonic()
+    failures: list[float] = []
+    at: list[float] = []
+
+    def one(number: int) -> None:
+        mine = Asked()
+        if number == 2 * num_images:
+            os.killpg(servers[1].process.pid, signal.SIGKILL)
+            at.append(time.monotonic() - began)
+        start = time.monotonic() - began
+        ask(client, mine, number % num_images, 0, is_streamed=number % 2 == 0)
+        with lock:
+            asked.answers |= mine.answers
+            asked.failed += mine.failed
+            failures.extend([start] * len(mine.failed))
+            wrong.extend(key for key, text in mine.answers.items() if text != right.answers[key])
+
+    wrong: list[tuple[int, int]] = []
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(one, range(5 * num_images)))
+    later = sum(start > at[0] for start in failures)
+    problems = [f"{len(wrong)} answers were wrong: {wrong[:3]}"] if wrong else []
+    if later > 1:  # the next request is what the router finds out by, with retries off
+        problems.append(f"{later} requests failed that began after the replica was killed: {asked.failed[-1]}")
+    found = {"requests": 5 * num_images, "failed": len(failures), "failed_later": later, "wrong": len(wrong)}
+    return found, problems
+
+
+def ask(client: OpenAI, asked: Asked, image: int, question: int, is_streamed: bool = False) -> None:
+    """Ask a question about an image, and note the answer."""
+    parts: list[Any] = [
+        {"type": "text", "text": f"Picture {image}. {WORDS}"},
+        {"type": "image_url", "image_url": {"url": url_of(SMALL, image)}},
+        {"type": "text", "text": ("What is it?", "Which colours does it have?")[question]},
+    ]
+    more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if is_streamed else {}
+    try:
+        said: Any = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": parts}], max_tokens=8, temperature=0, **more
+        )
+        if is_streamed:
+            events = list(said)
+            text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+            if events[-1].usage is None:
+                raise OpenAIError("the stream was cut")
+        else:
+            text = said.choices[0].message.content or ""
+    except (OpenAIError, httpx.HTTPError) as error:
+        asked.failed.append(repr(error)[:300])
+    else:
+        asked.answers[image, question] = text
+
+
+def client_of(url: str, header: str | None) -> OpenAI:
+    """A client over the transport that sends each image once, with or without the header."""
+    return OpenAI(base_url=f"{url}/v1", api_key="of-the-fleet", max_retries=0, http_client=http_client(affinity=header))
+
+
+@contextlib.contextmanager
+def replicas(folder: Path, number: int = 2, family: str = "qwen3-vl", **env: str) -> Iterator[list[Server]]:
+    """Servers of the same model with the plugin, started one after the other."""
+    with contextlib.ExitStack() as running:
+        servers = []
+        for replica in range(number):
+            model = build_cached(family, folder / f"replica {replica}")
+            args = ("--enable-prefix-caching", "--max-model-len", "2048")
+            more = {"VLLM_SERVER_DEV_MODE": "1", **env}
+            servers.append(running.enter_context(zoo_server(model, "mmcache", images=4, args=args, env=more)))
+        yield servers
+
+
+@contextlib.contextmanager
+def router(command: Sequence[str], servers: Sequence[Server], log: Path) -> Iterator[str]:
+    """The address of a router before the servers. Raises: RuntimeError where it is not installed or does not start."""
+    program = shutil.which(command[0], path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', '')}")
+    if program is None:
+        raise RuntimeError(f"no {command[0]}: pip install '.[fleet]'")
+    port, metrics = free_port(), free_port()
+    arguments = [program, *command[1:], "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
+    arguments += ["--worker-urls", *(server.url for server in servers)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(arguments, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while not (is_healthy(url) and is_routing(url)):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command[0]} did not start: {log.read_text(errors='replace')[-2000:]}")
+            time.sleep(0.25)
+        yield url
+    finally:
+        stop(process)
+
+
+def is_routing(url: str) -> bool:
+    """Whether the router has found a replica."""
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/v1/models", timeout=10).status_code == 200
+    return False
+
+
+def totals(server: Server) -> dict[str, float]:
+    """What a replica has counted: requests that were answered, and images that its vision tower ran for."""
+    return {
+        "requests": counters(server.url, "vllm")["request_success"],
+        "tower": counters(server.url)["tower_images"],
+    }
