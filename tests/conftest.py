@@ -34,6 +34,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.engine_configuration import CHOSEN
+from tests.support.left_to_matrix import is_left
 from tests.support.no_processes import no_processes
 from tests.support.sizes import LARGER_FAMILIES, WHOLE, larger, scaled
 from tests.support.synchronous import is_synchronous
@@ -206,7 +207,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (bool(engine_of(item)), -engines[engine_of(item)], engine_of(item)))
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if getattr(params.get("config"), "family", "") in LARGER_FAMILIES:
+        if getattr(params.get("config"), "family", "") in LARGER_FAMILIES or is_left(item.nodeid):
             item.add_marker(larger)
         if item.get_closest_marker("answers") is None and not engine_of(item):
             item.add_marker(pytest.mark.flaky(reruns=1))

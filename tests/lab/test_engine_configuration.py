@@ -2,6 +2,7 @@
 """What `make test` runs on model runner V2, with async scheduling and without, is there and reaches other processes."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from mmcache_tools.zoo import FIRST_FAMILIES
 
 from tests.engine.exactness.test_exactness import CROSSING
 from tests.support.engine_configuration import CHOSEN
+from tests.support.left_to_matrix import LEFT, is_left
 from tests.support.synchronous import FAMILIES, SYNCHRONOUS, is_synchronous
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 
@@ -58,6 +60,18 @@ def test_the_third_run_has_each_family_and_each_component_of_the_engine() -> Non
     found = [line for line in done.stdout.splitlines() if "::" in line]
     assert all(any(test.startswith(node) for test in found) for node in listed)
     assert all(is_synchronous(test) for test in found)
+
+
+def test_what_is_left_to_the_matrix_is_there() -> None:
+    """Each pattern is that of a file and of a test in it; parameters are not looked at."""
+    for pattern in LEFT:
+        path, name = pattern.replace(r"\.py", ".py").split("::", 1)
+        source = (REPO / "tests" / path).read_text()
+        test = re.match("test_[a-z_]*", name)
+        if test is not None:
+            assert f"def {test[0]}" in source, pattern
+        assert is_left(f"tests/{path}::test_none") == (name == ""), pattern
+    assert not is_left("tests/engine/features/test_tower_runs.py::test_the_tower_runs_once_per_image[qwen3-vl]")
 
 
 def test_what_is_not_listed_is_left_to_other_runs() -> None:
