@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -32,7 +33,8 @@ from openai import OpenAI, OpenAIError
 from benchmarks.pictures import SMALL, url_of
 from benchmarks.results import Result
 from benchmarks.servers import MODEL, counters, zoo_server
-from vllm_mmcache.client import HEADER, http_client
+from vllm_mmcache.client import http_client
+from vllm_mmcache.client.affinity import HEADER
 
 WORDS = "Look at the whole picture before you answer. " * 8
 ROUTERS: dict[str, tuple[str, ...]] = {
@@ -86,7 +88,8 @@ def counted(url: str, servers: Sequence[Server], header: str | None, images: Seq
     asked, same = Asked(), 0
     first: dict[int, int] = {}
     for question in range(2):
-        for image in images:
+        order = random.Random(question).sample(list(images), len(images))  # or taking turns would meet by itself
+        for image in order:
             started = [totals(server)["requests"] for server in servers]
             ask(client, asked, image, question)
             ended = [totals(server)["requests"] for server in servers]
@@ -135,7 +138,7 @@ def killed(url: str, servers: Sequence[Server], num_images: int) -> tuple[dict[s
     problems = [f"{len(wrong)} answers were wrong: {wrong[:3]}"] if wrong else []
     if later > 1:  # the next request is what the router finds out by, with retries off
         problems.append(f"{later} requests failed that began after the replica was killed: {asked.failed[-1]}")
-    found = {"requests": 5 * num_images, "failed": len(failures), "failed_later": later, "wrong": len(wrong)}
+    found = {"requests": 5.0 * num_images, "failed": len(failures), "failed_later": later, "wrong": len(wrong)}
     return found, problems
 
 

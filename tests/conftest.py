@@ -34,7 +34,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.engine_configuration import CHOSEN
-from tests.support.left_to_matrix import is_left
+from tests.support.left_to_matrix import is_left, is_left_on_v2
 from tests.support.no_processes import no_processes
 from tests.support.sizes import LARGER_FAMILIES, WHOLE, larger, scaled
 from tests.support.synchronous import is_synchronous
@@ -196,8 +196,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("interpreter") is not None:
             return CHOSEN.is_async
         if CHOSEN.runner == 1:
-            on_both = item.get_closest_marker("every_engine") is not None
+            on_both = item.get_closest_marker("every_engine") is not None or is_left_on_v2(item.nodeid)
             return not left_to_v2 or on_both or item.get_closest_marker("any_engine") is None
+        if CHOSEN.is_async and not WHOLE and is_left_on_v2(item.nodeid):
+            return False
         return item.get_closest_marker(marker) is not None
 
     config.hook.pytest_deselected(items=[item for item in items if not belongs(item)])

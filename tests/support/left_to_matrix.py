@@ -44,13 +44,31 @@ LEFT: dict[str, str] = {
     r"engine/features/test_client_hashes\.py::": "names of clients, tests/engine/identity",
     r"engine/lazy_processing/test_restarts\.py::test_another": "restarts with the same processor",
     r"engine/speculative/test_drafters\.py::test_drafters\[qwen3-vl-eagle3-prefix": "MTP of Qwen3.5",
+    r"engine/speculative/test_image_prefix\.py::": "MTP on V2 by the recipe of Qwen3.6, tests/system/recipes",
     r"engine/trial/test_trial\.py::test_(a_planted|nothing)\w*\[qwen3\.5": "the same faults on Qwen3-VL and Gemma 3",
 }
 """Pattern of a test's node after `tests/` -> what CI runs all the same."""
 
+LEFT_ON_V2 = (
+    r"engine/(?!exactness/).*\[.*qwen3\.5",
+    r"engine/exactness/test_exactness\.py::test_equals_cold_run\[qwen3\.5-main-(text_turn|image_on_later_turn)",
+    r"engine/inner_checkpoints/test_inner_checkpoints\.py::(?!.*\[whole-one image\])",
+    r"engine/features/test_cached_kv\.py::",
+    r"engine/image_spans/test_arrivals\.py::test_without_turns",
+    r"system/deployments/test_audit\.py::",
+    r"system/observe/test_worker_counts\.py::.*\[1\]",
+)
+"""Patterns of tests marked `any_engine` that CI runs on model runner V1 instead: the kernels of V2 are interpreted."""
+
 _ANY = re.compile("|".join(LEFT))
+_ANY_ON_V2 = re.compile("|".join(LEFT_ON_V2))
 
 
 def is_left(node: str) -> bool:
     """Whether `make matrix` alone runs this test. node: as pytest names it."""
     return _ANY.match(node.removeprefix("tests/")) is not None
+
+
+def is_left_on_v2(node: str) -> bool:
+    """Whether `make matrix` alone runs this test on V2 with async scheduling, and CI on V1."""
+    return _ANY_ON_V2.match(node.removeprefix("tests/")) is not None
