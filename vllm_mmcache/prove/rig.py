@@ -160,12 +160,15 @@ class Rig(ABC):
         return self.assert_equals_own_cold_run(answers)
 
     def assert_equals_own_cold_run(self, answers: Sequence[Answer]) -> float:
-        """The largest distance to cold runs of the same prompts on this engine. Empties the caches."""
+        """How far they are from cold runs of the same prompts on this engine, at most. Empties the caches."""
         worst = 0.0
         for answer in answers:
-            runs = self.cold_runs(answer)
-            worst = max(worst, assert_near(answer, runs, self.bound, "its own cold runs"))
+            worst = max(worst, self.assert_as_cold(answer, self.cold_runs(answer)))
         return worst
+
+    def assert_as_cold(self, answer: Answer, runs: Sequence[Answer]) -> float:
+        """How far an answer is from its cold runs; Inexact where that is further than they are from each other."""
+        return assert_near(answer, runs, self.bound, "its own cold runs")
 
     def make_cold(self) -> None:
         """Forget all KV blocks, encoder outputs and processed images, and the features in RAM."""

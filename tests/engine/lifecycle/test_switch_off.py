@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+from mmcache_tools.harness.tolerances import TOLERANCE
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
 from tests.support.engine_configuration import CHOSEN
@@ -133,7 +134,7 @@ def test_each_component_stops(alone: EnginePool, family: str) -> None:
         assert WORK[component](rig) == 0
         answers = [*ask_about(rig, 904, 905), one(rig, user(picture(904), picture(906), "Compare."))]
         if component == "image_spans":  # without it, vLLM's own attention on the CPU is causal over images
-            rig.assert_equals_own_cold_run(answers)
+            assert rig.assert_equals_own_cold_run(answers) <= TOLERANCE
         else:
             rig.assert_exact(answers)
     switch_off(core(rig), component, "again")

@@ -24,7 +24,7 @@ from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 
 from mmcache_tools.harness.oracle import BF16_ORACLE_TOLERANCE, Oracle, assert_equals_oracle
-from mmcache_tools.harness.tolerances import BF16_SELF_TOLERANCE, TOLERANCE
+from mmcache_tools.harness.tolerances import BF16_SELF_TOLERANCE, TOLERANCE, assert_equals_answer
 from mmcache_tools.zoo import BY_NAME, build_cached
 from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Answer, Message
 
@@ -159,6 +159,11 @@ class ZooRig(Rig):
     def tolerance(self) -> float:
         """How far log-probabilities of two runs of this engine may be apart, whatever its caches hold."""
         return TOLERANCE if self.dtype is torch.float32 and not self.has_other_kv else BF16_SELF_TOLERANCE
+
+    def assert_as_cold(self, answer: Answer, runs: Sequence[Answer]) -> float:
+        """The largest delta to the first cold run; the zoo's tolerance of log-probabilities holds, too."""
+        super().assert_as_cold(answer, runs)
+        return assert_equals_answer(answer, runs[0], self.tolerance, "the own cold run")
 
     def assert_exact(self, answers: Sequence[Answer], oracle: Oracle | None = None) -> float:
         """Every answer is that of a cold run, by the rule of the engine's dtype. Returns how far they are.
