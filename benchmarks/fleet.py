@@ -65,17 +65,18 @@ def measure(options: Namespace) -> Result:
     with tempfile.TemporaryDirectory() as folder, replicas(Path(folder)) as servers:
         for name in options.routers:
             with router(ROUTERS[name], servers, Path(folder) / "router.log") as url:
+                found: dict[str, dict[tuple[str, str], float]] = {}
                 for side, header in SIDES.items():
                     images = range(next_image, next_image + options.images)  # no replica has seen them
                     next_image += options.images
-                    for what, number in counted(url, servers, header, images).items():
-                        result.found.setdefault(name, {}).setdefault(what, {})[side] = number
-                    print(name, side, {what: of[side] for what, of in result.found[name].items()}, flush=True)
+                    numbers = counted(url, servers, header, images)
+                    found[side] = {(name, what): number for what, number in numbers.items()}
+                result.add_sides(found)
         if options.killed:
             name = options.routers[0]
             with router(ROUTERS[name], servers, Path(folder) / "router.log") as url:
-                found, problems = killed(url, servers, options.images)
-            for what, number in found.items():
+                numbers, problems = killed(url, servers, options.images)
+            for what, number in numbers.items():
                 result.add(f"{name}, a replica killed", what, {"mmcache": number})
             result.problems += problems
     return result
@@ -126,7 +127,6 @@ def killed(url: str, servers: Sequence[Server], num_images: int) -> tuple[dict[s
         start = time.monotonic() - began
         ask(client, mine, number % num_images, 0, is_streamed=number % 2 == 0)
         with lock:
-            asked.answers |= mine.answers
             asked.failed += mine.failed
             failures.extend([start] * len(mine.failed))
             wrong.extend(key for key, text in mine.answers.items() if text != right.answers[key])
