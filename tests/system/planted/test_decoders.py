@@ -164,7 +164,7 @@ class Items:
         return self.side._key("image", str(number))
 
     def read(self, number: object) -> Any:
-        return self.side._deferred(self.asked, self.inputs, str(number))
+        return self.side._deferred(self.asked, self.inputs, str(number), self.side.cache)
 
 
 @pytest.fixture(scope="module")

@@ -38,8 +38,9 @@ def build_renderer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     outcome = wrapped(*args, **kwargs)
     processor = instance.mm_processor
     if status.is_on("lazy_processing") and are_named_by_content(instance) and is_for_one(processor):
-        preparer = ItemPreparer(processor, instance.model_config, instance._mm_processor_cache)
-        instance._mm_processor_cache = preparer.cache
+        caches = instance._mm_processor_cache, instance._mm_processor_only_cache
+        preparer = ItemPreparer(processor, instance.model_config, *caches)
+        instance._mm_processor_cache, instance._mm_processor_only_cache = preparer.cache, preparer.tokens_cache
         instance._resources.callback(preparer.close)
         instance._process_multimodal_async = preparer.around_async(instance._process_multimodal_async)
         instance._process_multimodal = preparer.around(instance._process_multimodal)

@@ -19,7 +19,7 @@ from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.components.lazy_media.hooks import KnownImage
 from vllm_mmcache.components.lazy_media.video.vllm_video import KnownVideo
-from vllm_mmcache.components.lazy_processing.vllm_cache import PreparedItemCache, Ready
+from vllm_mmcache.components.lazy_processing.vllm_cache import PreparedItemCache, Ready, TokensCache
 from vllm_mmcache.components.lazy_processing.vllm_item import Arguments, defer, is_deferred
 from vllm_mmcache.components.lazy_processing.vllm_item_record import (
     FORMAT,
@@ -41,6 +41,7 @@ from vllm_mmcache.components.lazy_processing.vllm_processor import (
     use_one_core,
 )
 from vllm_mmcache.components.lazy_processing.vllm_processor_facts import processor_facts
+from vllm_mmcache.content import tokens_alone
 from vllm_mmcache.content.digests import inputs_digest
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.storage import record_store
@@ -68,8 +69,9 @@ class ItemRequest(NamedTuple):
 class ItemPreparer:
     """What one renderer has of the component."""
 
-    def __init__(self, processor: Any, model_config: Any, cache: Any) -> None:
+    def __init__(self, processor: Any, model_config: Any, cache: Any, tokens_cache: Any = None) -> None:
         self.cache = PreparedItemCache(cache)
+        self.tokens_cache = None if tokens_cache is None else TokensCache(tokens_cache)
         self._processor = processor
         self._algorithm = processor.info.ctx.get_mm_config().mm_hasher_algorithm
         self._max_tokens = int(model_config.max_model_len)
@@ -89,11 +91,15 @@ class ItemPreparer:
         """BaseRenderer._process_multimodal_async, with what can be made ready before."""
 
         async def process_multimodal(*args: Any, **kwargs: Any) -> Any:
-            asked = _asked(args, kwargs)
+            cache = self._cache_of(kwargs)
+            if cache is None:
+                return await stock(*args, **kwargs)
             run = asyncio.get_running_loop().run_in_executor
-            waits = [run(self._pool, contextvars.copy_context().run, self._make_ready, one) for one in asked]
-            ready = await asyncio.gather(*waits)
-            with self._registered(ready):
+            waits = [
+                run(self._pool, contextvars.copy_context().run, self._make_ready, one, cache)
+                for one in _asked(args, kwargs)
+            ]
+            with _registered(cache, await asyncio.gather(*waits)):
                 return await stock(*args, **kwargs)
 
         return process_multimodal
@@ -102,9 +108,14 @@ class ItemPreparer:
         """BaseRenderer._process_multimodal, with what can be made ready before: for LLM()."""
 
         def process_multimodal(*args: Any, **kwargs: Any) -> Any:
-            asked = _asked(args, kwargs)
-            waits = [self._pool.submit(contextvars.copy_context().run, self._make_ready, one) for one in asked]
-            with self._registered(wait.result() for wait in waits):
+            cache = self._cache_of(kwargs)
+            if cache is None:
+                return stock(*args, **kwargs)
+            waits = [
+                self._pool.submit(contextvars.copy_context().run, self._make_ready, one, cache)
+                for one in _asked(args, kwargs)
+            ]
+            with _registered(cache, (wait.result() for wait in waits)):
                 return stock(*args, **kwargs)
 
         return process_multimodal
@@ -113,31 +124,28 @@ class ItemPreparer:
         """Make no more ready."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    @contextmanager
-    def _registered(self, ready: Iterable[Ready | None]) -> Iterator[None]:
-        items = [one for one in ready if one is not None]
-        self.cache.register(items)
-        try:
-            yield
-        finally:
-            self.cache.release(items)
+    def _cache_of(self, kwargs: Mapping[str, Any]) -> PreparedItemCache | None:
+        """The cache of a call of BaseRenderer._process_multimodal; None where nothing can be made ready for it."""
+        if not kwargs.get("skip_mm_cache"):
+            return self.cache
+        return self.tokens_cache if tokens_alone.ASKED.get() else None
 
-    def _make_ready(self, asked: ItemRequest) -> Ready | None:
+    def _make_ready(self, asked: ItemRequest, cache: PreparedItemCache) -> Ready | None:
         """The item, unless vLLM has it; None, too, where it can't be made: vLLM says why when its turn comes."""
         try:
-            return self._ready(asked)
+            return self._ready(asked, cache)
         except Exception:
             logger.debug("mmcache: an item could not be made ready", exc_info=True)
             return None
 
-    def _ready(self, asked: ItemRequest) -> Ready | None:
+    def _ready(self, asked: ItemRequest, cache: PreparedItemCache) -> Ready | None:
         inputs = inputs_of(*self._plain(asked))
         (mm_hash,) = self._processor._get_mm_hashes(inputs)[asked.modality]
-        if self.cache.is_kept(mm_hash):
+        if cache.is_kept(mm_hash):
             return None
         processed = (
-            self.cache.registered(mm_hash)
-            or self._deferred(asked, inputs, mm_hash)
+            cache.registered(mm_hash)
+            or self._deferred(asked, inputs, mm_hash, cache)
             or self._processed(asked, inputs, mm_hash)
         )
         asked.media.processor = "deferred" if is_deferred(processed[0]) else "run"
@@ -146,13 +154,15 @@ class ItemPreparer:
     def _plain(self, asked: ItemRequest) -> tuple[Any, ...]:
         return self._processor, asked.modality, asked.media, asked.name, asked.arguments, asked.loading
 
-    def _deferred(self, asked: ItemRequest, inputs: Any, mm_hash: str) -> Processed | None:
+    def _deferred(self, asked: ItemRequest, inputs: Any, mm_hash: str, cache: PreparedItemCache) -> Processed | None:
         """The item without its pixels, if it may go without and its record is known."""
-        if asked.media.origin is None or not may_defer() or self.cache.is_refuted(mm_hash):
+        is_for_engine = cache is self.cache
+        may_go = may_defer() if is_for_engine else status.is_on("identity")
+        if asked.media.origin is None or not may_go or self.cache.is_refuted(mm_hash):
             return None
         key = self._key(asked.modality, mm_hash)
         processed = record_store.current().read(key, lambda record: self._restored(asked, inputs, record))
-        if processed is not None:
+        if processed is not None and is_for_engine:
             counters.ITEMS_DEFERRED.add()
         return processed
 
@@ -257,6 +267,16 @@ class ItemPreparer:
         return record_store.key("item", self._facts, modality, mm_hash)
 
 
+@contextmanager
+def _registered(cache: PreparedItemCache, ready: Iterable[Ready | None]) -> Iterator[None]:
+    items = [one for one in ready if one is not None]
+    cache.register(items)
+    try:
+        yield
+    finally:
+        cache.release(items)
+
+
 def item_facts(model_config: Any, processor: Any) -> dict[str, str]:
     """All that an item record depends on beside the item's mm_hash; each of them makes another key."""
     # With it off, an mm_hash may be made of what a file says of itself.
@@ -280,8 +300,6 @@ def _asked(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[ItemRequest
     """What can be made ready of a call of BaseRenderer._process_multimodal."""
     names = ("prompt", "mm_data", "mm_uuids", "mm_processor_kwargs", "media_io_kwargs")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if given.get("skip_mm_cache"):  # it goes to no engine of ours
-        return []
     found: list[ItemRequest] = []
     for modality, data in given["mm_data"].items():
         items = data if isinstance(data, list) else [data]

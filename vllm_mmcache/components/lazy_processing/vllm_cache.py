@@ -18,6 +18,7 @@ from vllm.utils.cache import CacheInfo
 from vllm_mmcache.base.lru import Size
 from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
 from vllm_mmcache.components.lazy_processing.vllm_processor import Processed
+from vllm_mmcache.content import tokens_alone
 from vllm_mmcache.metrics import counters, table_sizes
 
 MAX_REFUTED = 4096  # names that are remembered
@@ -36,7 +37,7 @@ class PreparedItemCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._registered: dict[str, tuple[int, Processed]] = {}  # mm_hash -> by how many requests, and the item
         self._refuted: OrderedDict[str, None] = OrderedDict()
-        table_sizes.of_server("pixels_ready", self.size)
+        self._show_size()
 
     def register(self, items: Iterable[Ready]) -> None:
         """Have items ready, until each is taken back."""
@@ -61,6 +62,9 @@ class PreparedItemCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         """How many items are ready; requests in flight bound them."""
         return Size(len(self._registered))
 
+    def _show_size(self) -> None:
+        table_sizes.of_server("pixels_ready", self.size)
+
     def is_kept(self, mm_hash: str) -> bool:
         """Whether vLLM's own cache has an item. Any thread."""
         return self._cache is not None and self._cache.is_cached_item(mm_hash)
@@ -78,7 +82,7 @@ class PreparedItemCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
 
     def is_cached_item(self, mm_hash: str) -> bool:
         """Whether vLLM's cache has it, or it is ready."""
-        return self.is_kept(mm_hash) or mm_hash in self._registered
+        return self.is_kept(mm_hash) or self.registered(mm_hash) is not None
 
     def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
         """As vLLM's; where the caller has nothing (None), with what is ready, which goes into vLLM's cache now."""
@@ -131,3 +135,22 @@ class PreparedItemCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         """Passed on to vLLM's cache, if there is one."""
         if self._cache is not None:
             self._cache.close()
+
+
+class TokensCache(PreparedItemCache):
+    """The cache of requests that no engine sees: vLLM's own, and, for those that want tokens alone, what is ready.
+
+    Other such requests share vLLM's cache and want pixels, so they see nothing of what is ready, and no item without
+    pixels goes into it.
+    """
+
+    def __init__(self, cache: BaseMultiModalProcessorCache) -> None:
+        super().__init__(cache)
+        self._hides_items = True
+
+    def registered(self, mm_hash: str) -> Processed | None:
+        """What some request has ready under this name; None for a request that wants more than tokens."""
+        return super().registered(mm_hash) if tokens_alone.ASKED.get() else None
+
+    def _show_size(self) -> None:
+        table_sizes.of_server("tokens_ready", self.size)

@@ -253,7 +253,7 @@ def what_is_done(made: Made) -> str | None:
     media, origin = opened(file_of(200, 120, "RGB"))
     image = KnownImage(media.media, lambda: media.original_bytes, MediaInfo((200, 120), "RGB", {}), b"id", origin)
     try:
-        assert preparer._make_ready(prepare.ItemRequest("image", image, None, {}, {})) is not None
+        assert preparer._make_ready(prepare.ItemRequest("image", image, None, {}, {}), preparer.cache) is not None
         return image.processor
     finally:
         preparer.close()

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a request wants the tokens of its prompt and the ids of its images, and nothing of the images' pixels.
+
+So does a router that asks for both before it chooses a replica (`/render` with `mm_payload: none`). API server
+process, event loop.
+"""
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+ASKED: ContextVar[bool] = ContextVar("mmcache_tokens_alone", default=False)
+"""Whether the HTTP request that is being worked on is such a one."""
+
+
+def is_asked(path: str, body: Any) -> bool:
+    """Whether a request is such a one, by its path and its parsed body.
+
+    Where the body does not say it in vLLM's own words, such as a value that pydantic would make one of them, it is not.
+    """
+    if not path.endswith("/render") or not isinstance(body, Mapping):
+        return False
+    payload = body.get("mm_payload", "none" if body.get("return_mm_kwargs") is False else None)
+    return bool(payload == "none")
