@@ -4,16 +4,21 @@
 Needs `pip install '.[fleet]'`. A client asks about each image twice, all images once before any of them again. What a
 router does without the header of the client transport (side `without`) and with it (side `header`) is counted on the
 replicas: requests, and images that the vision tower ran for.
+
+Dynamo's selection service is asked, too, at which of two replicas it finds the blocks of a prompt with a picture, from
+the KV events that the replicas publish.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import threading
@@ -36,6 +41,8 @@ from benchmarks.servers import MODEL, counters, zoo_server
 from vllm_mmcache.client import http_client
 from vllm_mmcache.client.affinity import HEADER
 
+BLOCK_TOKENS = 32  # as the benchmarks' servers have it
+SUBSCRIBED_S = 2.0  # until a subscriber hears a publisher, and what it has heard is in the service's index
 WORDS = "Look at the whole picture before you answer. " * 8
 ROUTERS: dict[str, tuple[str, ...]] = {
     "vllm-router, consistent hashing": (
@@ -79,6 +86,10 @@ def measure(options: Namespace) -> Result:
             for what, number in numbers.items():
                 result.add(f"{name}, a replica killed", what, {"mmcache": number})
             result.problems += problems
+    if options.events:
+        with tempfile.TemporaryDirectory() as folder:
+            for what, number in overlaps(Path(folder)).items():
+                result.add("Dynamo's selection service", what, {"mmcache": number})
     return result
 
 
@@ -142,6 +153,69 @@ def killed(url: str, servers: Sequence[Server], num_images: int) -> tuple[dict[s
     return found, problems
 
 
+def overlaps(folder: Path) -> dict[str, float]:
+    """Of the blocks of a prompt with a picture, those that Dynamo finds at its replica, and at the one of another.
+
+    The pictures have the same size, and the questions the same words. Of two pictures, `blocks` of both prompts and
+    those `found` at the holder; shares of a prompt's blocks, the least and the greatest; `chosen` are pictures whose
+    replica Dynamo would send the next question to.
+    """
+    from dynamo.llm import compute_block_hash_for_seq
+
+    events = [free_port(), free_port()]
+    configs = [
+        json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": "kv"})
+        for port in events
+    ]
+    args = [("--kv-events-config", config) for config in configs]
+    with replicas(folder, MMCACHE_KV_EVENT_IDS="dynamo", more_args=args) as servers, selection() as service:
+        for worker, (server, port) in enumerate(zip(servers, events, strict=True)):
+            more = {"data_parallel_start_rank": 0, "data_parallel_size": 1}
+            worker_is = {"worker_id": worker, "model_name": MODEL, "endpoint": server.url, "block_size": BLOCK_TOKENS}
+            post(f"{service}/workers", {**worker_is, **more, "kv_events_endpoints": {"0": f"tcp://127.0.0.1:{port}"}})
+        time.sleep(SUBSCRIBED_S)
+        image_token = json.loads((folder / "replica 0" / "config.json").read_text())["image_token_id"]
+        shares: dict[bool, list[float]] = {True: [], False: []}
+        num_blocks, num_found, chosen = 0, 0, 0
+        for holder, server in enumerate(servers):
+            digest = 0x1234567890ABCDEF + holder
+            tokens = ask_named(server.url, holder, f"{digest:016x}{'0' * 48}")
+            blocks = [tokens[start : start + BLOCK_TOKENS] for start in range(0, len(tokens), BLOCK_TOKENS)]
+            here = {"mm_objects": [{"mm_hash": digest, "offsets": []}]}
+            hashes = compute_block_hash_for_seq(
+                tokens, BLOCK_TOKENS, [here if image_token in block else None for block in blocks]
+            )
+            signed = [one - (1 << 64) if one >= 1 << 63 else one for one in hashes]
+            prompt = {"model_name": MODEL, "block_hashes": signed, "sequence_hashes": signed, "isl_tokens": len(tokens)}
+            time.sleep(SUBSCRIBED_S)
+            num_blocks += len(hashes)
+            for one in post(f"{service}/overlap_scores", prompt)["workers"]:
+                num_found += one["device_blocks"] if one["worker_id"] == holder else 0
+                shares[one["worker_id"] == holder].append(one["device_blocks"] / len(hashes))
+            chosen += post(f"{service}/select", prompt)["worker_id"] == holder
+    return {
+        "blocks": num_blocks,
+        "found": num_found,
+        "at_holder": min(shares[True]),
+        "elsewhere": max(shares[False]),
+        "chosen": chosen,
+    }
+
+
+def ask_named(url: str, image: int, uuid: str) -> list[int]:
+    """Ask about an image that has this uuid, as Dynamo's worker would. Returns the prompt's tokens."""
+    words = {"type": "text", "text": WORDS}
+    picture = {"type": "image_url", "image_url": {"url": url_of(SMALL, image)}, "uuid": uuid}
+    messages = [{"role": "user", "content": [words, picture, {"type": "text", "text": "What is it?"}]}]
+    more = {"max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    return list(post(f"{url}/v1/chat/completions", {"model": MODEL, "messages": messages, **more})["prompt_token_ids"])
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    """What a server answers, as JSON. Raises: httpx.HTTPStatusError."""
+    return httpx.post(url, json=body, timeout=60).raise_for_status().json()
+
+
 def ask(client: OpenAI, asked: Asked, image: int, question: int, is_streamed: bool = False) -> None:
     """Ask a question about an image, and note the answer."""
     parts: list[Any] = [
@@ -173,13 +247,13 @@ def client_of(url: str, header: str | None) -> OpenAI:
 
 
 @contextlib.contextmanager
-def replicas(folder: Path, number: int = 2, family: str = "qwen3-vl", **env: str) -> Iterator[list[Server]]:
-    """Servers of the same model with the plugin, started one after the other."""
+def replicas(folder: Path, more_args: Sequence[Sequence[str]] = ((), ()), **env: str) -> Iterator[list[Server]]:
+    """Servers of the same model with the plugin, started one after the other, each with its own further arguments."""
     with contextlib.ExitStack() as running:
         servers = []
-        for replica in range(number):
-            model = build_cached(family, folder / f"replica {replica}")
-            args = ("--enable-prefix-caching", "--max-model-len", "2048")
+        for replica, own in enumerate(more_args):
+            model = build_cached("qwen3-vl", folder / f"replica {replica}")
+            args = ("--enable-prefix-caching", "--max-model-len", "2048", *own)
             more = {"VLLM_SERVER_DEV_MODE": "1", **env}
             servers.append(running.enter_context(zoo_server(model, "mmcache", images=4, args=args, env=more)))
         yield servers
@@ -202,6 +276,24 @@ def router(command: Sequence[str], servers: Sequence[Server], log: Path) -> Iter
         while not (is_healthy(url) and is_routing(url)):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{command[0]} did not start: {log.read_text(errors='replace')[-2000:]}")
+            time.sleep(0.25)
+        yield url
+    finally:
+        stop(process)
+
+
+@contextlib.contextmanager
+def selection() -> Iterator[str]:
+    """The address of Dynamo's selection service. Raises: RuntimeError where it does not start."""
+    port = free_port()
+    command = [sys.executable, "-m", "dynamo.select_service", "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while not is_healthy(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("dynamo.select_service did not start: pip install '.[fleet]'")
             time.sleep(0.25)
         yield url
     finally:

@@ -182,6 +182,20 @@ class Settings(BaseSettings):
         ge=1,
         description="The largest number of uuids that an API server knows, for all tenants together.",
     )
+    kv_event_ids: Literal["vllm", "dynamo"] = Field(
+        default="vllm",
+        description=(
+            "The form of the ids of images in KV events, for routers. With `dynamo`, an id is 16 hexadecimal digits "
+            "and 48 zeros, and a uuid of this form that comes with an image gives the id its digits."
+        ),
+    )
+    kv_event_salts: bool = Field(
+        default=True,
+        description=(
+            "Publishes the `cache_salt` of a request in KV events, as vLLM does. If false, a router that does not know "
+            "the salts finds their KV blocks, too, and its log shows none."
+        ),
+    )
     metrics: bool | None = Field(
         default=None,
         description="Shows the counters of the engine on `/metrics`, under names that begin with `mmcache:`.",

@@ -24,7 +24,16 @@ from vllm_mmcache.hooking import installer, subclasses
 from vllm_mmcache.hooking.component import Component
 from vllm_mmcache.hooking.hook import Hook
 from vllm_mmcache.lifecycle import config_rules, user_proofs
-from vllm_mmcache.lifecycle.registry import AUDIT, COMPONENT_NAMES, COMPONENTS, FIRST, REPORT, TRIAL, parts
+from vllm_mmcache.lifecycle.registry import (
+    AUDIT,
+    COMPONENT_NAMES,
+    COMPONENTS,
+    FIRST,
+    KV_EVENTS,
+    REPORT,
+    TRIAL,
+    parts,
+)
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Served, architecture_of, minor_of, why_unproven
 from vllm_mmcache.models import vllm_registry
 
@@ -79,10 +88,8 @@ def activate(role: Role, vllm_config: Any) -> None:
         if state == ON:
             state = _switch_on(component, role, vllm_config, version)
         status.put(role, name, state)
-    if role == "engine" and settings.current().audit > 0 and not absent:
-        outcome = _install(_group(AUDIT.name, role), AUDIT.hooks_in(role), version)
-        if outcome.state != "on":
-            logger.warning("mmcache: there is no audit of this engine: %s", outcome.reason)
+    if role == "engine" and not absent:
+        _install_what_is_asked_for(vllm_config, version)
     if role == "api" and status.of(role)["identity"].state == "off":
         reason = status.of(role)["identity"].reason
         refuse_if_required(f"identity is off ({reason}), so {WITHOUT_IDENTITY}")
@@ -276,6 +283,20 @@ def _switch_on(component: Component, role: Role, vllm_config: Any, version: str)
         installer.undo(group)
         return State("off", str(error))
     return ON
+
+
+def _install_what_is_asked_for(vllm_config: Any, version: str) -> None:
+    """What is no component, and is in an engine only where a setting asks for it."""
+    chosen = settings.current()
+    events = vllm_config.kv_events_config
+    if chosen.audit > 0:
+        outcome = _install(_group(AUDIT.name, "engine"), AUDIT.hooks_in("engine"), version)
+        if outcome.state != "on":
+            logger.warning("mmcache: there is no audit of this engine: %s", outcome.reason)
+    if (chosen.kv_event_ids, chosen.kv_event_salts) != ("vllm", True) and events and events.enable_kv_cache_events:
+        outcome = _install(_group(KV_EVENTS.name, "engine"), KV_EVENTS.hooks_in("engine"), version)
+        if outcome.state != "on":
+            logger.warning("mmcache: KV events have vLLM's own form: %s", outcome.reason)
 
 
 def _group(name: str, role: Role) -> str:

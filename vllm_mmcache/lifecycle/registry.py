@@ -41,6 +41,9 @@ TRIAL = Component("trial", "vllm_mmcache.lifecycle", {"engine": ("trial_hooks",)
 AUDIT = Component("audit", "vllm_mmcache.audit", {"engine": ("hooks",)})
 """Computes a share of the requests anew: installed only where its setting asks for it."""
 
+KV_EVENTS = Component("kv_events", "vllm_mmcache.components.identity", {"engine": ("hooks_events",)})
+"""Publishes KV events in the form that a router reads: installed only where its settings ask for one."""
+
 COMPONENTS: dict[str, Component] = {
     component.name: component for component in (importlib.import_module(name).COMPONENT for name in _PACKAGES)
 }
@@ -61,5 +64,5 @@ def with_needed(component: str) -> tuple[str, ...]:
 @cache
 def table() -> tuple[Hook, ...]:
     """Every symbol of vLLM that is replaced or overridden; imports all that declares one."""
-    everything = (FIRST, REPORT, TRIAL, AUDIT, *COMPONENTS.values())
+    everything = (FIRST, REPORT, TRIAL, AUDIT, KV_EVENTS, *COMPONENTS.values())
     return tuple(hook for component in everything for hook in component.all_hooks())

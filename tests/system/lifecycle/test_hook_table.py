@@ -29,7 +29,7 @@ PRELUDE = """
 import importlib, inspect
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.hooking import installer
-from vllm_mmcache.lifecycle.registry import AUDIT, FIRST, REPORT, TRIAL, COMPONENTS, parts, table
+from vllm_mmcache.lifecycle.registry import AUDIT, FIRST, KV_EVENTS, REPORT, TRIAL, COMPONENTS, parts, table
 targets = [t for m in table() for t in (m.target, *m.also)]
 
 def raw():
@@ -52,7 +52,7 @@ def roles():
     from vllm_mmcache.lifecycle import activation
     activation.start()
     for role in ("api", "engine", "worker"):
-        members = {one.name: one.hooks_in(role) for one in (REPORT, AUDIT, TRIAL, *parts(role).values())}
+        members = {one.name: one.hooks_in(role) for one in (REPORT, AUDIT, KV_EVENTS, TRIAL, *parts(role).values())}
         for component, part in members.items():
             assert activation._install(f"{component} ({role})", part, vllm_version()).state == "on", component
 

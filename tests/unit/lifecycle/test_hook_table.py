@@ -12,11 +12,13 @@ from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.hooking import source_digests
 from vllm_mmcache.hooking.hook import Hook
 from vllm_mmcache.hooking.subclasses import mixin_for
-from vllm_mmcache.lifecycle.registry import AUDIT, COMPONENTS, table
+from vllm_mmcache.lifecycle.registry import AUDIT, COMPONENTS, KV_EVENTS, table
 
 
 def is_opt_in(hook: Hook) -> bool:
-    return hook.component == AUDIT.name or (hook.component in COMPONENTS and COMPONENTS[hook.component].opt_in)
+    return hook.component in (AUDIT.name, KV_EVENTS.name) or (
+        hook.component in COMPONENTS and COMPONENTS[hook.component].opt_in
+    )
 
 
 def test_few_functions_are_replaced_on_v2() -> None:

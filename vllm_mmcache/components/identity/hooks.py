@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_mmcache.base import settings, status, tenant
 from vllm_mmcache.base.arguments import argument
-from vllm_mmcache.components.identity import audit, identifiers
+from vllm_mmcache.components.identity import audit, identifiers, kv_events
 from vllm_mmcache.components.identity.aliases import ALIASES
 from vllm_mmcache.content import client_hashes, content_name, media_tenant
 from vllm_mmcache.content.request_id import RequestScopedId
@@ -257,7 +257,8 @@ def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             content_id = found
         elif name is not None and not is_unreadable:
             ALIASES.bind(modality, name, salt, content_id)
-        return identifiers.identifier(modality, content_id, arguments, salt)
+        marker = kv_events.marker_in(name) if settings.current().kv_event_ids == "dynamo" else ""
+        return identifiers.identifier(modality, content_id, arguments, salt, marker)
 
     by_name = {modality: [*map(settled, found, names[modality])] for modality, found in items.items()}
     # A vLLM with the patch content-bound-uuids would put content in the place of the identifiers, tenants included.

@@ -3,6 +3,7 @@
 
     identifier = content id                                                 without salt and arguments
     identifier = hex BLAKE3("vllm-mmcache identity 1" 00 || fields)          otherwise
+    identifier = marker || the first 48 digits of that                      for an image that Dynamo has named
     fields     = kind, modality, content id, arguments, salt; each as u32 length || UTF-8 bytes
 
 The content id is the digest that vLLM's hasher gives for the item alone: of its file's bytes, or of its mode, shape,
@@ -27,14 +28,16 @@ ALIAS = "alias"  # not an identifier: the key of an alias
 _U32 = Struct("<I")
 
 
-def identifier(modality: str, content_id: str, arguments: str = "", salt: str | None = None) -> str:
+def identifier(modality: str, content_id: str, arguments: str = "", salt: str | None = None, marker: str = "") -> str:
     """The mm_hash of an item: without salt and arguments the content id, which is stock's mm_hash; else 64 hex digits.
 
-    Raises: UnicodeEncodeError for half of a surrogate pair in an argument.
+    marker: hex digits that the mm_hash is to begin with. Whoever has chosen them has no say in the other digits, which
+    are a digest of the content. Raises: UnicodeEncodeError for half of a surrogate pair in an argument.
     """
-    if not arguments and not salt:
+    if not arguments and not salt and not marker:
         return content_id
-    return _digest(CONTENT, modality, content_id, arguments, salt or "").hex()
+    digest = _digest(CONTENT, modality, content_id, arguments, salt or "").hex()
+    return marker + digest[: len(digest) - len(marker)]
 
 
 def name_identifier(modality: str, name: str, arguments: str = "", salt: str | None = None) -> str:

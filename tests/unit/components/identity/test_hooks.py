@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from vllm_mmcache.base import status, tenant
+from vllm_mmcache.base import settings, status, tenant
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.identity.aliases import ALIASES
 from vllm_mmcache.content.content_name import name_of
@@ -338,3 +338,22 @@ def test_instances_that_share_names_check_claims() -> None:
             hashes("image", [named_media(2)[0]], [name])
     finally:
         renderer._NAMES_ARE_SHARED.reset(token)
+
+
+MARKER = "0123456789abcdef" + "0" * 48
+
+
+@pytest.mark.parametrize("ids", ["vllm", "dynamo"])
+def test_dynamos_uuid_is_bound_to_the_content(ids: Any, installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its digits begin the identifier where they are asked for; what else stands there is the image and the tenant."""
+    monkeypatch.setattr(settings, "_current", settings.Settings(kv_event_ids=ids))
+    ((one,), (other,), (salted,)) = (
+        hashes("image", [image(seed)], [MARKER], salt=salt) for seed, salt in ((1, None), (2, None), (1, "s"))
+    )
+    assert len({one, other, salted, MARKER}) == 4
+    assert all(found.startswith(MARKER[:16]) == (ids == "dynamo") for found in (one, other))
+    assert hashes("image", [None], [MARKER]) == [other], "the uuid alone stands for what it was last sent with"
+    assert hashes("image", [None], [MARKER], salt="s") == [salted]
+    assert hashes("image", [None], [MARKER], salt="another tenant")[0] not in (one, other, salted)
+    assert hashes("image", [image(1)], [MARKER]) == [one], "one image keeps its identifier"
+    assert hashes("image", [image(1)], ["a client's own name"]) == hashes("image", [image(1)])

@@ -91,3 +91,18 @@ def test_canonical_text_tells_values_apart(one: object, other: object) -> None:
         return [typed(inner) for inner in value] if isinstance(value, list) else (type(value), repr(value))
 
     assert (identifiers.canonical(one) == identifiers.canonical(other)) == (typed(one) == typed(other))
+
+
+def test_a_marker_is_the_beginning_and_no_more() -> None:
+    """Whoever chooses the first digits can't have two contents or tenants share an identifier."""
+    marker = "0123456789abcdef"
+    plain = by_the_page("content", "image", "x", "", "")
+    assert identifiers.identifier("image", "x", marker=marker) == marker + plain[:48]
+    found = {
+        identifiers.identifier("image", content, arguments, salt, marker)
+        for content in ("x", "y")
+        for arguments in ("", "[{},{}]")
+        for salt in (None, "s")
+    }
+    assert len(found) == 8
+    assert all(re.fullmatch(marker + "[0-9a-f]{48}", one) for one in found)
