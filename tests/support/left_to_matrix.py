@@ -19,6 +19,7 @@ LEFT: dict[str, str] = {
     r"system/identity/test_batch\.py::": "files of lines, tests/unit/components/identity",
     r"system/deployments/test_servers\.py::test_two_api": "one server and its engine; ranks, tests/unit/lifecycle",
     r"system/deployments/test_ranks\.py::test_a_component": "agreement of ranks, tests/unit/lifecycle",
+    r"system/deployments/test_trials\.py::": "the trial in one process, tests/engine/trial",
     r"system/deployments/test_rust\.py::": "the report of a server without our part, tests/unit/lifecycle",
     r"system/deployments/test_reference_attention\.py::": "the same in this process, tests/engine/reference_attention",
     r"system/kubernetes/test_server\.py::": "the files, and a pod's probes",
