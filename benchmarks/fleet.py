@@ -17,8 +17,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import sysconfig
 import tempfile
 import threading
@@ -31,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from mmcache_tools.harness.server import Server, free_port, is_healthy, stop
+from mmcache_tools.harness.server import Server, failure, free_port, started
 from mmcache_tools.zoo import build_cached
 from openai import OpenAI, OpenAIError
 
+from benchmarks import dynamo
 from benchmarks.pictures import SMALL, url_of
 from benchmarks.results import Result
 from benchmarks.servers import MODEL, counters, zoo_server
@@ -42,6 +41,7 @@ from vllm_mmcache.client import http_client
 from vllm_mmcache.client.affinity import HEADER
 
 BLOCK_TOKENS = 32  # as the benchmarks' servers have it
+ROUTER_START_S = 60.0
 SUBSCRIBED_S = 2.0  # until a subscriber hears a publisher, and what it has heard is in the service's index
 WORDS = "Look at the whole picture before you answer. " * 8
 ROUTERS: dict[str, tuple[str, ...]] = {
@@ -88,7 +88,7 @@ def measure(options: Namespace) -> Result:
             result.problems += problems
     if options.events:
         with tempfile.TemporaryDirectory() as folder:
-            for what, number in overlaps(Path(folder)).items():
+            for what, number in found_by_dynamo(Path(folder)).items():
                 result.add("Dynamo's selection service", what, {"mmcache": number})
     return result
 
@@ -153,52 +153,44 @@ def killed(url: str, servers: Sequence[Server], num_images: int) -> tuple[dict[s
     return found, problems
 
 
-def overlaps(folder: Path) -> dict[str, float]:
+def found_by_dynamo(folder: Path) -> dict[str, float]:
     """Of the blocks of a prompt with a picture, those that Dynamo finds at its replica, and at the one of another.
 
     The pictures have the same size, and the questions the same words. Of two pictures, `blocks` of both prompts and
     those `found` at the holder; shares of a prompt's blocks, the least and the greatest; `chosen` are pictures whose
     replica Dynamo would send the next question to.
     """
-    from dynamo.llm import compute_block_hash_for_seq
-
-    events = [free_port(), free_port()]
-    configs = [
+    ports = [free_port(), free_port()]
+    events = [
         json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": "kv"})
-        for port in events
+        for port in ports
     ]
-    args = [("--kv-events-config", config) for config in configs]
-    with replicas(folder, MMCACHE_KV_EVENT_IDS="dynamo", more_args=args) as servers, selection() as service:
-        for worker, (server, port) in enumerate(zip(servers, events, strict=True)):
-            more = {"data_parallel_start_rank": 0, "data_parallel_size": 1}
-            worker_is = {"worker_id": worker, "model_name": MODEL, "endpoint": server.url, "block_size": BLOCK_TOKENS}
-            post(f"{service}/workers", {**worker_is, **more, "kv_events_endpoints": {"0": f"tcp://127.0.0.1:{port}"}})
+    args = [("--kv-events-config", config) for config in events]
+    with (
+        replicas(folder, MMCACHE_KV_EVENT_IDS="dynamo", more_args=args) as servers,
+        dynamo.selection(folder / "dynamo.log") as service,
+    ):
+        for number, port in enumerate(ports):
+            dynamo.add_replica(service, number, port, BLOCK_TOKENS)
         time.sleep(SUBSCRIBED_S)
         image_token = json.loads((folder / "replica 0" / "config.json").read_text())["image_token_id"]
-        shares: dict[bool, list[float]] = {True: [], False: []}
-        num_blocks, num_found, chosen = 0, 0, 0
+        num_blocks, num_found, num_chosen, elsewhere = [], [], 0, []
         for holder, server in enumerate(servers):
             digest = 0x1234567890ABCDEF + holder
-            tokens = ask_named(server.url, holder, f"{digest:016x}{'0' * 48}")
-            blocks = [tokens[start : start + BLOCK_TOKENS] for start in range(0, len(tokens), BLOCK_TOKENS)]
-            here = {"mm_objects": [{"mm_hash": digest, "offsets": []}]}
-            hashes = compute_block_hash_for_seq(
-                tokens, BLOCK_TOKENS, [here if image_token in block else None for block in blocks]
-            )
-            signed = [one - (1 << 64) if one >= 1 << 63 else one for one in hashes]
-            prompt = {"model_name": MODEL, "block_hashes": signed, "sequence_hashes": signed, "isl_tokens": len(tokens)}
+            tokens = ask_named(server.url, holder, dynamo.uuid_of(digest))
             time.sleep(SUBSCRIBED_S)
-            num_blocks += len(hashes)
-            for one in post(f"{service}/overlap_scores", prompt)["workers"]:
-                num_found += one["device_blocks"] if one["worker_id"] == holder else 0
-                shares[one["worker_id"] == holder].append(one["device_blocks"] / len(hashes))
-            chosen += post(f"{service}/select", prompt)["worker_id"] == holder
+            prompt = dynamo.prompt_of(tokens, BLOCK_TOKENS, image_token, digest)
+            known = dynamo.overlaps(service, prompt)
+            num_blocks.append(len(prompt["block_hashes"]))
+            num_found.append(known[holder])
+            elsewhere.append(known[1 - holder] / num_blocks[-1])
+            num_chosen += dynamo.chosen(service, prompt) == holder
     return {
-        "blocks": num_blocks,
-        "found": num_found,
-        "at_holder": min(shares[True]),
-        "elsewhere": max(shares[False]),
-        "chosen": chosen,
+        "blocks": sum(num_blocks),
+        "found": sum(num_found),
+        "at_holder": min(found / blocks for found, blocks in zip(num_found, num_blocks, strict=True)),
+        "elsewhere": max(elsewhere),
+        "chosen": num_chosen,
     }
 
 
@@ -207,13 +199,8 @@ def ask_named(url: str, image: int, uuid: str) -> list[int]:
     words = {"type": "text", "text": WORDS}
     picture = {"type": "image_url", "image_url": {"url": url_of(SMALL, image)}, "uuid": uuid}
     messages = [{"role": "user", "content": [words, picture, {"type": "text", "text": "What is it?"}]}]
-    more = {"max_tokens": 1, "temperature": 0, "return_token_ids": True}
-    return list(post(f"{url}/v1/chat/completions", {"model": MODEL, "messages": messages, **more})["prompt_token_ids"])
-
-
-def post(url: str, body: dict[str, Any]) -> Any:
-    """What a server answers, as JSON. Raises: httpx.HTTPStatusError."""
-    return httpx.post(url, json=body, timeout=60).raise_for_status().json()
+    asked = {"model": MODEL, "messages": messages, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    return list(dynamo.post(f"{url}/v1/chat/completions", asked)["prompt_token_ids"])
 
 
 def ask(client: OpenAI, asked: Asked, image: int, question: int, is_streamed: bool = False) -> None:
@@ -261,43 +248,23 @@ def replicas(folder: Path, more_args: Sequence[Sequence[str]] = ((), ()), **env:
 
 @contextlib.contextmanager
 def router(command: Sequence[str], servers: Sequence[Server], log: Path) -> Iterator[str]:
-    """The address of a router before the servers. Raises: RuntimeError where it is not installed or does not start."""
+    """The address of a router before the servers.
+
+    Raises: RuntimeError where it is not installed; EnvironmentProblem where it does not start or finds no replica.
+    """
     program = shutil.which(command[0], path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
         raise RuntimeError(f"no {command[0]}: pip install '.[fleet]'")
     port, metrics = free_port(), free_port()
     arguments = [program, *command[1:], "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
     arguments += ["--worker-urls", *(server.url for server in servers)]
-    with log.open("wb") as file:
-        process = subprocess.Popen(arguments, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 60
-        while not (is_healthy(url) and is_routing(url)):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{command[0]} did not start: {log.read_text(errors='replace')[-2000:]}")
+    with started(arguments, port, log_path=log, timeout_s=ROUTER_START_S) as server:
+        deadline = time.monotonic() + ROUTER_START_S
+        while not is_routing(server.url):
+            if time.monotonic() > deadline:
+                raise failure(server, f"{command[0]} has found no replica")
             time.sleep(0.25)
-        yield url
-    finally:
-        stop(process)
-
-
-@contextlib.contextmanager
-def selection() -> Iterator[str]:
-    """The address of Dynamo's selection service. Raises: RuntimeError where it does not start."""
-    port = free_port()
-    command = [sys.executable, "-m", "dynamo.select_service", "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 60
-        while not is_healthy(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("dynamo.select_service did not start: pip install '.[fleet]'")
-            time.sleep(0.25)
-        yield url
-    finally:
-        stop(process)
+        yield server.url
 
 
 def is_routing(url: str) -> bool:

@@ -10,6 +10,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 
@@ -82,3 +83,20 @@ def our_hasher(block_size: int, hash_function: Callable[[Any], bytes]) -> Callab
 def keys(prompt: Prompt, hasher: Callable[[Request], list[bytes]]) -> list[bytes]:
     """The block keys of a prompt."""
     return list(make_request(prompt, hasher).block_hashes)
+
+
+def stored(prompt: Prompt, hasher: Callable[[Request], list[bytes]], block_size: int) -> Any:
+    """The BlockStored event of a prompt's full blocks, from vLLM's real block pool."""
+    request = make_request(prompt, hasher)
+    pool = BlockPool(num_gpu_blocks=64, enable_caching=True, hash_block_size=block_size, enable_kv_cache_events=True)
+    count = len(request.block_hashes)
+    pool.cache_full_blocks(
+        request=request,
+        blocks=pool.get_new_blocks(count),
+        num_cached_blocks=0,
+        num_full_blocks=count,
+        block_size=block_size,
+        kv_cache_group_id=0,
+    )
+    (event,) = pool.take_events()
+    return event

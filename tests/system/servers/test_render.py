@@ -5,8 +5,6 @@ Its answers are compared with those of stock's, for images that the server has s
 """
 
 import contextlib
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +13,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from mmcache_tools.harness.server import CPU_ARGS, CPU_ENV, Server, free_port, serve, stop, wait_until_healthy
+from mmcache_tools.harness.server import CPU_ARGS, CPU_ENV, free_port, serve, started
 from mmcache_tools.zoo import build_cached
 
 from benchmarks.pictures import SMALL, url_of
@@ -26,7 +24,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("render")]
 MODEL = "zoo"
 KNOWN, UNKNOWN = (0, 1), (2, 3)
 ARGS = (*CPU_ARGS, "--served-model-name", MODEL, "--limit-mm-per-prompt", '{"image": 4}')
-START_S = 300
 ENV = {"PYTHONHASHSEED": "0"}  # an answer with pixels has the order of a set in it
 
 
@@ -48,17 +45,9 @@ def asked(url: str, images: tuple[int, ...], path: str = "/render", **more: Any)
 def renderer(model: Path, log_path: Path, **env: str) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "vllm_mmcache.cli.vllm_main", "launch", "render", str(model)]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port), *ARGS],
-            stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **CPU_ENV, **ENV, **env}, start_new_session=True,
-        )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_healthy(Server(url, log_path, process), START_S)
-        yield url
-    finally:
-        stop(process)
+    command += ["--host", "127.0.0.1", "--port", str(port), *ARGS]
+    with started(command, port, log_path=log_path, env={**CPU_ENV, **ENV, **env}) as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")

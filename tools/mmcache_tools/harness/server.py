@@ -61,17 +61,35 @@ def serve(
     `env` is laid over the present environment and CPU_ENV. The log is overwritten. Raises:
     EnvironmentProblem, with the end of the log as its note, when the server ends or is not healthy in time.
     """
-    log_path.parent.mkdir(parents=True, exist_ok=True)
     port = free_port()
     command = [sys.executable, "-m", "vllm_mmcache.cli", "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *args]
+    with started(command, port, log_path=log_path, env={**CPU_ENV, **(env or {})}, timeout_s=timeout_s) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str],
+    port: int,
+    *,
+    log_path: Path,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> Iterator[Server]:
+    """Run a command that serves HTTP on `port` of this machine, and answers on /health, until the block ends.
+
+    `env` is laid over the present environment. The log is overwritten. Raises: EnvironmentProblem, with the end of the
+    log as its note, when the command ends or is not healthy in time.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **CPU_ENV, **(env or {})},
+            env={**os.environ, **(env or {})},
             start_new_session=True,
         )
     server = Server(f"http://127.0.0.1:{port}", log_path, process)

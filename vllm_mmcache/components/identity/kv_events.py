@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-MARKER = re.compile(r"[0-9a-f]{16}0{48}")
+_MARKER = re.compile(r"[0-9a-f]{16}0{48}")
 """The uuid by which Dynamo's frontend names an image that it sends: a digest of 64 bits, filled up with zeros."""
-DIGITS = 16
+_DIGITS = 16
 """Of an id, those that Dynamo's router reads."""
 _ID = re.compile(r"[0-9a-f]{64}")
 
@@ -23,7 +23,7 @@ Keys = Sequence[Any] | None
 
 def marker_in(name: str | None) -> str:
     """The digits that Dynamo's frontend has made for an image; empty where this uuid is not of its form."""
-    return name[:DIGITS] if name is not None and MARKER.fullmatch(name) else ""
+    return name[:_DIGITS] if name is not None and _MARKER.fullmatch(name) else ""
 
 
 def published(blocks: Sequence[Keys], lora_name: str | None, ids: str, has_salts: bool) -> list[tuple[Any, ...] | None]:
@@ -57,5 +57,5 @@ def _unsalted(keys: Sequence[Any], lora_name: str | None) -> Iterator[Any]:
 def _short(key: Any) -> Any:
     """An image's id and its offset as Dynamo's router reads it; any other key as it is."""
     if isinstance(key, tuple | list) and len(key) == 2 and isinstance(key[0], str) and _ID.fullmatch(key[0]):
-        return key[0][:DIGITS].ljust(len(key[0]), "0"), key[1]
+        return key[0][:_DIGITS].ljust(len(key[0]), "0"), key[1]
     return key

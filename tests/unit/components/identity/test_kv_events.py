@@ -9,9 +9,8 @@ import pytest
 import zmq
 from vllm.distributed.kv_events import BlockStored, KVEventBatch, ZmqEventPublisher
 from vllm.utils.hashing import sha256
-from vllm.v1.core.block_pool import BlockPool
 
-from tests.support.vllm_requests import Prompt, make_request, our_hasher
+from tests.support.vllm_requests import Prompt, our_hasher, stored
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.settings import Settings
 from vllm_mmcache.base.versions import vllm_version
@@ -70,36 +69,28 @@ def installed() -> Iterator[None]:
     installer.undo("events")
 
 
-Publish = Callable[[list[Any]], list[Any]]
+Publish = Callable[[Any], Any]
 
 
 @pytest.fixture
 def publish() -> Iterator[Publish]:
-    """Sends events through vLLM's publisher, and returns those that a subscriber got."""
+    """Sends an event through vLLM's publisher, and returns what a subscriber got."""
     publisher = ZmqEventPublisher(0, "inproc://mmcache-events", topic="t")
     subscriber: Any = zmq.Context.instance().socket(zmq.SUB)
     subscriber.connect("inproc://mmcache-events")
     subscriber.subscribe("t")
     subscriber.poll(200)  # a subscription is not there at once
 
-    def sent(events: list[Any]) -> list[Any]:
-        publisher.publish(KVEventBatch(ts=0.0, events=events))
+    def sent(event: Any) -> Any:
+        publisher.publish(KVEventBatch(ts=0.0, events=[event]))
         assert subscriber.poll(PUBLISHED_S * 1000), "nothing was published"
         *_, payload = subscriber.recv_multipart()
-        return list(msgspec.msgpack.decode(payload, type=KVEventBatch).events)
+        (got,) = msgspec.msgpack.decode(payload, type=KVEventBatch).events
+        return got
 
     yield sent
     subscriber.close(linger=0)
     publisher.shutdown()
-
-
-def stored(prompt: Prompt) -> list[Any]:
-    """The events of a prompt's full blocks, from vLLM's real block pool."""
-    request = make_request(prompt, our_hasher(BLOCK, sha256))
-    pool = BlockPool(num_gpu_blocks=64, enable_caching=True, hash_block_size=BLOCK, enable_kv_cache_events=True)
-    count = len(request.block_hashes)
-    pool.cache_full_blocks(request, pool.get_new_blocks(count), 0, count, BLOCK, 0)
-    return list(pool.take_events())
 
 
 @pytest.mark.parametrize(("ids", "has_salts"), [("vllm", True), ("dynamo", True), ("dynamo", False), ("vllm", False)])
@@ -108,11 +99,10 @@ def test_what_a_subscriber_gets(
 ) -> None:
     """The extra keys alone change; the scheduler's own events do not."""
     monkeypatch.setattr(settings, "_current", Settings(kv_event_ids=ids, kv_event_salts=has_salts))
-    events = stored(Prompt((1,) * 12, ((ID, 2, 7),), salt="secret"))
-    before = [(event.extra_keys, event.block_hashes) for event in events]
-    (got,) = publish(events)
-    assert [(event.extra_keys, event.block_hashes) for event in events] == before
-    (event,) = events
+    event = stored(Prompt((1,) * 12, ((ID, 2, 7),), salt="secret"), our_hasher(BLOCK, sha256), BLOCK)
+    before = event.extra_keys, event.block_hashes
+    got = publish(event)
+    assert (event.extra_keys, event.block_hashes) == before
     shown = SHORT if ids == "dynamo" else ID
     salts = ["secret"] if has_salts else []
     assert [list(keys) for keys in got.extra_keys] == [[[shown, 2], *salts], [[shown, -2]], [[shown, -6]]]
@@ -124,7 +114,7 @@ def test_an_error_of_ours_loses_no_event(publish: Publish, installed: None, monk
         raise RuntimeError("planted")
 
     monkeypatch.setattr(kv_events, "published", fail)
-    events = stored(Prompt((1,) * 12, ((ID, 2, 7),)))
-    (got,) = publish(events)
-    assert isinstance(events[0], BlockStored)
-    assert got.block_hashes == events[0].block_hashes
+    event = stored(Prompt((1,) * 12, ((ID, 2, 7),)), our_hasher(BLOCK, sha256), BLOCK)
+    got = publish(event)
+    assert isinstance(event, BlockStored)
+    assert got.block_hashes == event.block_hashes
