@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import pytest
@@ -75,9 +76,10 @@ Publish = Callable[[Any], Any]
 @pytest.fixture
 def publish() -> Iterator[Publish]:
     """Sends an event through vLLM's publisher, and returns what a subscriber got."""
-    publisher = ZmqEventPublisher(0, "inproc://mmcache-events", topic="t")
+    address = f"inproc://mmcache-{uuid4().hex}"  # that of a publisher before is let go of by another thread, later
+    publisher = ZmqEventPublisher(0, address, topic="t")
     subscriber: Any = zmq.Context.instance().socket(zmq.SUB)
-    subscriber.connect("inproc://mmcache-events")
+    subscriber.connect(address)
     subscriber.subscribe("t")
     subscriber.poll(200)  # a subscription is not there at once
 
