@@ -133,8 +133,10 @@ def ask(asked: Asked, talk: Sequence[Message]) -> None:
 
 def begun(rig: ZooRig, *talks: Sequence[Message]) -> list[list[Message]]:
     """Second turns of these conversations, whose first ones are answered, and their features in the directory."""
-    turns = [next_turn(talk, rig.ask(talk)[0]) for talk in talks]
-    assert rig.features.flush(LONG_S)
+    turns = []
+    for talk in talks:
+        turns.append(next_turn(talk, rig.ask(talk)[0]))
+        assert rig.features.flush(LONG_S)  # RAM holds less than all of them: the next would let go of what is unwritten
     return turns
 
 
