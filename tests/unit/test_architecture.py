@@ -23,6 +23,7 @@ LAYERS = (
     "content",
     "storage",
     "client",
+    "batch",
     "models",
     "reference_attention",
     "components",
@@ -45,7 +46,7 @@ BESIDE = {
 }
 # In these packages, files of these names alone import vLLM: hooks, and subclasses and callers of its classes.
 TOUCHES_VLLM = re.compile(
-    r"(audit|components|metrics|models|reference_attention|trial)/(.+/)?(hooks|vllm)(_[a-z_]+)?\.py"
+    r"(audit|batch|components|metrics|models|reference_attention|trial)/(.+/)?(hooks|vllm)(_[a-z_]+)?\.py"
 )
 # Elsewhere these, each inside a function and for a reason of its own.
 MAY_IMPORT_VLLM = {

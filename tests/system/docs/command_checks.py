@@ -268,8 +268,12 @@ def option_problems(module: str, words: Words) -> Iterator[str]:
     file = find(module)
     if file is None or not file.is_relative_to(REPO):
         return
-    source = "\n".join(path.read_text() for path in file.parent.glob("*.py"))
-    yield from unwritten_options(module, source, words)
+    yield from unwritten_options(module, source_beside(file), words)
+
+
+def source_beside(file: Path) -> str:
+    """The source of a file and its neighbours."""
+    return "\n".join(path.read_text() for path in file.parent.glob("*.py"))
 
 
 def unwritten_options(name: str, source: str, words: Words) -> Iterator[str]:
@@ -309,7 +313,7 @@ def python_problems(words: Words) -> Iterator[str]:
         except SyntaxError as error:
             yield f"python -c: {error.msg}"
     elif rest and (REPO / rest[0]).is_file():
-        yield from unwritten_options(rest[0], (REPO / rest[0]).read_text(), rest[1:])
+        yield from script_problems(rest)
 
 
 def script_problems(words: Words) -> Iterator[str]:
@@ -319,6 +323,8 @@ def script_problems(words: Words) -> Iterator[str]:
     path = REPO / words[0]
     if not path.is_file():
         yield f"{words[0]}: no such file in the repository"
+    elif path.suffix == ".py":
+        yield from unwritten_options(words[0], source_beside(path), words[1:])
     else:
         yield from unwritten_options(words[0], path.read_text(), words[1:])
 

@@ -14,7 +14,7 @@ from typing import Any
 
 OURS = ("vllm_mmcache", "mmcache_tools")
 RESOLVED = (*OURS, "vllm", "openai")
-HEAVY = frozenset({"torch", "transformers", "vllm"})  # an example that imports one is not run
+HEAVY = frozenset({"ray", "torch", "transformers", "vllm"})  # an example that imports one is not run
 
 
 def parsed(source: str) -> ast.Module | str:

@@ -16,6 +16,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_mmcache.base import settings, status, tenant
 from vllm_mmcache.base.arguments import argument
+from vllm_mmcache.batch.vllm_encoded_image import tenant_of
 from vllm_mmcache.components.identity import audit, identifiers, kv_events
 from vllm_mmcache.components.identity.aliases import ALIASES
 from vllm_mmcache.content import client_hashes, content_name, media_tenant
@@ -276,7 +277,7 @@ def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 @contextmanager
-def _request(renderer: Any, prompt: Mapping[str, Any]) -> Iterator[None]:
+def _request(renderer: Any, prompt: dict[str, Any]) -> Iterator[None]:
     """Within the block, the tenant of `prompt` is set.
 
     Raises: VLLMValidationError (HTTP 400) for a wrong uuid or salt, and for no salt where one is required.
@@ -286,6 +287,12 @@ def _request(renderer: Any, prompt: Mapping[str, Any]) -> Iterator[None]:
         return
     salt = tenant.current(prompt.get("cache_salt") or None)
     _check_salt(salt)
+    if named := _tenant_of_images(prompt):
+        if salt not in (None, named):
+            raise VLLMValidationError(
+                "An image names another tenant than its request: name the tenant once.", parameter="cache_salt"
+            )
+        salt = prompt["cache_salt"] = named
     names = prompt.get("multi_modal_uuids") or {}
     for given in names.values():
         for name in [given] if isinstance(given, str) else given or ():
@@ -304,6 +311,15 @@ def _request(renderer: Any, prompt: Mapping[str, Any]) -> Iterator[None]:
     finally:
         _NAMES_ARE_SHARED.reset(shared_before)
         tenant.SALT.reset(salt_before)
+
+
+def _tenant_of_images(prompt: Mapping[str, Any]) -> str | None:
+    """The salt of the tenant whose images a batch job asks about. Raises: VLLMValidationError for two tenants."""
+    try:
+        named = tenant_of(prompt.get("multi_modal_data") or {})
+        return configured_source().salt_of(named) if named else None
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="cache_salt") from error
 
 
 def _check_claim(modality: str, name: str | None, item: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from vllm_mmcache.base import background, status
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, LruTable
+from vllm_mmcache.batch.vllm_encoded_image import encoded_in, with_opened
 from vllm_mmcache.components.lazy_media.hooks import KnownImage
 from vllm_mmcache.components.lazy_media.video.vllm_video import KnownVideo
 from vllm_mmcache.components.lazy_processing.vllm_cache import PreparedItemCache, Ready, TokensCache
@@ -95,12 +96,16 @@ class ItemPreparer:
             if cache is None:
                 return await stock(*args, **kwargs)
             run = asyncio.get_running_loop().run_in_executor
+            given = _named(args, kwargs)
+            opening = [
+                run(self._pool, contextvars.copy_context().run, one.open) for one in encoded_in(given["mm_data"])
+            ]
+            _put_opened(given, await asyncio.gather(*opening))
             waits = [
-                run(self._pool, contextvars.copy_context().run, self._make_ready, one, cache)
-                for one in _asked(args, kwargs)
+                run(self._pool, contextvars.copy_context().run, self._make_ready, one, cache) for one in _asked(given)
             ]
             with _registered(cache, await asyncio.gather(*waits)):
-                return await stock(*args, **kwargs)
+                return await stock(**given)
 
         return process_multimodal
 
@@ -111,12 +116,13 @@ class ItemPreparer:
             cache = self._cache_of(kwargs)
             if cache is None:
                 return stock(*args, **kwargs)
-            waits = [
-                self._pool.submit(contextvars.copy_context().run, self._make_ready, one, cache)
-                for one in _asked(args, kwargs)
-            ]
+            submit = self._pool.submit
+            given = _named(args, kwargs)
+            opening = [submit(contextvars.copy_context().run, one.open) for one in encoded_in(given["mm_data"])]
+            _put_opened(given, [wait.result() for wait in opening])
+            waits = [submit(contextvars.copy_context().run, self._make_ready, one, cache) for one in _asked(given)]
             with _registered(cache, (wait.result() for wait in waits)):
-                return stock(*args, **kwargs)
+                return stock(**given)
 
         return process_multimodal
 
@@ -296,10 +302,20 @@ def are_named_by_content(renderer: Any) -> bool:
     return renderer._mm_processor_cache is not None or bool(renderer.config.cache_config.enable_prefix_caching)
 
 
-def _asked(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[ItemRequest]:
-    """What can be made ready of a call of BaseRenderer._process_multimodal."""
+def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of BaseRenderer._process_multimodal by their names."""
     names = ("prompt", "mm_data", "mm_uuids", "mm_processor_kwargs", "media_io_kwargs")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _put_opened(given: dict[str, Any], opened: Sequence[Any]) -> None:
+    """Put the images that came as their files, now opened, in the place of the files."""
+    if opened:
+        given["mm_data"] = with_opened(given["mm_data"], opened)
+
+
+def _asked(given: Mapping[str, Any]) -> list[ItemRequest]:
+    """What can be made ready of a call of BaseRenderer._process_multimodal with these arguments."""
     found: list[ItemRequest] = []
     for modality, data in given["mm_data"].items():
         items = data if isinstance(data, list) else [data]

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the file of an image may be, and what is said where it is not."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from vllm_mmcache.batch.source import check, describe, read
+
+CONTENT = b"the bytes of a file"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "a picture #1?.png"
+    file.write_bytes(CONTENT)
+    return file
+
+
+@pytest.mark.parametrize(
+    "source_of",
+    [
+        lambda path: CONTENT,
+        lambda path: path,
+        lambda path: str(path),
+        lambda path: f"file://{path}",
+        lambda path: path.read_bytes,
+    ],
+    ids=["bytes", "path", "path as text", "URL", "function"],
+)
+def test_what_is_read(path: Path, source_of: Callable[[Path], Any]) -> None:
+    check(source_of(path))
+    assert read(source_of(path)) == CONTENT
+
+
+def test_a_url_of_another_file_system() -> None:
+    with fsspec.open("memory://bucket/a.png", "wb") as file:
+        file.write(CONTENT)
+    assert read("memory://bucket/a.png") == CONTENT
+    with pytest.raises(FileNotFoundError):
+        read("memory://bucket/b.png")
+
+
+def test_a_url_that_nothing_opens() -> None:
+    with pytest.raises(ValueError, match="nonesuch"):
+        read("nonesuch://bucket/a.png")
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.png"):
+        read(tmp_path / "none.png")
+
+
+def test_a_function_that_gives_no_bytes() -> None:
+    with pytest.raises(TypeError, match=r"gives str, and not the bytes"):
+        read(lambda: "text")
+
+
+@pytest.mark.parametrize("wrong", [None, 7, ["a.png"], {"bytes": b""}, bytearray(b"x")])
+def test_no_source(wrong: object) -> None:
+    with pytest.raises(TypeError, match=type(wrong).__name__):
+        check(wrong)
+
+
+def test_what_an_error_says_has_no_secret() -> None:
+    assert describe(b"secret") == "6 bytes"
+    assert describe("https://bucket/a.png?Signature=secret") == "'https://bucket/a.png'"
