@@ -114,16 +114,24 @@ class Numbers(Spans):
             return wrapped(*args, **kwargs)
 
     def load_model(self, wrapped: Any, runner: Any, args: Any, kwargs: Any) -> None:
-        """A model runner's: the images that the tower of what it loads runs for, those at start among them."""
+        """A model runner's: the images that the tower of what it loads runs for in steps, and so not at start."""
         wrapped(*args, **kwargs)
-        embed = runner.model.embed_multimodal
+        embed, encode, is_step = runner.model.embed_multimodal, runner._execute_mm_encoder, False
 
         def counted(**inputs: Any) -> Any:
             outputs = embed(**inputs)
-            self.add("tower_runs", len(outputs))
+            self.add("tower_runs", len(outputs) * is_step)
             return outputs
 
-        runner.model.embed_multimodal = counted
+        def in_step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_step
+            is_step = True
+            try:
+                return encode(*args, **kwargs)
+            finally:
+                is_step = False
+
+        runner.model.embed_multimodal, runner._execute_mm_encoder = counted, in_step
 
     def encode(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         """Of requests: the bytes of all frames, tensors too, as they go into the socket."""

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray Data job about many pictures, two questions each, on engines of the CPU. Needs `pip install '.[ray]'`.
+
+Sides, each a job in a process of its own: `stock` is vLLM alone with Ray's stage that prepares images, `mmcache` has
+rows that carry the pictures as files. Then the same job once more with the same store, and one with an actor killed.
+What all of them must answer is what LLM() answers in one process, without the plugin.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+from mmcache_tools.harness.server import CPU_ENV
+from mmcache_tools.zoo import build_cached
+
+from benchmarks import probing
+from benchmarks.pictures import PHOTOGRAPH, data_url, picture
+from benchmarks.results import Result
+
+QUESTIONS = ("What is in this picture?", "Which colors do you see?")
+SAMPLING = {"temperature": 0.0, "max_tokens": 8}
+ENGINE = {
+    "enforce_eager": True, "block_size": 32, "max_model_len": 2048, "dtype": "float32", "max_num_seqs": 8,
+    "enable_prefix_caching": True, "limit_mm_per_prompt": {"image": 1}, "seed": 0,
+}  # fmt: skip
+FIRST, AGAIN, KILLED = "a job", "the same job again, one store", "a job, an actor killed"
+JOB_S = 900.0
+LOOK_S = 0.05
+
+Answers = dict[str, list[int]]
+
+
+def measure(options: Namespace) -> Result:
+    """By case: seconds, bytes of the object store for a row by those of the file, decodes, processor and tower runs."""
+    result = Result()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model, files = build_cached("qwen3-vl", folder), folder / "pictures"
+        files.mkdir()
+        for number in range(options.pictures):
+            (files / f"{number:05}.jpg").write_bytes(picture(PHOTOGRAPH, number))
+        expected, _ = job("offline", "stock", model, files, folder, options.actors)
+        cases = [(FIRST, side, folder / "store") for side in options.sides]
+        cases += [(AGAIN, "mmcache", folder / "store"), (KILLED, "mmcache", folder / "another")]
+        found: dict[str, dict[tuple[str, str], float]] = {}
+        for case, side, store in cases:
+            answers, numbers = job(case, side, model, files, folder, options.actors, store=store)
+            wrong = sum(answers[key] != tokens for key, tokens in expected.items() if key in answers)
+            rows = {"rows": numbers.pop("rows"), "lost_rows": len(expected.keys() - answers.keys()), "wrong": wrong}
+            found.setdefault(side, {}).update({(case, what): n for what, n in {**rows, **numbers}.items()})
+            if wrong or rows["lost_rows"] or rows["rows"] != len(expected):
+                result.problems.append(f"{case}, {side}: {rows}, expected {len(expected)} rows as LLM() answers them")
+        if "stock" in found:
+            found["stock"] |= {(AGAIN, what): n for (case, what), n in found["stock"].items() if case == FIRST}
+        result.add_sides(found)
+    return result
+
+
+def job(
+    case: str, side: str, model: Path, files: Path, folder: Path, actors: int, store: Path | None = None
+) -> tuple[Answers, dict[str, float]]:
+    """Answers by picture and question, and numbers, of a job in a process of its own. Raises: CalledProcessError."""
+    with tempfile.TemporaryDirectory() as probe:
+        given = {"case": case, "side": side, "model": str(model), "files": str(files), "actors": actors}
+        out = folder / "out.json"
+        command = [sys.executable, "-m", "benchmarks.ray_data", json.dumps({**given, "store": str(store)}), str(out)]
+        env = {"MMCACHE_DISABLE": "0" if side == "mmcache" else "1", probing.FOLDER: probe}
+        env |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with (folder / "job.log").open("w") as log:
+            try:
+                subprocess.run(
+                    command, env={**os.environ, **CPU_ENV, **env}, stdout=log, stderr=log, timeout=JOB_S, check=True
+                )
+            except subprocess.SubprocessError:
+                print((folder / "job.log").read_text()[-5000:], file=sys.stderr)
+                raise
+        found: dict[str, Any] = json.loads(out.read_text())
+        numbers: dict[str, float] = found["numbers"]
+        if case != "offline":
+            pictures = len(list(files.iterdir()))
+            spent = probing.read(Path(probe))
+            numbers |= {f"{what}_a_picture": spent[what] / pictures for what in ("decodes", "tower_runs")}
+            numbers["bytes_a_row_by_file"] = numbers.pop("bytes_a_row") / mean_bytes(files)
+    return found["answers"], numbers
+
+
+def mean_bytes(files: Path) -> float:
+    sizes = [path.stat().st_size for path in files.iterdir()]
+    return sum(sizes) / len(sizes)
+
+
+# In the job's own process
+
+
+def ask_offline(given: dict[str, Any]) -> dict[str, Any]:
+    """All answers of LLM() in one process."""
+    from vllm import LLM, SamplingParams
+
+    llm, asked = LLM(given["model"], **ENGINE), rows_of(Path(given["files"]))
+    outputs = llm.chat([stock_row(row)["messages"] for row in asked], SamplingParams(**SAMPLING), use_tqdm=False)
+    pairs = zip(asked, outputs, strict=True)
+    return {"answers": {row["name"]: list(output.outputs[0].token_ids) for row, output in pairs}, "numbers": {}}
+
+
+def ask_with_ray(given: dict[str, Any]) -> dict[str, Any]:
+    """All answers of a job, and what it took: from the first request to the last row, and with the engines' start."""
+    import ray
+    from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+
+    is_stock, actors = given["side"] == "stock", int(given["actors"])
+    ray.init(
+        num_cpus=2 * actors + 2,
+        include_dashboard=False,
+        object_store_memory=1 << 30,
+        runtime_env={"worker_process_setup_hook": set_up},
+    )
+    store = {} if is_stock else {"additional_config": {"mmcache": {"store": given["store"]}}}
+    config = vLLMEngineProcessorConfig(
+        model_source=given["model"],
+        engine_kwargs={
+            **ENGINE, **store, "scheduler_cls": "benchmarks.probing.Scheduler",
+            "worker_extension_cls": "benchmarks.probing.Extension",
+        },
+        concurrency=actors,
+        batch_size=16,
+        log_engine_metrics=False,
+        placement_group_config={"bundles": [{"CPU": 1}]},
+        prepare_multimodal_stage={"enabled": is_stock, "num_cpus": 0.5, "chat_template_content_format": "openai"},
+        chat_template_stage={"enabled": True, "num_cpus": 0.5},
+        tokenize_stage={"enabled": False},
+        detokenize_stage={"enabled": False},
+    )  # fmt: skip
+    process = build_processor(
+        config,
+        preprocess=stock_row if is_stock else our_row,
+        postprocess=lambda row: {"name": row["name"], "tokens": [int(token) for token in row["generated_tokens"]]},
+    )
+    rows = rows_of(Path(given["files"]))
+    start = time.perf_counter()
+    with Watch(kills=given["case"] == KILLED) as watch:
+        done = process(ray.data.from_items(rows)).materialize()
+        end = time.perf_counter()
+    answered = done.take_all()
+    times = {"time_s": end - watch.first_request, "with_start_s": end - start}
+    numbers = {"rows": len(answered), **times, "bytes_a_row": most_bytes(done.stats()) / len(rows)}
+    ray.shutdown()
+    return {"answers": {row["name"]: [int(token) for token in row["tokens"]] for row in answered}, "numbers": numbers}
+
+
+def set_up() -> None:
+    """In each of Ray's workers."""
+    from vllm_mmcache.batch.ray_worker import find_chat_utils
+
+    find_chat_utils()
+    probing.install(probing.API)
+
+
+def rows_of(files: Path) -> list[dict[str, Any]]:
+    """A row for each question, those about one picture side by side."""
+    each = itertools.product(sorted(files.iterdir()), enumerate(QUESTIONS))
+    return [{"name": f"{path.name}/{number}", "path": str(path), "question": text} for path, (number, text) in each]
+
+
+def stock_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The picture as a data URL, as Ray's documentation has it."""
+    url = {"type": "image_url", "image_url": {"url": data_url(PHOTOGRAPH, Path(row["path"]).read_bytes())}}
+    messages = [{"role": "user", "content": [url, {"type": "text", "text": row["question"]}]}]
+    return {"messages": messages, "sampling_params": dict(SAMPLING)}
+
+
+def our_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The picture as the bytes of its file, so that what travels can be compared."""
+    from vllm_mmcache.batch import question
+
+    return {**question([Path(row["path"]).read_bytes()], row["question"]), "sampling_params": dict(SAMPLING)}
+
+
+def most_bytes(stats: str) -> float:
+    """Bytes of the output of the stage that gives most, of all rows. stats: what Dataset.stats() says."""
+    sizes = re.findall(r"Output size bytes per block: .*?([\d.]+) total", stats)
+    return max(map(float, sizes))
+
+
+class Watch:
+    """Sees when the engines get their first request; then kills the actor of one of them, if asked to."""
+
+    def __init__(self, kills: bool) -> None:
+        self.first_request = 0.0
+        self._kills = kills
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        folder = Path(os.environ[probing.FOLDER])
+        while not self._ended.wait(LOOK_S):
+            with contextlib.suppress(RuntimeError, ValueError):  # not all processes have begun to write
+                if probing.read(folder)["requests"]:
+                    break
+        self.first_request = time.perf_counter()
+        if self._kills and not self._ended.is_set():
+            worker = psutil.Process(min(int(path.name.rpartition("-")[2]) for path in folder.glob("worker-*")))
+            worker.parents()[1].kill()  # its parent is the engine's process, whose parent is the actor
+
+
+def main() -> None:
+    """The job that is described on the command line; its answers and numbers go into a file."""
+    given = json.loads(sys.argv[1])
+    found = ask_offline(given) if given["case"] == "offline" else ask_with_ray(given)
+    Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
