@@ -42,9 +42,12 @@ LEFT: dict[str, str] = {
     r"engine/image_checkpoints/test_speculative\.py::": "drafters in tests/engine/speculative",
     r"engine/exactness/test_exactness\.py::test_equals_cold_run\[qwen3\.5-tiny": "preemption of other families",
     r"engine/image_spans/test_guard\.py::test_(stock_backend|image_longer_than_the_window)": "the other refusals",
+    r"engine/image_spans/test_triton_engine\.py::test_equals_cold_run\[gemma4": "Gemma 3, and the kernel on both",
     r"engine/features/test_client_hashes\.py::": "names of clients, tests/engine/identity",
     r"engine/lazy_processing/test_restarts\.py::test_another": "restarts with the same processor",
-    r"engine/speculative/test_drafters\.py::test_drafters\[qwen3-vl-eagle3-prefix": "MTP of Qwen3.5",
+    r"engine/speculative/test_drafters\.py::test_drafters\[(qwen3-vl-eagle3-prefix|qwen3\.5-mtp)": (
+        "MTP on V2 by the recipe of Qwen3.6, tests/system/recipes"
+    ),
     r"engine/speculative/test_image_prefix\.py::": "MTP on V2 by the recipe of Qwen3.6, tests/system/recipes",
     r"engine/trial/test_trial\.py::test_(a_planted|nothing)\w*\[qwen3\.5": "the same faults on Qwen3-VL and Gemma 3",
 }
