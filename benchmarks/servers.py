@@ -9,6 +9,7 @@ import http.client
 import itertools
 import json
 import os
+import sys
 import tempfile
 import time
 import urllib.request
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmcache_tools.harness.server import CPU_ARGS, Server, serve
+from mmcache_tools.harness.server import CPU_ARGS, CPU_ENV, Server, free_port, serve, started
 from prometheus_client.parser import text_string_to_metric_families
 
 MODEL = "zoo"  # the name that it is served under
@@ -45,6 +46,20 @@ def zoo_server(
     env = {"MMCACHE_DISABLE": "0" if side == "mmcache" else "1", **(env or {})}
     args = (*CPU_ARGS, "--served-model-name", MODEL, *limits, *args)
     return serve(model, log_path=model.with_name(f"{model.name}.{side}.log"), env=env, args=args)
+
+
+@contextlib.contextmanager
+def zoo_renderer(
+    model: Path, side: str, *, images: int, log_path: Path, env: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """`vllm launch render` of `model`, which makes tokens of requests and has no engine, until the block ends."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm_mmcache.cli.vllm_main", "launch", "render", str(model), *CPU_ARGS]
+    command += ["--served-model-name", MODEL, "--limit-mm-per-prompt", json.dumps({"image": images})]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    env = {**CPU_ENV, "MMCACHE_DISABLE": "0" if side == "mmcache" else "1", **(env or {})}
+    with started(command, port, log_path=log_path, env=env) as server:
+        yield server
 
 
 @contextlib.contextmanager

@@ -4,24 +4,20 @@
 Its answers are compared with those of stock's, for images that the server has seen and for others.
 """
 
-import contextlib
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from mmcache_tools.harness.server import CPU_ARGS, CPU_ENV, free_port, serve, started
+from mmcache_tools.harness.server import CPU_ARGS, serve
 from mmcache_tools.zoo import build_cached
 
 from benchmarks.pictures import SMALL, url_of
-from benchmarks.servers import counters
+from benchmarks.servers import MODEL, counters, zoo_renderer
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("render")]
 
-MODEL = "zoo"
 KNOWN, UNKNOWN = (0, 1), (2, 3)
 ARGS = (*CPU_ARGS, "--served-model-name", MODEL, "--limit-mm-per-prompt", '{"image": 4}')
 ENV = {"PYTHONHASHSEED": "0"}  # an answer with pixels has the order of a set in it
@@ -41,15 +37,6 @@ def asked(url: str, images: tuple[int, ...], path: str = "/render", **more: Any)
     return {name: value for name, value in answer.items() if name not in ("request_id", "id", "created")}
 
 
-@contextlib.contextmanager
-def renderer(model: Path, log_path: Path, **env: str) -> Iterator[str]:
-    port = free_port()
-    command = [sys.executable, "-m", "vllm_mmcache.cli.vllm_main", "launch", "render", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *ARGS]
-    with started(command, port, log_path=log_path, env={**CPU_ENV, **ENV, **env}) as server:
-        yield server.url
-
-
 @pytest.fixture(scope="module")
 def renderers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Renderers]:
     """Of stock and of the plugin, after a server with the plugin has seen the known images and has ended."""
@@ -59,10 +46,10 @@ def renderers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Renderers]:
     with serve(model, log_path=folder / "serve.log", args=ARGS, env=store) as server:
         asked(server.url, KNOWN, path="")
     with (
-        renderer(model, folder / "stock.log", MMCACHE_DISABLE="1") as stock,
-        renderer(model, folder / "plugin.log", **store) as plugin,
+        zoo_renderer(model, "stock", images=4, log_path=folder / "stock.log", env=ENV) as stock,
+        zoo_renderer(model, "mmcache", images=4, log_path=folder / "plugin.log", env={**ENV, **store}) as plugin,
     ):
-        yield Renderers(stock, plugin)
+        yield Renderers(stock.url, plugin.url)
 
 
 def counted(url: str) -> tuple[float, float]:
