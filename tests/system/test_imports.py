@@ -59,3 +59,11 @@ def test_reading_records_and_templates_needs_no_vllm() -> None:
     assert not found & {"torch", "vllm", "transformers", "numpy", "fastapi"}
     found = loaded_by("mmcache_tools.lint.check, mmcache_tools.lint.template")
     assert not found & {"torch", "vllm", "transformers", "jinja2", "pydantic"}
+
+
+@pytest.mark.process
+def test_estimates_need_no_vllm() -> None:
+    found = loaded_by("vllm_mmcache.cli.estimate, vllm_mmcache.traffic.report, vllm_mmcache.traffic.logs")
+    assert not found & {"torch", "vllm", "transformers", "numpy", "openai", "redis"}
+    found = loaded_by("vllm_mmcache.batch.ray_worker, vllm_mmcache.batch.source")
+    assert not found & {"torch", "vllm", "transformers", "numpy", "ray", "fsspec"}

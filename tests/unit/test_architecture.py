@@ -23,6 +23,7 @@ LAYERS = (
     "content",
     "storage",
     "client",
+    "traffic",
     "batch",
     "models",
     "reference_attention",

@@ -7,11 +7,13 @@ user is one line on stderr, `error: ...`, and exit status 2; only a bug of ours 
 """
 
 import sys
+from typing import Annotated
 
 import typer
 
+import vllm_mmcache
 from vllm_mmcache.base.errors import MMCacheError
-from vllm_mmcache.cli import doctor, explain, preflight, prove, serve, store, tool_commands, uninstall
+from vllm_mmcache.cli import doctor, estimate, explain, preflight, prove, serve, store, tool_commands, uninstall
 
 app = typer.Typer(
     name="mmcache",
@@ -21,16 +23,37 @@ app = typer.Typer(
         "it could not do what was asked."
     ),
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def show_version(is_asked: bool) -> None:
+    """Print the version and end, if it was asked for."""
+    if is_asked:
+        print(f"mmcache {vllm_mmcache.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def before_all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """What holds for every command; its help is the app's."""
+
+
 # The list of commands shows short_help whole; it cuts what it takes from a docstring.
 app.command(context_settings=serve.PASS_ON, short_help="Serve a model with vLLM and this plugin.")(serve.serve)
 app.command(
     context_settings=serve.PASS_ON,
     short_help="Show which components will be on for a model on this machine, and what is wrong.",
 )(doctor.doctor)
+app.command(short_help="Say from logs of requests what this plugin would save, before it is installed.")(
+    estimate.estimate
+)
 app.command(short_help="Show for each request what was reused, and why the rest was not.")(explain.explain)
 app.command(short_help="Check on this machine which components are exact, and switch those on.")(prove.prove)
 app.command(short_help="Remove what mmcache keeps on this machine.")(uninstall.uninstall)

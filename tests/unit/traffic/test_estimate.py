@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each side does for requests that are small enough to be counted by hand."""
+
+import random
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.traffic.logs import Request, chat, image, said, text, user
+from vllm_mmcache.traffic.estimate import TURN_TOKENS, Distances, Estimate, Lru, Sizes
+from vllm_mmcache.traffic.models import MODELS, Model
+from vllm_mmcache.traffic.requests import prompt_of
+
+IMAGE_TOKENS = 10
+FULL = Model("tiny", fixed=IMAGE_TOKENS, feature_bytes=100)
+WINDOWS = replace(FULL, keeps_all_kv=False)
+ROOMY = Sizes(block_tokens=1)
+
+
+def played(requests: list[Request], model: Model = FULL, sizes: Sizes = ROOMY) -> Estimate:
+    estimate = Estimate(model, sizes)
+    estimate.add_all(prompt_of(one) for one in requests)
+    return estimate
+
+
+def counts(estimate: Estimate) -> dict[str, tuple[int, int, int, int]]:
+    """Decoded, processed, encoded and reused, by side."""
+    return {
+        side: (done.decoded, done.processed, done.encoded, done.reused_tokens) for side, done in estimate.done.items()
+    }
+
+
+def conversation(*images: int, name: str = "a", **more: Any) -> list[Request]:
+    """Turns, each with one more picture."""
+    requests, messages = [], list[Request]()
+    for number in images:
+        messages.append(user(image(number), text(f"{name * 8}")))
+        requests.append(chat(*messages, **more))
+        messages.append(said("12345678"))
+    return requests
+
+
+TURN = TURN_TOKENS + 1 + IMAGE_TOKENS + 2
+"""Tokens of a user's turn, with the role's name; of an answer, TURN_TOKENS + 2 + 2."""
+
+
+def test_a_conversation_that_grows() -> None:
+    estimate = played(conversation(1, 2, 3))
+    reused = TURN + (2 * TURN + TURN_TOKENS + 4)
+    assert counts(estimate) == {"stock": (6, 3, 3, reused), "mmcache": (3, 3, 3, reused)}
+    seen = estimate.seen
+    assert (seen.requests, seen.conversations, seen.images, seen.new, seen.in_conversation) == (3, 1, 6, 3, 3)
+    assert (seen.grown, seen.rewritten) == (2, 0)
+
+
+def test_another_conversation_about_the_same_pictures() -> None:
+    estimate = played(conversation(1, 2) + conversation(1, 2, name="b"))
+    assert (estimate.seen.conversations, estimate.seen.across_conversations) == (2, 2)
+    assert counts(estimate)["mmcache"][:3] == (2, 2, 2)
+
+
+def test_tenants_share_nothing() -> None:
+    estimate = played(conversation(1, cache_salt="a") + conversation(1, cache_salt="b"))
+    assert (estimate.seen.across_tenants, len(estimate.seen.tenants)) == (1, 2)
+    assert counts(estimate)["mmcache"] == (2, 2, 2, 0)
+    assert counts(estimate)["stock"] == (2, 1, 1, 0)
+
+
+def test_a_window_that_drops_the_first_picture() -> None:
+    whole = conversation(1, 2)[-1]
+    dropped = chat(user(text("(an older picture)"), text("a" * 8)), *whole["messages"][1:])
+    estimate = played([whole, chat(whole["messages"][0], said("x")), dropped])
+    assert (estimate.seen.grown, estimate.seen.rewritten) == (0, 1)
+    assert estimate.seen.conversations == 2
+
+
+def test_hybrids_hit_at_ends_of_pictures_with_the_plugin_alone() -> None:
+    """The second question about one picture."""
+    requests = [chat(user(image(1), text(words))) for words in ("a" * 40, "b" * 40)]
+    assert counts(played(requests, WINDOWS)) == {
+        "stock": (2, 1, 1, 0),
+        "mmcache": (1, 1, 1, TURN_TOKENS + 1 + IMAGE_TOKENS),
+    }
+    assert counts(played(requests, FULL))["stock"][3] == TURN_TOKENS + 1 + IMAGE_TOKENS
+
+
+def test_stock_hits_where_it_has_stopped_before_to_find_a_state() -> None:
+    """The third question about one picture: the second one has left a state where it differs from the first."""
+    requests = [chat(user(image(1), text(letter * 40))) for letter in "abc"]
+    beginning = TURN_TOKENS + 1 + IMAGE_TOKENS
+    assert counts(played(requests, WINDOWS))["stock"][3] == beginning
+    assert counts(played(requests, WINDOWS))["mmcache"][3] == 2 * beginning
+
+
+@pytest.mark.parametrize("window_tokens", [24, 25])
+def test_a_prompt_no_longer_than_the_window_is_kept_whole(window_tokens: int) -> None:
+    requests = [chat(user(image(1), text(letter * 40))) for letter in "ab"]  # 25 tokens each
+    reused = counts(played(requests, replace(WINDOWS, window_tokens=window_tokens)))["stock"][3]
+    assert reused == (TURN_TOKENS + 1 + IMAGE_TOKENS if window_tokens == 25 else 0)
+
+
+def test_a_hit_is_whole_blocks() -> None:
+    """One that ends inside a picture needs the picture's features."""
+    requests = [chat(user(image(1), text(letter * 40))) for letter in "ab"]
+    for model in (FULL, WINDOWS):
+        estimate = played(requests, model, Sizes(block_tokens=8))
+        assert counts(estimate)["mmcache"][3] == 8
+        assert estimate.distances.needed == [IMAGE_TOKENS * FULL.feature_bytes]
+    assert played(requests, FULL, Sizes(block_tokens=5)).distances.needed == []
+
+
+def test_a_rotation_larger_than_the_caches() -> None:
+    """KV and vLLM's encoder cache hold two pictures, the features all but one."""
+    rounds = [chat(user(text(f"{turn}"), image(number))) for turn, number in product(range(2), range(4))]
+    sizes = Sizes(block_tokens=1, kv_tokens=40, encoder_tokens=2 * IMAGE_TOKENS, feature_bytes=100_000)
+    assert counts(played(rounds, sizes=sizes))["stock"][2] == 8
+    assert counts(played(rounds, sizes=sizes))["mmcache"][:3] == (4, 4, 4)
+    small = replace(sizes, feature_bytes=3 * IMAGE_TOKENS * FULL.feature_bytes)
+    assert counts(played(rounds, sizes=small))["mmcache"][:3] == (8, 8, 8)
+
+
+def test_the_size_for_a_share() -> None:
+    distances = Distances()
+    for key in "abcabc":
+        distances.use(key, 10.0)
+    distances.use("c", 10.0)
+    assert distances.needed == [30.0, 30.0, 30.0, 10.0]
+    assert [distances.size_for(share) for share in (0.25, 0.5, 1.0)] == [10.0, 30.0, 30.0]
+    assert Distances().size_for(1.0) == 0.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.just(0)), max_size=60), st.integers(3, 12))
+def test_the_sizes_are_those_that_a_cache_needs(uses: list[tuple[int, int]], capacity: int) -> None:
+    """As many hits as a cache of that size has."""
+    distances, cache, hits = Distances(), Lru[int](capacity), 0
+    for key, _ in uses:
+        size = 1 + key % 3
+        distances.use(key, size)
+        hits += cache.use(key, size)
+    assert hits == sum(needed <= capacity for needed in distances.needed)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "qwen" in name])
+def test_tokens_are_those_of_the_processor(name: str) -> None:
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    model, sizes = MODELS[name], random.Random(0)
+    for _ in range(300):
+        width, height = sizes.randint(1, 9000), sizes.randint(1, 9000)
+        if max(width, height) / min(width, height) > 200:
+            continue
+        high, wide = smart_resize(height, width, model.factor, model.min_pixels, model.max_pixels)
+        assert model.size(width, height) == (wide, high)
+        assert model.tokens(width, height) == wide * high // model.factor**2

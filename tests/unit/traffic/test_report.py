@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an estimate says: counts, assumptions, and a verdict that may be no."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.unit.traffic.logs import Request, chat, image, text, user
+from tests.unit.traffic.test_estimate import conversation
+from vllm_mmcache.cli import app
+
+SECRET = "Bearer of-nobody-else"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log.jsonl"
+
+
+def estimate(log: Path, requests: list[Request], *arguments: str) -> str:
+    lines = [json.dumps({"headers": {"authorization": SECRET}, "body": one}) + "\n" for one in requests]
+    log.write_text("".join(lines))
+    done = CliRunner().invoke(app, ["estimate", str(log), *arguments], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert SECRET not in done.stdout
+    return done.stdout
+
+
+def test_an_agent(log: Path) -> None:
+    said = estimate(log, conversation(1, 2, 3, 4, 5))
+    assert "5 requests in 1 conversation of 1 tenant" in said
+    assert "Worth trying: it would save" in said.splitlines()[-1]
+    assert "images decoded                                        15             5" in said
+
+
+def test_as_json(log: Path) -> None:
+    found = json.loads(estimate(log, conversation(1, 2, 3), "--json", "--tower-tokens-s", "100"))
+    assert (found["stock"]["decoded"], found["mmcache"]["decoded"]) == (6, 3)
+    assert found["seen"]["tenants"] == 1
+    assert found["stock"]["vision_tower_s"] > 0
+    assert "prefill_s" not in found["stock"]
+    assert found["verdict"].startswith("Worth trying")
+
+
+def test_new_pictures_alone(log: Path) -> None:
+    said = estimate(log, [chat(user(image(number), text("What?"))) for number in range(20)])
+    assert said.splitlines()[-1].startswith("Do not use it")
+
+
+def test_no_pictures(log: Path) -> None:
+    said = estimate(log, [chat(user(text("What?")))])
+    assert said.splitlines()[-1] == "There are no images in these requests: vllm-mmcache would do nothing for them."
+
+
+def test_nothing_at_all(log: Path) -> None:
+    log.write_text("")
+    assert "No requests were found" in CliRunner().invoke(app, ["estimate", str(log)]).stdout
+
+
+def test_what_was_not_used_is_said(log: Path) -> None:
+    said = estimate(log, [*conversation(1), {"prompt": "old"}, {"prompt": "older"}])
+    assert "not used: 2 lines (neither 'messages' nor 'input': 2)" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--model", "none"], "choose one of"),
+        (["--features", "much"], "is no size"),
+        (["--processor-cache", ""], "size"),
+    ],
+)
+def test_wrong_options(log: Path, arguments: list[str], why: str) -> None:
+    log.write_text("")
+    failed = CliRunner().invoke(app, ["estimate", str(log), *arguments])
+    assert why in str(failed.exception)
+    assert not Counter(failed.stdout)

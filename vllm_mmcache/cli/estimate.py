@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mmcache estimate LOG...`: what the plugin would save for the requests of a log. Needs no vLLM, model or GPU."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from vllm_mmcache.base.errors import RecordsError
+
+if TYPE_CHECKING:
+    from vllm_mmcache.traffic.logs import Log
+    from vllm_mmcache.traffic.requests import Prompt
+
+
+def estimate(
+    logs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="LOG",
+            help="Files of requests in the order in which they were asked: JSON Lines, a JSON list or HAR; gzip, too.",
+        ),
+    ],
+    model: Annotated[str, typer.Option(help="The model that is asked; a wrong name lists all.")] = "qwen3-vl-8b",
+    kv_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that the KV cache holds; vLLM's log says it at start.")
+    ] = 500_000,
+    encoder_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that vLLM's encoder cache holds: those of a step, by default.")
+    ] = 8_192,
+    block_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a block of the KV cache; vLLM's log says it where it is not 16.")
+    ] = 16,
+    processor_cache: Annotated[str, typer.Option(help="vLLM's --mm-processor-cache-gb.")] = "4GiB",
+    features: Annotated[str, typer.Option(help="Features that the plugin may keep, in RAM and below.")] = "2GiB",
+    chars_per_token: Annotated[float, typer.Option(min=0.1, help="Characters of text that make a token.")] = 4.0,
+    tower_tokens_s: Annotated[
+        float | None, typer.Option(min=0.1, help="Tokens of images that your vision tower makes in a second.")
+    ] = None,
+    prefill_tokens_s: Annotated[
+        float | None, typer.Option(min=0.1, help="Tokens of prompts that your GPU computes in a second.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+) -> None:
+    """Say from logs of requests what this plugin would save.
+
+    Reads requests of OpenAI's chat completions and Responses and of Anthropic's messages, and plays them through the
+    caches of stock vLLM and of the plugin. Nothing is asked of a server, and nothing is kept of the requests.
+    """
+    from vllm_mmcache.traffic import models, report
+    from vllm_mmcache.traffic.estimate import Estimate, Sizes
+    from vllm_mmcache.traffic.logs import Log
+
+    sizes = Sizes(
+        kv_tokens=kv_tokens,
+        encoder_tokens=encoder_tokens,
+        processor_bytes=_bytes(processor_cache, "--processor-cache"),
+        feature_bytes=_bytes(features, "--features"),
+        chars_per_token=chars_per_token,
+        block_tokens=block_tokens,
+    )
+    log, played = Log(logs), Estimate(models.named(model), sizes)
+    played.add_all(_with_progress(log))
+    speeds = report.Speeds(tower_tokens_s, prefill_tokens_s)
+    if as_json:
+        print(json.dumps(report.as_json(played, log.unused, speeds)))
+        return
+    for line in report.lines(played, log.unused, speeds):
+        print(line)
+
+
+def _with_progress(log: "Log") -> "Iterator[Prompt]":
+    """The prompts of a log; a terminal sees how far it has come."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("reading"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading", total=None)
+        for prompt in log.prompts():
+            progress.update(task, completed=log.num_bytes)
+            yield prompt
+
+
+def _bytes(text: str, option: str) -> int:
+    """Raises: RecordsError for what is no size."""
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError as error:
+        raise RecordsError(f"{option} {text!r} is no size: give one such as 500MB or 2GiB") from error

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plays requests, one after the other, through the caches of stock vLLM and of the plugin, and counts what is done.
+
+Each cache forgets what was used longest ago. Requests that run at the same time are taken as if one came after the
+other, answers take no room in the KV cache, and a hit ends in the block where a piece of text of BLOCK_CHARS or an
+image does. Layers with a window or a recurrent state have what a hit needs at the end of a prompt, on stock also where
+an earlier request with the same beginning has stopped to find it, and with the plugin at the end of each image.
+"""
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
+from typing import Generic, TypeVar
+
+from blake3 import blake3
+
+from vllm_mmcache.traffic.models import UNKNOWN_SIDE, Model
+from vllm_mmcache.traffic.requests import DIGEST_BYTES, Picture, Prompt, Words
+
+BLOCK_CHARS = 256
+TURN_TOKENS = 4
+"""Of a chat template, for each message."""
+SIDES = ("stock", "mmcache")
+_BEFORE_USER = ("system", "developer")
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the caches are. Units: tokens, bytes."""
+
+    kv_tokens: int = 500_000
+    encoder_tokens: int = 8_192
+    processor_bytes: int = 4 << 30
+    feature_bytes: int = 2 << 30
+    """Of the plugin's store in all its tiers, with RAM."""
+    chars_per_token: float = 4.0
+    block_tokens: int = 16
+    """Of one block of the KV cache: a hit is whole blocks."""
+
+
+@dataclass
+class Done:
+    """What one side does for all requests."""
+
+    decoded: int = 0
+    processed: int = 0
+    encoded: int = 0
+    """Images that the vision tower runs for."""
+    reused_tokens: int = 0
+    decoded_pixels: dict[str, int] = field(default_factory=dict)
+    """By the format of the file."""
+    processed_pixels: int = 0
+
+
+@dataclass
+class Seen:
+    """What the requests hold."""
+
+    requests: int = 0
+    conversations: int = 0
+    tenants: set[str] = field(default_factory=set)
+    prompt_tokens: int = 0
+    images: int = 0
+    image_tokens: int = 0
+    new: int = 0
+    """Never seen before, by anybody."""
+    in_conversation: int = 0
+    """Seen before in the same conversation."""
+    across_conversations: int = 0
+    """Seen before in another conversation of the same tenant, and not in this one."""
+    across_tenants: int = 0
+    """Seen before by other tenants alone: kept apart, and so as good as new."""
+    of_unknown_size: int = 0
+    file_bytes: int = 0
+    """Of all images, each as often as it was sent."""
+    grown: int = 0
+    """Requests that go on behind all that a former one of their conversation has asked."""
+    rewritten: int = 0
+    """Requests of a conversation that differ within what was asked before: images dropped, or text changed."""
+
+
+class Lru(Generic[Key]):
+    """Keeps what was used last, up to a size."""
+
+    def __init__(self, capacity: float) -> None:
+        self._capacity = capacity
+        self._sizes: OrderedDict[Key, float] = OrderedDict()
+        self._held = 0.0
+
+    def use(self, key: Key, size: float) -> bool:
+        """Whether it was there; it is from now on, unless it is larger than all room."""
+        if key in self._sizes:
+            self._sizes.move_to_end(key)
+            return True
+        if size > self._capacity:
+            return False
+        self._sizes[key] = size
+        self._held += size
+        while self._held > self._capacity:
+            self._held -= self._sizes.popitem(last=False)[1]
+        return False
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._sizes
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """A piece of a prompt that is reused whole or not at all. chain: digest of it and all before it."""
+
+    chain: bytes
+    tokens: int
+    picture: Picture | None
+    ends_turn: bool
+
+
+class Estimate:
+    """Takes one request after the other; `seen` and `done` say what came of all."""
+
+    def __init__(self, model: Model, sizes: Sizes) -> None:
+        self.model = model
+        self.sizes = sizes
+        self.seen = Seen()
+        self.done = {side: Done() for side in SIDES}
+        self.distances = Distances()
+        """Of the features that an image would find, if there were room for all."""
+        self._kv: Lru[bytes] = Lru(sizes.kv_tokens)
+        self._states: dict[str, dict[bytes, int]] = {side: {} for side in SIDES}  # unit -> where a hit may end
+        self._encoder: Lru[bytes] = Lru(sizes.encoder_tokens)
+        self._processor: Lru[bytes] = Lru(sizes.processor_bytes)
+        self._features: Lru[tuple[str, bytes]] = Lru(sizes.feature_bytes)
+        self._records: set[tuple[str, bytes]] = set()
+        self._known: dict[bytes, set[str]] = {}  # image -> tenants
+        self._in_conversation: set[tuple[int, bytes]] = set()
+        self._turns: dict[bytes, int] = {}  # the end of a turn -> its conversation
+        self._longest: dict[int, bytes] = {}  # conversation -> the end of its last request
+
+    def add_all(self, prompts: Iterable[Prompt]) -> None:
+        """Play requests in their order."""
+        for prompt in prompts:
+            self.add(prompt)
+
+    def add(self, prompt: Prompt) -> None:
+        """Play one request."""
+        units = list(self._units(prompt))
+        conversation = self._conversation(units, _num_before_user(prompt))
+        self.seen.requests += 1
+        self.seen.tenants.add(prompt.tenant)
+        self.seen.prompt_tokens += sum(unit.tokens for unit in units)
+        ends = list(accumulate(unit.tokens for unit in units))
+        known = self._num_known(units)
+        reused = {side: self._reused_tokens(side, units[:known], ends) for side in SIDES}
+        for side in SIDES:
+            self.done[side].reused_tokens += reused[side]
+        for place, unit in enumerate(units):
+            if unit.picture is not None:
+                self._count(unit.picture, prompt.tenant, conversation)
+                self._stock(unit.picture, unit.tokens, is_reused=ends[place] <= reused["stock"])
+                self._ours(unit.picture, prompt.tenant, unit.tokens, is_reused=ends[place] <= reused["mmcache"])
+        self._keep(units, ends, junction=ends[known - 1] if known else 0)
+
+    def _units(self, prompt: Prompt) -> Iterator[_Unit]:
+        chain = blake3(prompt.tenant.encode("utf-8", "surrogatepass")).digest(DIGEST_BYTES)
+        for turn in prompt.turns:
+            pieces = [piece for part in turn for piece in _pieces(part)]
+            for number, piece in enumerate(pieces):
+                chain = blake3(chain + _digest(piece)).digest(DIGEST_BYTES)
+                tokens = TURN_TOKENS * (number == 0)
+                if isinstance(piece, Picture):
+                    tokens += self.model.tokens(piece.width, piece.height)
+                else:
+                    tokens += round(len(piece) / self.sizes.chars_per_token)
+                picture = piece if isinstance(piece, Picture) else None
+                yield _Unit(chain, tokens, picture, number == len(pieces) - 1)
+
+    def _conversation(self, units: Sequence[_Unit], num_before: int) -> int:
+        """The conversation that a request goes on with: that of the longest beginning in whole turns.
+
+        What comes before the first turn of a user, such as a system prompt, makes none.
+        """
+        ends = [unit.chain for unit in units if unit.ends_turn][num_before:]
+        known = next((self._turns[end] for end in reversed(ends) if end in self._turns), None)
+        if known is None:
+            known = self.seen.conversations
+            self.seen.conversations += 1
+        elif self._longest[known] in {unit.chain for unit in units}:
+            self.seen.grown += 1
+        else:
+            self.seen.rewritten += 1
+        for end in ends:
+            self._turns.setdefault(end, known)
+        self._longest[known] = units[-1].chain
+        return known
+
+    def _num_known(self, units: Sequence[_Unit]) -> int:
+        """How many units the layers with full attention still have; at least the last one is computed."""
+        known = 0
+        while known < len(units) - 1 and units[known].chain in self._kv:
+            known += 1
+        return known
+
+    def _reused_tokens(self, side: str, known: Sequence[_Unit], ends: Sequence[int]) -> int:
+        """Of these units: all in whole blocks, or up to the last place where every layer has a state."""
+        if self.model.keeps_all_kv:
+            return self._whole_blocks(ends[len(known) - 1]) if known else 0
+        states = self._states[side]
+        return max((states.get(unit.chain, 0) for unit in known), default=0)
+
+    def _keep(self, units: Sequence[_Unit], ends: Sequence[int], junction: int) -> None:
+        """The KV of a prompt, from its end to its beginning, so that its end goes first, and its states.
+
+        junction: how many tokens the layers with full attention still had.
+        """
+        for unit in reversed(units):
+            self._kv.use(unit.chain, unit.tokens)
+        if self.model.keeps_all_kv:
+            return
+        images = [end for unit, end in zip(units, ends, strict=True) if unit.picture is not None]
+        places: dict[str, Sequence[int]] = {"stock": [ends[-1], junction], "mmcache": [ends[-1], *images]}
+        if ends[-1] <= self.model.window_tokens:
+            places = dict.fromkeys(SIDES, ends)
+        for side in SIDES:
+            for place in map(self._whole_blocks, places[side]):
+                unit = units[bisect_left(ends, place)]
+                self._states[side][unit.chain] = max(place, self._states[side].get(unit.chain, 0))
+
+    def _whole_blocks(self, tokens: int) -> int:
+        return tokens // self.sizes.block_tokens * self.sizes.block_tokens
+
+    def _count(self, picture: Picture, tenant: str, conversation: int) -> None:
+        seen, digest = self.seen, picture.digest
+        tenants = self._known.setdefault(digest, set())
+        seen.images += 1
+        seen.image_tokens += self.model.tokens(picture.width, picture.height)
+        seen.file_bytes += picture.num_bytes
+        seen.of_unknown_size += not picture.width
+        if (conversation, digest) in self._in_conversation:
+            seen.in_conversation += 1
+        elif tenant in tenants:
+            seen.across_conversations += 1
+        elif tenants:
+            seen.across_tenants += 1
+        else:
+            seen.new += 1
+        tenants.add(tenant)
+        self._in_conversation.add((conversation, digest))
+
+    def _stock(self, picture: Picture, tokens: int, *, is_reused: bool) -> None:
+        done = self.done["stock"]
+        _decode(done, picture)
+        wide, high = self.model.size(picture.width, picture.height)
+        if not self._processor.use(picture.digest, wide * high * self.model.pixel_bytes):
+            done.processed += 1
+            done.processed_pixels += wide * high
+        if not is_reused and not self._encoder.use(picture.digest, tokens):
+            done.encoded += 1
+
+    def _ours(self, picture: Picture, tenant: str, tokens: int, *, is_reused: bool) -> None:
+        done, key = self.done["mmcache"], (tenant, picture.digest)
+        is_known = key in self._records
+        self._records.add(key)
+        if not is_reused:
+            size = tokens * self.model.feature_bytes
+            self.distances.use(key, size)
+            is_stored = self._features.use(key, size)
+            done.encoded += not is_stored
+            if is_stored and is_known:
+                return
+        elif is_known:
+            return
+        _decode(done, picture)
+        wide, high = self.model.size(picture.width, picture.height)
+        done.processed += 1
+        done.processed_pixels += wide * high
+
+
+class Distances:
+    """How large a cache would have had to be, so that what is used again is still there: exact, for any size.
+
+    A tree of sums over the places of the last uses; a place is one use.
+    """
+
+    def __init__(self) -> None:
+        self.needed: list[float] = []
+        """Bytes, for each use but the first ones."""
+        self._last: dict[Hashable, tuple[int, float]] = {}
+        self._tree = [0.0]
+
+    def use(self, key: Hashable, size: float) -> None:
+        """Note a use of what takes so many bytes."""
+        before = self._last.get(key)
+        if before is not None:
+            place, old = before
+            self.needed.append(self._sum(len(self._tree) - 1) - self._sum(place - 1))
+            self._change(place, -old)
+        place = len(self._tree)
+        below = place & (place - 1)  # the node holds what lies between this place and that
+        self._tree.append(self._sum(place - 1) - self._sum(below))
+        self._change(place, size)
+        self._last[key] = place, size
+
+    def size_for(self, share: float) -> float:
+        """Bytes with which this share of the hits that there could be are hits."""
+        ordered = sorted(self.needed)
+        return ordered[max(0, min(len(ordered), round(share * len(ordered))) - 1)] if ordered else 0.0
+
+    def _sum(self, place: int) -> float:
+        total = 0.0
+        while place > 0:
+            total += self._tree[place]
+            place &= place - 1
+        return total
+
+    def _change(self, place: int, by: float) -> None:
+        while place < len(self._tree):
+            self._tree[place] += by
+            place += place & -place
+
+
+def _num_before_user(prompt: Prompt) -> int:
+    """How many turns come before the first one of a user; the last one of all is never left out."""
+    roles = (turn[0] for turn in prompt.turns[:-1])
+    return sum(1 for _ in takewhile(lambda role: isinstance(role, Words) and role.text in _BEFORE_USER, roles))
+
+
+def _decode(done: Done, picture: Picture) -> None:
+    done.decoded += 1
+    width, height = picture.width or UNKNOWN_SIDE, picture.height or UNKNOWN_SIDE
+    name = picture.format or "JPEG"
+    done.decoded_pixels[name] = done.decoded_pixels.get(name, 0) + width * height
+
+
+def _pieces(part: Picture | Words) -> Iterator[Picture | str]:
+    if isinstance(part, Picture):
+        yield part
+    else:
+        yield from (part.text[start : start + BLOCK_CHARS] for start in range(0, len(part.text) or 1, BLOCK_CHARS))
+
+
+def _digest(piece: Picture | str) -> bytes:
+    return b"i" + piece.digest if isinstance(piece, Picture) else b"t" + piece.encode("utf-8", "surrogatepass")

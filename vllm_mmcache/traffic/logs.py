@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads requests from files: JSON Lines, a JSON array or a HAR file, plain or compressed with gzip.
+
+A line is a request's body, or holds one: as `body` or `request` (OpenAI's batch files, many gateways) or as text. What
+can't be used is counted by why, and the rest is used. Headers are not looked at.
+"""
+
+import gzip
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from vllm_mmcache.base.errors import RecordsError
+from vllm_mmcache.traffic.requests import NoPrompt, Prompt, prompt_of
+
+WRAPPERS = ("body", "request", "kwargs", "params", "postData", "text")
+MOST_WRAPPED = 4
+GZIP = b"\x1f\x8b"
+
+
+@dataclass
+class Log:
+    """Files of requests, in the order in which they were asked. unused: why -> how many."""
+
+    paths: list[Path]
+    unused: Counter[str] = field(default_factory=Counter)
+    num_bytes: int = 0
+    """Read so far, uncompressed."""
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Each request that can be used. Raises: RecordsError for a file that can't be read."""
+        for path in self.paths:
+            try:
+                with path.open("rb") as file:
+                    is_compressed = file.read(2) == GZIP
+                opener: Callable[..., Any] = gzip.open if is_compressed else open
+                with opener(path, "rb") as file:
+                    yield from self._prompts_in(file)
+            except (OSError, EOFError, zlib.error) as error:
+                raise RecordsError(f"{path} can't be read: {error}") from error
+
+    def _prompts_in(self, file: IO[bytes]) -> Iterator[Prompt]:
+        first = True
+        for line in file:
+            self.num_bytes += len(line)
+            if not line.strip():
+                continue
+            if first and _is_whole(line):
+                rest = file.read()
+                self.num_bytes += len(rest)
+                yield from self._prompts_of_whole(line + rest)
+                return
+            first = False
+            yield from self._prompts_of(line)
+
+    def _prompts_of_whole(self, content: bytes) -> Iterator[Prompt]:
+        """Of a file that is one JSON value: a list of requests, or a HAR file."""
+        try:
+            value = msgspec.json.decode(content)
+        except (msgspec.DecodeError, RecursionError):
+            self.unused["not JSON"] += 1
+            return
+        if isinstance(value, dict) and isinstance(value.get("log"), dict):
+            entries = value["log"].get("entries")
+            value = [entry.get("request") for entry in entries or () if isinstance(entry, dict)]
+        for one in value if isinstance(value, list) else [value]:
+            yield from self._used(one)
+
+    def _prompts_of(self, line: bytes) -> Iterator[Prompt]:
+        try:
+            value = msgspec.json.decode(line)
+        except (msgspec.DecodeError, RecursionError):
+            self.unused["not JSON"] += 1
+            return
+        yield from self._used(value)
+
+    def _used(self, value: Any) -> Iterator[Prompt]:
+        try:
+            yield prompt_of(_unwrapped(value))
+        except NoPrompt as error:
+            self.unused[str(error)] += 1
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether a file that begins with this line is one JSON value over several lines, or a list, or a HAR file."""
+    start = line.strip()
+    if start.startswith(b"[") or (start.startswith(b"{") and b'"log"' in start[:64]):
+        return True
+    return start == b"{"
+
+
+def _unwrapped(value: Any) -> Any:
+    """The request in a line."""
+    for _ in range(MOST_WRAPPED):
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                return None
+        if not isinstance(value, dict) or "messages" in value or "input" in value:
+            return value
+        inner = next((value[name] for name in WRAPPERS if isinstance(value.get(name), dict | str)), None)
+        if inner is None:
+            return value
+        value = inner
+    return value

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens an image has for a model, and what its features and pixels weigh: the rules of the processors.
+
+The rules are those of the models' own processors with their published settings; tests compare them with Transformers.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from vllm_mmcache.base.errors import RecordsError
+
+FIXED_SIDE = 896
+"""Pixels of each side to which a processor brings all images that have the same number of tokens: Gemma 3's."""
+UNKNOWN_SIDE = 1024
+"""Pixels of each side of an image whose size is not in the log."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What an estimate asks about a model. Units: pixels, tokens, bytes."""
+
+    name: str
+    factor: int = 0
+    """One token stands for a square of so many pixels a side; 0 where every image has `fixed` tokens."""
+    min_pixels: int = 0
+    max_pixels: int = 0
+    fixed: int = 0
+    keeps_all_kv: bool = True
+    """Full attention in every layer: a hit can end anywhere, and not only where a state was kept."""
+    window_tokens: int = 0
+    """Of sliding windows: a prompt that is no longer is kept whole in them."""
+    feature_bytes: int = 0
+    """Of one token as the vision tower gives it, in 16 bits."""
+    pixel_bytes: float = 12.0
+    """Of one pixel as vLLM's processor cache holds it."""
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """The size to which the processor brings an image."""
+        width, height = width or UNKNOWN_SIDE, height or UNKNOWN_SIDE
+        if not self.factor:
+            return FIXED_SIDE, FIXED_SIDE
+        rounded = [round(side / self.factor) * self.factor for side in (width, height)]
+        if rounded[0] * rounded[1] > self.max_pixels:
+            shrink = math.sqrt(width * height / self.max_pixels)
+            rounded = [
+                max(self.factor, math.floor(side / shrink / self.factor) * self.factor) for side in (width, height)
+            ]
+        elif rounded[0] * rounded[1] < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (width * height))
+            rounded = [math.ceil(side * grow / self.factor) * self.factor for side in (width, height)]
+        return rounded[0], rounded[1]
+
+    def tokens(self, width: int, height: int) -> int:
+        """Of an image in the prompt."""
+        if not self.factor:
+            return self.fixed
+        wide, high = self.size(width, height)
+        return wide * high // self.factor**2
+
+
+_QWEN_NEW = Model("", 32, 65_536, 16_777_216, pixel_bytes=24.0)
+_QWEN_OLD = Model("", 28, 3_136, 12_845_056, pixel_bytes=24.0)
+MODELS = {
+    model.name: model
+    for model in (
+        replace(_QWEN_NEW, name="qwen3-vl-8b", feature_bytes=4 * 4096 * 2),  # with three levels of DeepStack
+        replace(_QWEN_NEW, name="qwen3.5-4b", feature_bytes=2560 * 2, keeps_all_kv=False),
+        replace(_QWEN_OLD, name="qwen2.5-vl-7b", feature_bytes=3584 * 2),
+        replace(_QWEN_OLD, name="qwen2-vl-7b", feature_bytes=3584 * 2),
+        Model("gemma3-12b", fixed=256, feature_bytes=3840 * 2, keeps_all_kv=False, window_tokens=1024),
+    )
+}
+
+
+def named(name: str) -> Model:
+    """The model of this name. Raises: RecordsError, which names those that there are."""
+    if name not in MODELS:
+        raise RecordsError(f"--model {name!r} is not known: choose one of {', '.join(MODELS)}")
+    return MODELS[name]
