@@ -13,6 +13,7 @@ from vllm.exceptions import VLLMValidationError
 from tests.support import files
 from vllm_mmcache.base import settings, status
 from vllm_mmcache.batch import EncodedImage
+from vllm_mmcache.components.lazy_media import hooks_batch
 from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Answer
 from vllm_mmcache.exactness.conversations import filler, picture, user
 from vllm_mmcache.metrics import counters
@@ -97,6 +98,16 @@ def test_a_picture_that_changes_between_questions(job: Job) -> None:
     assert job.decoded == 1
     assert after.token_ids != before.token_ids
     job.rig.assert_exact([before, after])
+
+
+@pytest.mark.parametrize("config", QWEN)
+def test_the_log_says_that_pixels_came(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[None] = []
+    monkeypatch.setattr(hooks_batch, "_say_that_pixels_came", lambda: said.append(None))
+    job.ask(7125)
+    assert not said
+    job.ask(7125, picture(7125))
+    assert said
 
 
 @pytest.mark.parametrize("config", QWEN)
