@@ -173,7 +173,8 @@ def found_by_dynamo(folder: Path) -> dict[str, float]:
         for number, port in enumerate(ports):
             dynamo.add_replica(service, number, port, BLOCK_TOKENS)
         time.sleep(SUBSCRIBED_S)
-        image_token = json.loads((folder / "replica 0" / "config.json").read_text())["image_token_id"]
+        (config,) = (folder / "replica 0").glob("*/config.json")
+        image_token = json.loads(config.read_text())["image_token_id"]
         num_blocks, num_found, num_chosen, elsewhere = [], [], 0, []
         for holder, server in enumerate(servers):
             digest = 0x1234567890ABCDEF + holder
