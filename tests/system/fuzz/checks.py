@@ -14,6 +14,7 @@ import pydantic_core
 import pytest
 
 from tests.support.packages import features, identity
+from vllm_mmcache.base.asgi import Message
 from vllm_mmcache.base.errors import StoreCorrupt
 from vllm_mmcache.client import images as client_images
 from vllm_mmcache.client.images import find_images
@@ -21,7 +22,7 @@ from vllm_mmcache.components.features.package import Check, Shape, pack, unpack
 from vllm_mmcache.components.image_extraction import extract as extracting
 from vllm_mmcache.components.image_extraction import middleware
 from vllm_mmcache.components.image_extraction.extract import extract
-from vllm_mmcache.components.image_extraction.middleware import ExtractImagesMiddleware, Message
+from vllm_mmcache.components.image_extraction.middleware import ExtractImagesMiddleware
 from vllm_mmcache.components.image_extraction.request_shapes import WALKERS, Lists
 from vllm_mmcache.content import placeholders
 from vllm_mmcache.content.base64_image import Base64Image

@@ -9,10 +9,21 @@ error of ours the body goes on as it came.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any
 
+from vllm_mmcache.base.asgi import (
+    App,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    as_message,
+    is_plain_json,
+    path_of,
+    receive_again,
+    receive_all,
+)
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.components.image_extraction.extract import MIN_TEXT_BYTES, Extraction, extract
 from vllm_mmcache.components.image_extraction.request_shapes import WALKERS, Walker
@@ -20,12 +31,6 @@ from vllm_mmcache.content import placeholders
 from vllm_mmcache.content.base64_image import Base64Image
 from vllm_mmcache.content.base64_scan import find_texts
 from vllm_mmcache.metrics import counters
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class ExtractImagesMiddleware:
@@ -44,14 +49,14 @@ class ExtractImagesMiddleware:
         walker = self._walker(scope)
         if walker is None:
             return await self.app(scope, receive, send)
-        messages = await _receive_all(receive)
+        messages = await receive_all(receive)
         if messages[-1]["type"] != "http.request":  # the client has gone: let the application find out
-            return await self.app(scope, _again(messages, receive), send)
+            return await self.app(scope, receive_again(messages, receive), send)
         body = b"".join([message.get("body", b"") for message in messages])
         del messages
         extraction = await _extract(body, walker)
         if extraction is None:
-            return await self.app(scope, _again(_one(body), receive), send)
+            return await self.app(scope, receive_again(as_message(body), receive), send)
         counters.BYTES_LIFTED.add(extraction.num_bytes)
         counters.IMAGES_LIFTED.add(len(extraction.payloads))
         before = dict(scope)
@@ -59,18 +64,18 @@ class ExtractImagesMiddleware:
         token = _ANSWER.set(answer)
         try:
             with placeholders.register(extraction.payloads):
-                await self.app(scope, _again(_one(extraction.body), receive), answer.send)
+                await self.app(scope, receive_again(as_message(extraction.body), receive), answer.send)
         finally:
             _ANSWER.reset(token)
         if answer.is_dropped:
             scope.clear()
             scope.update(before)
-            await self.app(scope, _again(_one(body), receive), send)
+            await self.app(scope, receive_again(as_message(body), receive), send)
 
     def _walker(self, scope: Scope) -> Walker | None:
         if scope["type"] != "http" or scope["method"] != "POST":
             return None
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = path_of(scope)
         walker = WALKERS.get(path)
         if walker is None:
             return None
@@ -158,32 +163,5 @@ def _count_failure() -> None:
 
 
 def _is_plain_json(scope: Scope) -> bool:
-    headers = {name.lower(): value for name, value in scope["headers"]}
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    length = headers.get(b"content-length", b"")
-    too_short = length.isdigit() and int(length) < MIN_TEXT_BYTES
-    return bool(kind == b"application/json" and b"content-encoding" not in headers and not too_short)
-
-
-async def _receive_all(receive: Receive) -> list[Message]:
-    """All messages of the body, or, where the client goes before its end, what came and the disconnect."""
-    messages = [await receive()]
-    while messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False):
-        messages.append(await receive())
-    return messages
-
-
-def _one(body: bytes) -> list[Message]:
-    return [{"type": "http.request", "body": body, "more_body": False}]
-
-
-def _again(messages: list[Message], receive: Receive) -> Receive:
-    """A `receive` that gives these messages first, then what comes."""
-    left = iter(messages)
-
-    async def receive_again() -> Message:
-        for message in left:
-            return message
-        return await receive()
-
-    return receive_again
+    length = {name.lower(): value for name, value in scope["headers"]}.get(b"content-length", b"")
+    return is_plain_json(scope) and not (length.isdigit() and int(length) < MIN_TEXT_BYTES)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.unit.components.image_extraction.test_extract import chat, image, text_of, url_of
+from vllm_mmcache.base.asgi import Message
 from vllm_mmcache.components.image_extraction import extract as extracting
 from vllm_mmcache.components.image_extraction import middleware
-from vllm_mmcache.components.image_extraction.middleware import ExtractImagesMiddleware, Message
+from vllm_mmcache.components.image_extraction.middleware import ExtractImagesMiddleware
 from vllm_mmcache.content import placeholders
 from vllm_mmcache.metrics import counters
 
