@@ -22,6 +22,7 @@ LAYERS = (
     "metrics",
     "content",
     "storage",
+    "files",
     "client",
     "traffic",
     "batch",

@@ -10,6 +10,7 @@
     +-- TenantError          a request names its tenant wrongly; to that client an error 400
     +-- LintError            a chat template or conversations that can't be read
     +-- RecordsError         no records of requests: an unknown id, a wrong key, no server, a malformed file
+    +-- FilesUnusable        files of clients can't be read or written now; to that client an error 503
     +-- ProofsUnwritable     the user's file of proofs can't be written
     +-- EngineBusy           an engine has requests, and what was asked for needs one without
     +-- ZooError             an unknown model family, or a directory that can't be written
@@ -70,6 +71,10 @@ class LintError(MMCacheError):
 
 class RecordsError(MMCacheError):
     """Records of requests can't be had as asked."""
+
+
+class FilesUnusable(MMCacheError):
+    """Where files of clients are kept can't be used, or the content of one is gone or damaged."""
 
 
 class ProofsUnwritable(MMCacheError):

@@ -355,6 +355,32 @@ class Settings(BaseSettings):
         le=1,
         description="The longest time in seconds that a step waits for features when no other request is running.",
     )
+    files: str | None = Field(
+        default=None,
+        repr=False,  # a URL in it may hold a password
+        description=(
+            "Where images are kept that clients upload to `/v1/files`: a directory (an absolute path), or a URL that "
+            "fsspec can write to, such as `s3://bucket/folder`. All replicas need the same. If unset, there is no "
+            "`/v1/files`. It needs `identity` and `lazy_media` to be on."
+        ),
+    )
+    files_ttl: Duration = Field(
+        default=Duration(30 * 86400),
+        description=(
+            "How long an uploaded file is kept, counted from its last upload. With 0, it is kept until it is deleted."
+        ),
+    )
+    files_quota: ByteSize = Field(
+        default=ByteSize(1 << 30),
+        ge=1 << 16,
+        description=(
+            "The most that the files of one tenant may take. Requests without a tenant share one quota. Each file is "
+            "charged 4 KiB beside its content."
+        ),
+    )
+    file_bytes: ByteSize = Field(
+        default=ByteSize(32 << 20), ge=1 << 10, description="The largest file that can be uploaded."
+    )
     audit: float = Field(
         default=0.0,
         ge=0,

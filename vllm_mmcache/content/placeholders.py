@@ -8,16 +8,32 @@ and one that is not valid (any more) fails as any text that is not base64 does. 
 import contextlib
 import secrets
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 from vllm_mmcache.base.lru import Size
-from vllm_mmcache.content.base64_image import Base64Image
 from vllm_mmcache.metrics import table_sizes
 
 PREFIX = f"mmcache-{secrets.token_hex(8)}-"  # of this process
 MAX_NAME_CHARS = 128
 """More than the longest name has."""
 
-_lent: dict[str, Base64Image] = {}
+
+class Payload(Protocol):
+    """An image that a name stands for."""
+
+    @property
+    def content_id(self) -> bytes:
+        """The digest of the image's file under its tenant's key."""
+
+    @property
+    def text(self) -> bytes | memoryview:
+        """What was in the body; empty where nothing was."""
+
+    def decode(self) -> bytes:
+        """The image's file. Raises: ValueError where it can't be had."""
+
+
+_lent: dict[str, Payload] = {}
 
 
 def new_stem() -> str:
@@ -26,7 +42,7 @@ def new_stem() -> str:
 
 
 @contextlib.contextmanager
-def register(payloads: Mapping[str, Base64Image]) -> Iterator[None]:
+def register(payloads: Mapping[str, Payload]) -> Iterator[None]:
     """Names resolve to their payloads within the block, which is as long as their request is being answered."""
     _lent.update(payloads)
     try:
@@ -36,7 +52,7 @@ def register(payloads: Mapping[str, Base64Image]) -> Iterator[None]:
             del _lent[name]
 
 
-def resolve(text: str) -> Base64Image | None:
+def resolve(text: str) -> Payload | None:
     """The payload that `text` names; None if it is anything else."""
     return _lent.get(text) if text.startswith(PREFIX) else None
 

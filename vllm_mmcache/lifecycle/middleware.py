@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds our ASGI middleware to vLLM's application, once while it is built. API server process."""
 
+import logging
 from typing import Any
 
-from vllm_mmcache.base import status
+from vllm_mmcache.base import settings, status
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters, table_sizes
+
+logger = logging.getLogger("vllm.mmcache")
 
 hook = Hooks(
     "report",
@@ -37,6 +40,35 @@ def add(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         from vllm_mmcache.components.image_extraction.middleware import ExtractImagesMiddleware
 
         app.user_middleware.append(Middleware(ExtractImagesMiddleware, is_eligible=is_eligible))
+    if settings.current().files is not None:
+        _add_files(app)
     counters.register()
     table_sizes.keep_shown()
     return outcome
+
+
+def _add_files(app: Any) -> None:
+    """Adds /v1/files and the layer that puts files in their places, where tenants and images are in good hands.
+
+    Raises: FilesUnusable, SettingsError as FileStore.of.
+    """
+    from starlette.middleware import Middleware
+
+    from vllm_mmcache.components.image_extraction.hooks import is_for_image_loader, most_pixels
+    from vllm_mmcache.components.image_extraction.request_shapes import WALKERS
+    from vllm_mmcache.files.endpoints import FileEndpoints
+    from vllm_mmcache.files.middleware import PutFilesMiddleware
+    from vllm_mmcache.files.store import FileStore
+
+    chosen = settings.current()
+    missing = [component for component in ("identity", "lazy_media") if not status.is_on(component)]
+    if missing:
+        logger.warning("mmcache: there is no /v1/files: MMCACHE_FILES needs %s to be on", " and ".join(missing))
+        return
+    store = FileStore.of(chosen)
+    endpoints = FileEndpoints(store, max_bytes=chosen.file_bytes, max_pixels=most_pixels())
+    app.router.routes.extend(endpoints.routes())
+    layer = Middleware(
+        PutFilesMiddleware, store=store, may_name_files=WALKERS.__contains__, takes_files=is_for_image_loader
+    )
+    app.user_middleware.append(layer)

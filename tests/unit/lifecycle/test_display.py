@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_mmcache.base import settings, status
+from vllm_mmcache.base.durations import Duration
 from vllm_mmcache.base.status import ON, State
 from vllm_mmcache.components.observe.page.endpoint import address
 from vllm_mmcache.lifecycle import display
@@ -72,3 +73,15 @@ def test_as_json() -> None:
 )
 def test_where_the_page_is(given: dict[str, object], said: str) -> None:
     assert address(Namespace(**{"host": None, "port": 8000, "uds": None, "ssl_certfile": None, **given})) == said
+
+
+def test_files_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_current", settings.Settings(files="s3://bucket/files"))
+    found = {"identity": ON, "lazy_media": ON}
+    said = "files of clients are kept: s3://bucket/files, until 30 days after their upload"
+    assert display.storage_summary(found) == [said]
+    assert display.storage_summary({**found, "identity": OFF}) == []
+    monkeypatch.setattr(settings, "_current", settings.Settings(files="ftp://a:secret@host/b"))
+    assert "secret" not in str(display.storage_summary(found))
+    monkeypatch.setattr(settings, "_current", settings.Settings(files="/a", files_ttl=Duration(0)))
+    assert display.storage_summary(found) == ["files of clients are kept: /a, until they are deleted"]

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from vllm_mmcache.base import tenant
+from vllm_mmcache.base.asgi import path_of
 from vllm_mmcache.base.errors import TenantError
 
 Call = Callable[..., Awaitable[None]]
@@ -27,12 +28,19 @@ class FindTenant:
         """Serve one ASGI call, whatever the task inherited. Raises: what the application raises."""
         tenant.SALT.set(None)
         tenant.REQUEST_SOURCE.set(self.source)
-        if self.source.is_gateway and (scope["type"] == "websocket" or scope.get("method") == "POST"):
+        if self.source.is_gateway and _has_tenant(scope):
             try:
                 tenant.SALT.set(self.source.salt_in(scope["headers"]))
             except TenantError as error:
                 return await _refuse(error, scope, send)
         await self.app(scope, receive, send)
+
+
+def _has_tenant(scope: MutableMapping[str, Any]) -> bool:
+    """Whether a request is somebody's: one that asks a model, or for a tenant's files; not one of a probe."""
+    if scope["type"] == "websocket" or scope.get("method") == "POST":
+        return True
+    return scope["type"] == "http" and path_of(scope).startswith("/v1/files")
 
 
 def refusal(path: str, error: TenantError) -> dict[str, Any]:
@@ -49,7 +57,7 @@ def refusal(path: str, error: TenantError) -> dict[str, Any]:
 async def _refuse(error: TenantError, scope: MutableMapping[str, Any], send: Call) -> None:
     if scope["type"] == "websocket":
         return await send({"type": "websocket.close", "code": 1008, "reason": str(error)})
-    body = json.dumps(refusal(scope["path"].removeprefix(scope.get("root_path", "")), error)).encode()
+    body = json.dumps(refusal(path_of(scope), error)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 400, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -11,7 +11,8 @@ import vllm.envs as envs
 
 from vllm_mmcache.base import status
 from vllm_mmcache.base.arguments import argument
-from vllm_mmcache.components.image_extraction.middleware import Scope, work_begun
+from vllm_mmcache.base.asgi import Scope
+from vllm_mmcache.components.image_extraction.middleware import work_begun
 from vllm_mmcache.components.lazy_media.hooks import is_at_hand
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.hooking.subclasses import base_of
@@ -68,8 +69,13 @@ async def open_known_at_once(wrapped: Any, instance: Any, args: Any, kwargs: Any
 
 
 def is_eligible(scope: Scope, path: str) -> bool:
-    """Whether every image of this request goes to vLLM's image loader, and nowhere else."""
-    if not (status.is_on("image_extraction") and status.is_on("lazy_media")):
+    """Whether images are taken out of this request."""
+    return status.is_on("image_extraction") and is_for_image_loader(scope, path)
+
+
+def is_for_image_loader(scope: Scope, path: str) -> bool:
+    """Whether every image of this request goes to vLLM's image loader as lazy_media has it, and nowhere else."""
+    if not status.is_on("lazy_media"):
         return False
     if envs.VLLM_MEDIA_CONNECTOR != "http":
         return False
@@ -85,3 +91,8 @@ def is_eligible(scope: Scope, path: str) -> bool:
         and vllm_config.model_config.is_multimodal_model
         and base_of(getattr(online_renderer, "renderer", None)) is HfRenderer
     )
+
+
+def most_pixels() -> int:
+    """Of an image that vLLM opens."""
+    return int(envs.VLLM_MAX_IMAGE_PIXELS)

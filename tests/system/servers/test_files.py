@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two real servers with one place for files, and the openai client: uploaded at one, named at both, answered alike."""
+
+import base64
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import pytest
+from mmcache_tools.harness.server import CPU_ARGS, serve
+from mmcache_tools.zoo import build_cached
+from openai import OpenAI
+
+from benchmarks.servers import counters
+from tests.support import files
+from vllm_mmcache.exactness.pictures import ellipses
+
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("files")]
+
+MODEL = "zoo"
+ARGS = (
+    *CPU_ARGS,
+    "--served-model-name",
+    MODEL,
+    "--limit-mm-per-prompt",
+    '{"image": 4}',
+    "--enable-prefix-caching",
+    "--enable-scale-out",
+)
+TENANT = "X-Tenant"
+
+
+CHAT = "/v1/chat/completions"
+Json = dict[str, Any]
+Parts = tuple[Json, Json]
+"""The part that names a file, and the part that holds the image."""
+
+
+class Place(NamedTuple):
+    """Where the files lie, and the addresses of the servers."""
+
+    folder: Path
+    urls: tuple[str, str]
+
+    def client(self, replica: int, tenant: str = "alice") -> OpenAI:
+        headers = {TENANT: tenant}
+        return OpenAI(base_url=f"{self.urls[replica]}/v1", api_key="-", default_headers=headers, max_retries=0)
+
+    def post(self, replica: int, path: str, body: dict[str, Any], tenant: str = "alice") -> httpx.Response:
+        sent = {"model": MODEL, "temperature": 0, **body}
+        return httpx.post(f"{self.urls[replica]}{path}", json=sent, headers={TENANT: tenant}, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("files")
+    model = build_cached("qwen3-vl", folder / "model")
+    env = {
+        "MMCACHE_FILES": str(folder / "files"),
+        "MMCACHE_TENANT_FROM": f"header:{TENANT}",
+    }
+    with ExitStack() as stack:
+        logs = [folder / f"{number}.log" for number in range(2)]
+        servers = [stack.enter_context(serve(model, log_path=log, env=env, args=ARGS)) for log in logs]
+        yield Place(folder / "files", (servers[0].url, servers[1].url))
+
+
+def picture(name: str) -> bytes:
+    return files.saved(ellipses(name, (160, 120)), "PNG")
+
+
+def upload(client: OpenAI, name: str) -> str:
+    return client.files.create(file=(f"{name}.png", picture(name)), purpose="vision").id
+
+
+class Way(NamedTuple):
+    """A request about an image: the one that names its file, and the one that holds it."""
+
+    path: str
+    named: Json
+    whole: Json
+
+
+def ways(file_id: str = "", content: bytes = b"") -> dict[str, Way]:
+    text = base64.b64encode(content).decode()
+    url = f"data:image/png;base64,{text}"
+    chat: Parts = {"type": "file", "file": {"file_id": file_id}}, {"type": "image_url", "image_url": {"url": url}}
+    input_image = {"type": "input_image", "detail": "auto"}
+    responses: Parts = {**input_image, "file_id": file_id}, {**input_image, "image_url": url}
+    source = {"type": "base64", "media_type": "image/png", "data": text}
+    block: Parts = (
+        {"type": "image", "source": {"type": "file", "file_id": file_id}},
+        {"type": "image", "source": source},
+    )
+    asked = {"type": "text", "text": "What is this?"}
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}]}
+
+    def way(path: str, parts: Parts, request: Callable[[Json], Json]) -> Way:
+        return Way(path, *map(request, parts))
+
+    def result(part: Json) -> Json:
+        return user({"type": "tool_result", "tool_use_id": "t", "content": [part]})
+
+    return {
+        "chat": way(CHAT, chat, lambda part: {"messages": [user(part, asked)], "max_tokens": 4, "logprobs": True}),
+        "responses": way(
+            "/v1/responses",
+            responses,
+            lambda part: {"input": [user({"type": "input_text", "text": "What?"}, part)], "max_output_tokens": 4},
+        ),
+        "messages": way("/v1/messages", block, lambda part: {"messages": [user(part, asked)], "max_tokens": 4}),
+        "a tool's result": way(
+            "/v1/messages", block, lambda part: {"messages": [user(asked), call, result(part)], "max_tokens": 4}
+        ),
+        "render": way(f"{CHAT}/render", chat, lambda part: {"messages": [user(part, asked)]}),
+        "count": way("/v1/messages/count_tokens", block, lambda part: {"messages": [user(part)]}),
+    }
+
+
+def user(*parts: Json) -> Json:
+    return {"role": "user", "content": list(parts)}
+
+
+CHANGES = ("id", "request_id", "created", "created_at", "completed_at", "usage", "cache_salt")
+
+
+def lasting(answer: Any) -> Any:
+    """An answer without times, random ids and what was cached."""
+    if isinstance(answer, dict):
+        return {name: lasting(value) for name, value in answer.items() if name not in CHANGES}
+    return [lasting(one) for one in answer] if isinstance(answer, list) else answer
+
+
+@pytest.mark.parametrize("way", ways())
+def test_a_named_file_is_answered_as_its_content(place: Place, way: str) -> None:
+    file_id = upload(place.client(0), "a")
+    path, named, whole = ways(file_id, picture("a"))[way]
+    for replica in (1, 0):
+        answers = [place.post(replica, path, body).raise_for_status().json() for body in (whole, named, named)]
+        assert lasting(answers[1]) == lasting(answers[0])
+        assert lasting(answers[2]) == lasting(answers[0])
+    other = ways(upload(place.client(0), "b"), picture("b"))[way][1]
+    assert lasting(place.post(1, path, other).json()) != lasting(answers[0]) or way == "count"
+
+
+def test_a_known_file_is_neither_read_nor_decoded(place: Place) -> None:
+    file_id = upload(place.client(0), "known")
+    path, named, _ = ways(file_id)["chat"]
+    first = place.post(0, path, named).raise_for_status().json()
+    before = counters(place.urls[0])
+    content = [one for one in place.folder.rglob("*") if one.is_file() and one.stat().st_size == len(picture("known"))]
+    for one in content:
+        one.rename(one.with_name("away"))
+    try:
+        again = place.post(0, path, named).raise_for_status().json()
+    finally:
+        for one in content:
+            one.with_name("away").rename(one)
+    assert len(content) == 1
+    assert lasting(again) == lasting(first)
+    assert counters(place.urls[0])["images_decoded"] == before["images_decoded"]
+
+
+def test_content_that_is_lost_fails_its_request_alone(place: Place) -> None:
+    file_id, other = (upload(place.client(0), name) for name in ("lost", "not lost"))
+    for one in place.folder.rglob("*"):
+        if one.is_file() and one.stat().st_size == len(picture("lost")):
+            one.write_bytes(one.read_bytes()[:-1])
+    path, named, _ = ways(file_id)["chat"]
+    answer = place.post(1, path, named)
+    assert answer.status_code == 400
+    assert "upload it again" in answer.json()["error"]["message"]
+    assert place.post(1, path, ways(other)["chat"][1]).status_code == 200
+    assert upload(place.client(0), "lost") == file_id
+    assert place.post(1, path, named).status_code == 200
+
+
+def test_the_openai_client(place: Place) -> None:
+    near, far = place.client(0, "carol"), place.client(1, "carol")
+    file_id = upload(near, "mine")
+    assert [one.id for one in far.files.list()] == [file_id]
+    assert far.files.retrieve(file_id).filename == "mine.png"
+    assert far.files.content(file_id).read() == picture("mine")
+    with pytest.raises(openai.BadRequestError, match="no image"):
+        near.files.create(file=("a.txt", b"text"), purpose="user_data")
+    assert far.files.delete(file_id).deleted
+    for client in (near, far):
+        with pytest.raises(openai.NotFoundError, match="There is no file"):
+            client.files.retrieve(file_id)
+        with pytest.raises(openai.NotFoundError, match="There is no file"):
+            client.responses.create(
+                model=MODEL,
+                input=[{"role": "user", "content": [{"type": "input_image", "file_id": file_id, "detail": "auto"}]}],
+            )
+
+
+@pytest.mark.parametrize("way", ways())
+def test_a_foreign_file_is_as_unknown_as_any(place: Place, way: str) -> None:
+    mine = upload(place.client(0), "secret")
+    unknown = "file-" + "0" * 64
+    path = ways()[way][0]
+    answers = [place.post(1, path, ways(file_id)[way][1], tenant="mallory") for file_id in (mine, unknown)]
+    assert [answer.status_code for answer in answers] == [404, 404]
+    assert answers[0].text.replace(mine, "ID") == answers[1].text.replace(unknown, "ID")
+    assert place.post(1, path, ways(mine)[way][1]).status_code == 200
+    assert [one.id for one in place.client(1, "mallory").files.list()] == []

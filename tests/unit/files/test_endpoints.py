@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/files` and the layer that puts files in their places, over an application that says what it was asked."""
+
+import io
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from PIL import Image
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from vllm_mmcache.base import settings, tenant
+from vllm_mmcache.base.settings import Settings
+from vllm_mmcache.components.identity.middleware import FindTenant
+from vllm_mmcache.content import placeholders
+from vllm_mmcache.files.endpoints import FileEndpoints
+from vllm_mmcache.files.middleware import MOST_FILES, PutFilesMiddleware
+from vllm_mmcache.files.store import FileStore
+from vllm_mmcache.storage.encryption import PLAIN
+
+CHAT, ANTHROPIC = "/v1/chat/completions", "/v1/messages"
+MAX_BYTES, MAX_PIXELS = 50_000, 10_000
+
+
+def picture(side: int = 20, kind: str = "PNG", color: int = 7) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), (color, 0, 0)).save(file, kind)
+    return file.getvalue()
+
+
+async def echo(request: Request) -> JSONResponse:
+    """The parsed request, and what the names in it stand for."""
+    body = await request.body()
+    names = [name for name in body.decode().replace('"', ",").split(",") if name.startswith(placeholders.PREFIX)]
+    resolved = [placeholders.resolve(name) for name in names]
+    shown = [{"content": one.decode().hex(), "id": one.content_id.hex()} for one in resolved if one is not None]
+    return JSONResponse({"body": body.decode(), "images": shown})
+
+
+def application(folder: Path, source: tenant.TenantSource, takes_files: bool = True, quota: int = 10**6) -> TestClient:
+    store = FileStore(fsspec.filesystem("file"), str(folder), codec=PLAIN, ttl_s=0, quota=quota)
+    routes = FileEndpoints(store, max_bytes=MAX_BYTES, max_pixels=MAX_PIXELS).routes()
+    layers = [
+        Middleware(FindTenant, source=source),
+        Middleware(
+            PutFilesMiddleware,
+            store=store,
+            may_name_files=(CHAT, ANTHROPIC).__contains__,
+            takes_files=lambda scope, path: takes_files,
+        ),
+    ]
+    asked = [Route(path, echo, methods=["POST"]) for path in (CHAT, ANTHROPIC, "/v1/rerank")]
+    return TestClient(Starlette(routes=[*asked, *routes], middleware=layers))
+
+
+@pytest.fixture(params=["cache_salt", "header:x-tenant"])
+def source(request: pytest.FixtureRequest) -> tenant.TenantSource:
+    return tenant.parse_source(request.param)
+
+
+@pytest.fixture
+def client(tmp_path: Path, source: tenant.TenantSource) -> Iterator[TestClient]:
+    yield application(tmp_path, source)
+    assert placeholders.num_lent() == 0
+
+
+class Tenant:
+    """A client of one tenant, who says who it is as the source wants it."""
+
+    def __init__(self, client: TestClient, source: tenant.TenantSource, name: str | None = None) -> None:
+        self._client = client
+        self._headers = {"x-tenant": name} if name and source.is_gateway else {}
+        self._field = {"cache_salt": name} if name and not source.is_gateway else {}
+
+    def upload(self, content: bytes, name: str = "a.png", purpose: str = "vision", **fields: str) -> Any:
+        data = {"purpose": purpose, **self._field, **fields}
+        return self._client.post("/v1/files", files={"file": (name, content)}, data=data, headers=self._headers)
+
+    def call(self, method: str, path: str = "", **params: Any) -> Any:
+        wanted = {**self._field, **params}
+        return self._client.request(method, f"/v1/files{path}", params=wanted, headers=self._headers)
+
+    def chat(self, *ids: str, path: str = CHAT) -> Any:
+        if path == ANTHROPIC:
+            content = [{"type": "image", "source": {"type": "file", "file_id": one}} for one in ids]
+        else:
+            content = [{"type": "file", "file": {"file_id": one}} for one in ids]
+        body = {"messages": [{"role": "user", "content": content}], **self._field}
+        return self._client.post(path, json=body, headers=self._headers)
+
+
+@pytest.fixture
+def alice(client: TestClient, source: tenant.TenantSource) -> Tenant:
+    return Tenant(client, source, "alice")
+
+
+@pytest.fixture
+def bob(client: TestClient, source: tenant.TenantSource) -> Tenant:
+    return Tenant(client, source, "bob")
+
+
+def message(answer: Any) -> str:
+    return str(answer.json()["error"]["message"])
+
+
+def test_uploaded_listed_read_and_deleted(alice: Tenant) -> None:
+    uploaded = alice.upload(picture(), "holiday.png").raise_for_status().json()
+    assert (uploaded["object"], uploaded["bytes"], uploaded["filename"]) == ("file", len(picture()), "holiday.png")
+    assert (uploaded["purpose"], uploaded["status"]) == ("vision", "processed")
+    path = f"/{uploaded['id']}"
+    assert alice.call("GET", path).json() == uploaded
+    listed = alice.call("GET").json()
+    assert (listed["object"], listed["data"], listed["has_more"]) == ("list", [uploaded], False)
+    content = alice.call("GET", f"{path}/content")
+    assert (content.content, content.headers["content-type"]) == (picture(), "image/png")
+    assert alice.call("DELETE", path).json() == {"id": uploaded["id"], "object": "file", "deleted": True}
+    for method, below in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+        assert alice.call(method, path + below).status_code == 404
+
+
+def test_pages_of_the_list(alice: Tenant) -> None:
+    ids = [alice.upload(picture(color=color), purpose="user_data").json()["id"] for color in range(4)]
+    pages: list[list[str]] = []
+    after: dict[str, str] = {}
+    while True:
+        page = alice.call("GET", limit=3, order="asc", **after).json()
+        pages.append([one["id"] for one in page["data"]])
+        if not page["has_more"]:
+            break
+        after = {"after": page["last_id"]}
+    assert [len(page) for page in pages] == [3, 1]
+    assert sorted(itertools.chain(*pages)) == sorted(ids)
+    assert alice.call("GET", purpose="vision").json()["data"] == []
+    assert alice.call("GET", after="file-x").status_code == 404
+    for limit in ("0", "-1", "x", "10001"):
+        assert alice.call("GET", limit=limit).status_code == 400
+
+
+@pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
+def test_a_request_names_files(alice: Tenant, path: str) -> None:
+    contents = [picture(color=1), picture(kind="JPEG", color=2)]
+    ids = [alice.upload(content).json()["id"] for content in contents]
+    answer = alice.chat(*ids, ids[0], path=path).raise_for_status().json()
+    assert [bytes.fromhex(one["content"]) for one in answer["images"]] == [*contents, contents[0]]
+    assert [f"file-{one['id']}" for one in answer["images"]] == [*ids, ids[0]]
+    assert "file_id" not in answer["body"]
+    assert answer["body"].count("image/jpeg") == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
+def test_foreign_deleted_and_unknown_files_look_the_same(alice: Tenant, bob: Tenant, path: str) -> None:
+    deleted, foreign = (one.upload(picture()).json()["id"] for one in (bob, alice))
+    bob.call("DELETE", f"/{deleted}")
+    unknown = "file-" + "0" * 64
+    answers = [bob.chat(file_id, path=path) for file_id in (deleted, foreign, unknown)]
+    assert [answer.status_code for answer in answers] == [404] * 3
+    texts = [
+        answer.text.replace(file_id, "ID") for answer, file_id in zip(answers, (deleted, foreign, unknown), strict=True)
+    ]
+    assert len(set(texts)) == 1
+    assert "POST /v1/files" in message(answers[0])
+    assert ("type" in answers[0].json()) == (path == ANTHROPIC)
+    for method in ("GET", "DELETE"):
+        assert bob.call(method, f"/{foreign}").text.replace(foreign, "ID") == bob.call(
+            method, f"/{unknown}"
+        ).text.replace(unknown, "ID")
+    assert alice.chat(foreign, path=path).status_code == 200
+    assert bob.call("GET").json()["data"] == []
+
+
+def test_what_names_no_file_goes_on_as_it_came(client: TestClient) -> None:
+    for path, body in (
+        (CHAT, b'{"messages":  [{"content": "file_id"}]}'),
+        (CHAT, b'{"file_id": not json'),
+        (CHAT, b'["file_id"]'),
+        (CHAT, b"[" * 100_000 + b'"file_id"'),
+        ("/v1/rerank", b'{"messages": [{"content": [{"type": "file", "file": {"file_id": "a"}}]}]}'),
+    ):
+        answer = client.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.json() == {"body": body.decode(), "images": []}
+
+
+def test_uploads_that_are_refused(alice: Tenant, client: TestClient) -> None:
+    cases = {
+        "no image": (alice.upload(b"GIF89a? no"), 400, "no image"),
+        "no content": (alice.upload(b""), 400, "no"),
+        "a bomb": (alice.upload(picture(side=101)), 400, "101x101 pixels"),
+        "too large": (alice.upload(picture() + bytes(MAX_BYTES)), 413, "MMCACHE_FILE_BYTES"),
+        "much too large": (alice.upload(picture() + bytes(MAX_BYTES * 9)), 413, "MMCACHE_FILE_BYTES"),
+        "another purpose": (alice.upload(picture(), purpose="fine-tune"), 400, "'fine-tune'"),
+        "no file": (client.post("/v1/files", data={"purpose": "vision"}), 400, "'file'"),
+        "no form": (client.post("/v1/files", json={"purpose": "vision"}), 400, "'file'"),
+        "expires too soon": (alice.upload(picture(), **{"expires_after[seconds]": "5"}), 400, "3600"),
+    }
+    for case, (answer, status, text) in cases.items():
+        assert (case, answer.status_code) == (case, status)
+        assert text in message(answer)
+    assert alice.call("GET").json()["data"] == []
+    broken = client.post(
+        "/v1/files", content=b"--x\r\nbroken", headers={"content-type": "multipart/form-data; boundary=x"}
+    )
+    assert broken.status_code == 400
+    expires = alice.upload(picture(), **{"expires_after[seconds]": "3600"}).json()
+    assert expires["expires_at"] - expires["created_at"] == 3600
+
+
+def test_quota(tmp_path: Path, source: tenant.TenantSource) -> None:
+    alice = Tenant(application(tmp_path, source, quota=5000), source, "alice")
+    first = alice.upload(picture()).json()
+    refused = alice.upload(picture(color=8))
+    assert refused.status_code == 413
+    assert "Delete some first" in message(refused)
+    alice.call("DELETE", f"/{first['id']}")
+    assert alice.upload(picture(color=8)).status_code == 200
+
+
+def test_a_server_that_can_not_take_files(tmp_path: Path, source: tenant.TenantSource) -> None:
+    alice = Tenant(application(tmp_path, source, takes_files=False), source, "alice")
+    answer = alice.chat(alice.upload(picture()).json()["id"])
+    assert answer.status_code == 400
+    assert "Send the image itself" in message(answer)
+
+
+def test_too_many_files_and_files_that_are_no_more(alice: Tenant, tmp_path: Path) -> None:
+    assert alice.chat(*(f"file-{number}" for number in range(MOST_FILES + 1))).status_code == 400
+    file_id = alice.upload(picture()).json()["id"]
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path.suffix != ".json":
+            path.unlink()
+    assert alice.call("GET", f"/{file_id}/content").status_code == 503
+    with pytest.raises(ValueError, match="is gone: upload it again"):
+        alice.chat(file_id)
+
+
+def test_a_place_that_does_not_serve(alice: Tenant, tmp_path: Path) -> None:
+    file_id = alice.upload(picture()).json()["id"]
+    shutil.rmtree(tmp_path / "v1")
+    (tmp_path / "v1").write_text("no directory any more")
+    for answer in (alice.chat(file_id), alice.call("GET", f"/{file_id}"), alice.upload(picture())):
+        assert (answer.status_code, message(answer)) == (503, "files can't be reached now: ask again later")
+
+
+def test_a_tenant_is_required(client: TestClient, source: tenant.TenantSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_current", Settings(require_tenant=True))
+    nobody = Tenant(client, source)
+    for answer in (nobody.upload(picture()), nobody.call("GET"), nobody.chat("file-" + "0" * 64)):
+        assert answer.status_code == 400
+        assert "tenant" in message(answer)
+
+
+def test_a_body_that_contradicts_the_header(tmp_path: Path) -> None:
+    client = application(tmp_path, tenant.parse_source("header:x-tenant"))
+    answer = client.get("/v1/files", params={"cache_salt": "bob"}, headers={"x-tenant": "alice"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt")
+    assert client.get("/v1/files", headers=[("x-tenant", "a"), ("x-tenant", "b")]).status_code == 400
+
+
+def test_json_is_as_it_was(alice: Tenant) -> None:
+    """What a client says beside the file reaches the application with the same values."""
+    file_id = alice.upload(picture()).json()["id"]
+    more = {"text": "ä\U0001f600\u2028", "number": 1e-7, "big": 2**70, "none": None}
+    body = {"messages": [{"content": [{"type": "file", "file": {"file_id": file_id}, **more}]}], **alice._field}
+    answer = alice._client.post(CHAT, json=body, headers=alice._headers).raise_for_status()
+    (part,) = json.loads(answer.json()["body"])["messages"][0]["content"]
+    assert {name: part[name] for name in more} == json.loads(json.dumps(more))

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of tenants in a directory and in fsspec's memory, with and without encryption."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from vllm_mmcache.base.errors import FilesUnusable
+from vllm_mmcache.base.settings import Settings
+from vllm_mmcache.files import store as file_store
+from vllm_mmcache.files.store import ENTRY_BYTES, FileInfo, FileStore, QuotaExceeded
+from vllm_mmcache.storage.encryption import PLAIN, AesGcmCodec, PlainCodec
+
+CONTENT = b"the content of an image's file" * 40
+ALICE, BOB = b"a" * 32, b"b" * 32
+HOUR = 3600
+
+
+def kept(store: FileStore, tenant: bytes | None = ALICE, content: bytes = CONTENT, **more: Any) -> FileInfo:
+    given = {"filename": "a.png", "purpose": "vision", "media_type": "image/png", **more}
+    return store.put(tenant, content, **given)
+
+
+@pytest.fixture(params=["directory", "memory", "encrypted"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, str, PlainCodec]]:
+    codec = AesGcmCodec(b"k" * 32) if request.param == "encrypted" else PLAIN
+    if request.param == "memory":
+        memory = fsspec.filesystem("memory", skip_instance_cache=True)
+        yield memory, "/files", codec
+        memory.rm("/files", recursive=True)
+    else:
+        yield fsspec.filesystem("file"), str(tmp_path / "files"), codec
+
+
+def opened(place: tuple[Any, str, PlainCodec], ttl_s: int = 0, quota: int = 10**6) -> FileStore:
+    filesystem, root, codec = place
+    return FileStore(filesystem, root, codec=codec, ttl_s=ttl_s, quota=quota)
+
+
+@pytest.fixture
+def store(place: tuple[Any, str, PlainCodec]) -> FileStore:
+    return opened(place)
+
+
+def objects(place: tuple[Any, str, PlainCodec]) -> list[str]:
+    filesystem, root, _ = place
+    return sorted(filesystem.find(root)) if filesystem.exists(root) else []
+
+
+def test_kept_found_and_removed(store: FileStore, place: tuple[Any, str, PlainCodec]) -> None:
+    info = kept(store)
+    other = opened(place)  # another replica
+    assert other.find(ALICE, info.id) == info
+    assert other.read(ALICE, info) == CONTENT
+    assert other.files_of(ALICE) == [info]
+    assert store.delete(ALICE, info.id)
+    assert other.find(ALICE, info.id) is None
+    assert not other.delete(ALICE, info.id)
+    assert objects(place) == [], "nothing of it is left"
+    with pytest.raises(FilesUnusable, match="is gone"):
+        other.read(ALICE, info)
+
+
+def test_the_same_bytes_have_the_same_name(store: FileStore) -> None:
+    first, second = kept(store), kept(store, filename="b.png")
+    assert first.id == second.id
+    assert [info.filename for info in store.files_of(ALICE)] == ["b.png"]
+    assert kept(store, content=CONTENT + b".").id != first.id
+
+
+def test_tenants_share_nothing(store: FileStore) -> None:
+    infos = {tenant: kept(store, tenant) for tenant in (ALICE, BOB, None)}
+    assert len({info.id for info in infos.values()}) == 3
+    for tenant, info in infos.items():
+        assert store.files_of(tenant) == [info]
+        for other in set(infos) - {tenant}:
+            assert store.find(other, info.id) is None
+            assert not store.delete(other, info.id)
+            with pytest.raises(FilesUnusable):
+                store.read(other, info)
+    assert store.read(None, infos[None]) == CONTENT
+
+
+@pytest.mark.parametrize(
+    "file_id", ["", "file-", "file-../../etc/passwd", "file-" + "g" * 64, "a" * 69, "file-" + "A" * 64]
+)
+def test_what_is_no_id_is_unknown(store: FileStore, file_id: str) -> None:
+    kept(store)
+    assert store.find(ALICE, file_id) is None
+    assert not store.delete(ALICE, file_id)
+
+
+def test_expiry(place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now = opened(place, ttl_s=2 * HOUR), int(time.time())
+    ends = {hours: kept(store, content=b"%d" % hours, expires_after_s=hours * HOUR) for hours in (1, 3)}
+    ends[0] = kept(store)
+    lives = {hours: (info.expires_s or 0) - info.created_s for hours, info in ends.items()}
+    assert lives == {1: HOUR, 3: 2 * HOUR, 0: 2 * HOUR}
+    monkeypatch.setattr("time.time", lambda: now + 1.5 * HOUR)
+    assert store.find(ALICE, ends[1].id) is None
+    assert {info.id for info in store.files_of(ALICE)} == {ends[3].id, ends[0].id}
+    renewed = kept(store)
+    monkeypatch.setattr("time.time", lambda: now + 3 * HOUR)
+    assert store.files_of(ALICE) == [renewed]
+    assert len(objects(place)) == 6
+    assert store.sweep() == 2
+    assert len(objects(place)) == 2
+    assert opened(place).find(ALICE, renewed.id) == renewed
+
+
+def test_sweep_removes_content_of_which_nothing_is_said(place: tuple[Any, str, PlainCodec], monkeypatch: Any) -> None:
+    """A server that was ended between the two has left it; another one may be about to say something of it."""
+    store = opened(place)
+    info = kept(store)
+    filesystem, _, _ = place
+    (said,) = (path for path in objects(place) if path.endswith(".json"))
+    filesystem.rm_file(said)
+    assert store.find(ALICE, info.id) is None
+    assert store.sweep() == 0
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now + 2 * 86400)
+    monkeypatch.setattr(file_store, "_age_s", lambda entry: 2 * 86400.0)  # fsspec's memory has no times
+    assert store.sweep() == 1
+    assert objects(place) == []
+
+
+def test_quota(place: tuple[Any, str, PlainCodec]) -> None:
+    store = opened(place, quota=2 * (len(CONTENT) + ENTRY_BYTES) + 100)
+    first = kept(store)
+    kept(store, content=CONTENT[::-1])
+    kept(store)  # again, which takes no more
+    with pytest.raises(QuotaExceeded):
+        kept(store, content=CONTENT[:-1])
+    kept(store, BOB)
+    assert store.delete(ALICE, first.id)
+    kept(store, content=CONTENT[:-1])
+    assert len(store.files_of(ALICE)) == 2
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "another's"])
+def test_damaged_content_is_not_served(place: tuple[Any, str, PlainCodec], damage: str) -> None:
+    store, (filesystem, _, _) = opened(place), place
+    info, other = kept(store), kept(store, content=CONTENT[::-1])
+    one, two = (path for path in objects(place) if not path.endswith(".json"))
+    stored = filesystem.cat_file(one)
+    flipped = bytes([stored[-1] ^ 1])
+    filesystem.pipe_file(
+        one, {"changed": stored[:-1] + flipped, "cut": stored[:-1]}.get(damage, filesystem.cat_file(two))
+    )
+    served = []
+    for file, content in ((info, CONTENT), (other, CONTENT[::-1])):
+        with contextlib.suppress(FilesUnusable):
+            served.append(store.read(ALICE, file) == content)
+    assert served == [True], "the other one is refused"
+
+
+def test_encrypted_files_show_nothing(tmp_path: Path) -> None:
+    store = opened((fsspec.filesystem("file"), str(tmp_path), AesGcmCodec(b"k" * 32)))
+    info = kept(store, filename="passport.png")
+    for path in tmp_path.rglob("*"):
+        shown = str(path.relative_to(tmp_path)).encode() + (path.read_bytes() if path.is_file() else b"")
+        for secret in (CONTENT[:16], b"passport", info.id.removeprefix("file-").encode(), ALICE.hex().encode()):
+            assert secret not in shown
+    other_key = opened((fsspec.filesystem("file"), str(tmp_path), AesGcmCodec(b"l" * 32)))
+    assert other_key.files_of(ALICE) == []
+
+
+def test_a_place_that_does_not_serve(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left alone for a while, so that what waits for it waits once, and then tried again."""
+    (tmp_path / "file").write_text("no directory")
+    store = opened((fsspec.filesystem("file"), str(tmp_path / "file"), PLAIN))
+    for _ in range(2):
+        with pytest.raises(FilesUnusable, match="ask again later"):
+            kept(store)
+    assert len([record for record in caplog.records if "with the files of clients is off" in record.getMessage()]) == 1
+    (tmp_path / "file").unlink()
+    with pytest.raises(FilesUnusable):
+        store.files_of(ALICE)
+    now = time.monotonic()
+    monkeypatch.setattr("time.monotonic", lambda: now + file_store.REST_S[0])
+    assert store.files_of(ALICE) == []
+    assert store.find(ALICE, kept(store).id) is not None
+
+
+def test_a_directory_is_the_servers_alone(tmp_path: Path) -> None:
+    store = FileStore.of(Settings(files=str(tmp_path / "new" / "files")))
+    kept(store)
+    assert (tmp_path / "new" / "files").stat().st_mode & 0o777 == 0o700
+    assert FileStore.of(Settings(files=f"file://{tmp_path}/new/files")).files_of(ALICE) == store.files_of(ALICE)
+
+
+def test_a_place_that_fsspec_does_not_know() -> None:
+    with pytest.raises(FilesUnusable, match="nowhere"):
+        FileStore.of(Settings(files="nowhere://a/b"))

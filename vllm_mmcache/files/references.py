@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a request names files: parts of messages in chat completions, Responses and Anthropic's messages. Pure.
+
+{"type": "file", "file": {"file_id": ID}}                       chat completions
+{"type": "input_image", "file_id": ID}, or "input_file"         Responses
+{"type": "image", "source": {"type": "file", "file_id": ID}}    Anthropic
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One place of a request that names a file."""
+
+    file_id: str
+    put: Callable[[str, str], None]
+    """Puts an image there, in place of the name: its media type, and its content in base64 or what stands for it."""
+
+
+def references(request: Json) -> Iterator[Reference]:
+    """Those in a parsed request, in its order."""
+    messages, items = request.get("messages"), request.get("input")
+    for message in messages if isinstance(messages, list) else []:
+        for one in message if isinstance(message, list) else [message]:  # a batch holds conversations
+            if isinstance(one, dict):
+                yield from _in_parts(one.get("content"))
+    for item in items if isinstance(items, list) else []:
+        if isinstance(item, dict):
+            yield from _in_parts(item.get("content"))
+            if item.get("type") == "function_call_output":
+                yield from _in_parts(item.get("output"))
+
+
+def _in_parts(parts: Any) -> Iterator[Reference]:
+    for part in parts if isinstance(parts, list) else []:
+        if not isinstance(part, dict):
+            continue
+        kind, file, source = part.get("type"), part.get("file"), part.get("source")
+        if kind == "file" and isinstance(file, dict) and isinstance(file.get("file_id"), str):
+            yield Reference(file["file_id"], _chat_image(part))
+        elif kind in ("input_image", "input_file") and isinstance(part.get("file_id"), str):
+            yield Reference(part["file_id"], _input_image(part))
+        elif kind == "image" and isinstance(source, dict) and source.get("type") == "file":
+            if isinstance(source.get("file_id"), str):
+                yield Reference(source["file_id"], _anthropic_image(part))
+        elif kind == "tool_result":
+            yield from _in_parts(part.get("content"))
+
+
+def _chat_image(part: Json) -> Callable[[str, str], None]:
+    def put(media_type: str, content: str) -> None:
+        del part["file"]
+        part.update(type="image_url", image_url={"url": _data_url(media_type, content)})
+
+    return put
+
+
+def _input_image(part: Json) -> Callable[[str, str], None]:
+    def put(media_type: str, content: str) -> None:
+        del part["file_id"]
+        part.update(type="input_image", image_url=_data_url(media_type, content))
+        part.setdefault("detail", "auto")
+
+    return put
+
+
+def _anthropic_image(part: Json) -> Callable[[str, str], None]:
+    def put(media_type: str, content: str) -> None:
+        part["source"] = {"type": "base64", "media_type": media_type, "data": content}
+
+    return put
+
+
+def _data_url(media_type: str, content: str) -> str:
+    return f"data:{media_type};base64,{content}"

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of clients, in a directory, in S3 or wherever else fsspec can write. API server process, any thread.
+
+A file's id is the digest of its content under its tenant's key, so that the same bytes have the same id, and nobody can
+say what an id of another tenant stands for. It lies below its tenant's folder, in two objects:
+
+    v1/TENANT/NAME        the content
+    v1/TENANT/NAME.json   what is said of it (FileInfo); a file is there as long as this is
+
+Content is written before what is said of it, and removed after it, so that what is found is whole. It is compared with
+its id when it is read. With a store key, both are encrypted, and names are keyed. Nothing is kept in this process, so
+that a file that one server removes is gone for all.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from blake3 import blake3
+from pydantic import TypeAdapter, ValidationError
+
+from vllm_mmcache.base import background, tenant
+from vllm_mmcache.base.errors import FilesUnusable, StoreCorrupt
+from vllm_mmcache.base.settings import Settings
+from vllm_mmcache.storage import encryption
+from vllm_mmcache.storage.breaker import CircuitBreaker
+
+T = TypeVar("T")
+
+PREFIX = "file-"
+SWEEP_S = 3600.0
+ENTRY_BYTES = 4096
+"""Charged to a tenant's quota for each file, beside its content."""
+REST_S = 5.0, 60.0
+"""That a place which fails is left alone, and the most, since each further failure doubles it."""
+THREADS = 16
+_UNREACHABLE = "files can't be reached now: ask again later"
+_COMMON = bytes(32)
+_INFO = ".json"
+_ABANDONED_S = 86400.0
+"""How old content is, of which nothing is said, when it is taken for what a server has left that was ended."""
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """What is said of a file. Units: seconds since the epoch; expires_s is None for ever."""
+
+    id: str
+    filename: str
+    purpose: str
+    num_bytes: int
+    created_s: int
+    expires_s: int | None
+    media_type: str
+
+    @property
+    def content_id(self) -> bytes:
+        """The digest of its content under its tenant's key."""
+        return bytes.fromhex(self.id.removeprefix(PREFIX))
+
+
+_READ_INFO = TypeAdapter(FileInfo)
+
+
+class QuotaExceeded(Exception):
+    """A tenant's files would take more than they may."""
+
+
+class FileStore:
+    """Files by tenant and id. tenant_key, in all methods: tenant.key_of a request's salt.
+
+    Every method raises FilesUnusable where the place does not serve. It is then left alone for REST_S; the log says so.
+    """
+
+    def __init__(self, filesystem: Any, root: str, *, codec: encryption.PlainCodec, ttl_s: int, quota: int) -> None:
+        self._files = filesystem
+        self._root = f"{root.rstrip('/')}/v1"
+        self._codec = codec
+        self._ttl_s = ttl_s
+        self._quota = quota
+        self._breaker = CircuitBreaker("with the files of clients", *REST_S)
+        self._threads = ThreadPoolExecutor(THREADS, "mmcache-files")
+        self._swept = time.monotonic()
+        self._sweeping = threading.Lock()
+
+    @classmethod
+    def of(cls, settings: Settings) -> "FileStore":
+        """The files that these settings ask for.
+
+        Raises: FilesUnusable for a place that can't be opened; SettingsError for a key that can't be used.
+        """
+        import fsspec
+        from fsspec.implementations.local import LocalFileSystem
+
+        assert settings.files is not None
+        codec = encryption.of(settings.store_key_file)
+        try:
+            options = {"use_listings_cache": False, "skip_instance_cache": True}
+            filesystem, root = fsspec.core.url_to_fs(settings.files, **options)
+            if isinstance(filesystem, LocalFileSystem):
+                Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (ImportError, ValueError, OSError) as error:
+            raise FilesUnusable(f"MMCACHE_FILES {settings.files!r} can't be opened: {error}") from error
+        return cls(filesystem, root, codec=codec, ttl_s=int(settings.files_ttl), quota=settings.files_quota)
+
+    async def in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        """What `call` gives, in a thread of the store's own: a place that is slow keeps nobody else waiting."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+
+    def put(
+        self,
+        tenant_key: bytes | None,
+        content: bytes,
+        *,
+        filename: str,
+        purpose: str,
+        media_type: str,
+        expires_after_s: int | None = None,
+    ) -> FileInfo:
+        """Keep a file. One with the same content takes the name, the purpose and the time of this one.
+
+        Raises: QuotaExceeded.
+        """
+        now = int(time.time())
+        lives_s = min((seconds for seconds in (expires_after_s, self._ttl_s or None) if seconds), default=None)
+        file_id = PREFIX + tenant.digest(content, tenant_key).hex()
+        expires_s = None if lives_s is None else now + lives_s
+        info = FileInfo(file_id, filename, purpose, len(content), now, expires_s, media_type)
+        with self._serving():
+            held = self._held_bytes(tenant_key, but=file_id)
+            if held + len(content) + ENTRY_BYTES > self._quota:
+                raise QuotaExceeded(
+                    f"{held} of {self._quota} bytes are in use, and the file has {len(content)} and {ENTRY_BYTES} more"
+                )
+            path = self._path(tenant_key, file_id)
+            self._write(path, content)
+            self._write(path + _INFO, TypeAdapter(FileInfo).dump_json(info))
+        self._sweep_sometimes()
+        return info
+
+    def find(self, tenant_key: bytes | None, file_id: str) -> FileInfo | None:
+        """What is said of a file; None for one that is not there, has expired, or is another tenant's."""
+        if not _is_id(file_id):
+            return None
+        with self._serving():
+            info = self._info(self._path(tenant_key, file_id) + _INFO)
+        return None if info is None or info.id != file_id or _is_over(info) else info
+
+    def read(self, tenant_key: bytes | None, info: FileInfo) -> bytes:
+        """The content of a file. Raises: FilesUnusable also where it is gone or damaged."""
+        with self._serving():
+            content = self._read(self._path(tenant_key, info.id))
+        if content is None or tenant.digest(content, tenant_key) != info.content_id:
+            raise FilesUnusable(
+                f"the content of {info.id} is {'gone' if content is None else 'damaged'}: upload it again"
+            )
+        return content
+
+    def files_of(self, tenant_key: bytes | None) -> list[FileInfo]:
+        """The files of a tenant, the latest first."""
+        with self._serving():
+            found = [self._info(path) for path, _ in self._objects(self._folder(tenant_key)) if path.endswith(_INFO)]
+        there = [info for info in found if info is not None and not _is_over(info)]
+        return sorted(there, key=lambda info: (info.created_s, info.id), reverse=True)
+
+    def delete(self, tenant_key: bytes | None, file_id: str) -> bool:
+        """Remove a file for good. Returns whether it was there."""
+        info = self.find(tenant_key, file_id)
+        if info is not None:
+            with self._serving():
+                self._remove(self._path(tenant_key, file_id))
+        return info is not None
+
+    def sweep(self) -> int:
+        """Remove what has expired, of all tenants, and content of which nothing is said. Returns how many files."""
+        removed = 0
+        with self._serving():
+            for folder in self._files.ls(self._root, detail=False) if self._files.exists(self._root) else []:
+                objects = dict(self._objects(folder))
+                for path, entry in objects.items():
+                    if path.endswith(_INFO):
+                        info = self._info(path)
+                        is_over = info is not None and _is_over(info)
+                    else:
+                        is_over = path + _INFO not in objects and _age_s(entry) > _ABANDONED_S
+                    if is_over:
+                        self._remove(path.removesuffix(_INFO))
+                        removed += 1
+        return removed
+
+    @contextlib.contextmanager
+    def _serving(self) -> Iterator[None]:
+        """Whatever the place raises becomes FilesUnusable; then it is left alone for a while."""
+        if self._breaker.is_open():
+            raise FilesUnusable(_UNREACHABLE)
+        try:
+            yield
+        except QuotaExceeded:
+            raise
+        except Exception as error:
+            self._breaker.record_failure(repr(error))
+            raise FilesUnusable(_UNREACHABLE) from error
+        self._breaker.record_success()
+
+    def _sweep_sometimes(self) -> None:
+        with self._sweeping:
+            if time.monotonic() - self._swept < SWEEP_S:
+                return
+            self._breaker = CircuitBreaker("with the files of clients", *REST_S)
+        self._threads = ThreadPoolExecutor(THREADS, "mmcache-files")
+        self._swept = time.monotonic()
+        threading.Thread(target=self._sweep_behind, name="mmcache-files", daemon=True).start()
+
+    def _sweep_behind(self) -> None:
+        background.lower_priority()
+        with contextlib.suppress(FilesUnusable):  # the log has it
+            self.sweep()
+
+    def _held_bytes(self, tenant_key: bytes | None, but: str) -> int:
+        left_out = self._path(tenant_key, but)
+        sizes = [
+            entry["size"] + ENTRY_BYTES
+            for path, entry in self._objects(self._folder(tenant_key))
+            if not path.endswith(_INFO) and path != left_out
+        ]
+        return sum(sizes)
+
+    def _folder(self, tenant_key: bytes | None) -> str:
+        return f"{self._root}/{self._codec.name(tenant_key or _COMMON).hex()}"
+
+    def _path(self, tenant_key: bytes | None, file_id: str) -> str:
+        named = blake3((tenant_key or _COMMON) + file_id.encode()).digest()
+        return f"{self._folder(tenant_key)}/{self._codec.name(named).hex()}"
+
+    def _objects(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        try:
+            entries = self._files.ls(folder, detail=True)
+        except FileNotFoundError:
+            return
+        for entry in entries:
+            if entry["type"] == "file":
+                yield f"{folder}/{entry['name'].rpartition('/')[2]}", entry
+
+    def _info(self, path: str) -> FileInfo | None:
+        content = self._read(path)
+        try:
+            return None if content is None else _READ_INFO.validate_json(content)
+        except ValidationError:
+            return None
+
+    def _read(self, path: str) -> bytes | None:
+        try:
+            stored = self._files.cat_file(path)
+        except FileNotFoundError:
+            return None
+        try:
+            return self._codec.decrypt_bytes(_bound_to(path), stored)
+        except StoreCorrupt:
+            return None
+
+    def _write(self, path: str, content: bytes) -> None:
+        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        with self._files.open(path, "wb", autocommit=False) as file:
+            file.write(self._codec.encrypt_bytes(_bound_to(path), content))
+        file.commit()
+
+    def _remove(self, path: str) -> None:
+        for one in (path + _INFO, path):
+            try:
+                self._files.rm_file(one)
+            except FileNotFoundError:
+                continue
+
+
+def _bound_to(path: str) -> bytes:
+    """What an encrypted object is bound to, so that none can take another's place."""
+    return blake3("/".join(path.rsplit("/", 2)[1:]).encode()).digest()
+
+
+def _is_id(text: str) -> bool:
+    digits = text.removeprefix(PREFIX)
+    return text.startswith(PREFIX) and len(digits) == 64 and not set(digits) - set("0123456789abcdef")
+
+
+def _is_over(info: FileInfo) -> bool:
+    return info.expires_s is not None and info.expires_s <= time.time()
+
+
+def _age_s(entry: dict[str, Any]) -> float:
+    """Since an object was written; 0 where the file system does not say it."""
+    written = entry.get("mtime") or entry.get("LastModified")
+    seconds: Any = written.timestamp() if isinstance(written, datetime) else written
+    return time.time() - seconds if isinstance(seconds, int | float) else 0.0
