@@ -378,6 +378,13 @@ class Settings(BaseSettings):
             "charged 4 KiB beside its content."
         ),
     )
+    files_uuids: bool = Field(
+        default=False,
+        description=(
+            "Keeps images that come with a `uuid` where `files` are, too, so that every replica knows the uuid. They "
+            "have a quota of their own of the same size."
+        ),
+    )
     file_bytes: ByteSize = Field(
         default=ByteSize(32 << 20), ge=1 << 10, description="The largest file that can be uploaded."
     )

@@ -46,8 +46,8 @@ def unknown(file_id: str) -> Refusal:
     )
 
 
-def tenant_key(given: object) -> bytes | None:
-    """The key of the tenant that a request's headers name, or `given`, its cache_salt, where that names one here.
+def salt_of(given: object) -> str | None:
+    """The salt of the tenant that a request's headers name, or `given`, its cache_salt, where that names one here.
 
     Raises: Refusal (400) for a name that is none, one that contradicts the headers, and none where one is required.
     """
@@ -59,8 +59,14 @@ def tenant_key(given: object) -> bytes | None:
         salt = tenant.current(None if source.is_gateway else given)
         if salt is None and settings.current().requires_tenant:
             raise TenantError(f"{source.in_words()} has to name a tenant here.", source.parameter())
-        return tenant.key_of(salt)
+        tenant.key_of(salt)
+        return salt
     except TenantError as error:
         raise Refusal(400, str(error), error.parameter) from error
     except UnicodeEncodeError as error:
         raise Refusal(400, "Parameter 'cache_salt' is no text that UTF-8 has.", "cache_salt") from error
+
+
+def tenant_key(given: object) -> bytes | None:
+    """tenant.key_of the salt that `salt_of` gives. Raises: as salt_of."""
+    return tenant.key_of(salt_of(given))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ASGI layer that puts images in the place of the ids of files. API server process, event loop.
+"""The ASGI layer that puts images in the places of ids of files, and of uuids. API server process, event loop.
 
 The application gets a short name where an image's content would be (content/placeholders.py). lazy_media opens it: an
 image that is known already is not even read. A body that names no file goes on as it came, byte for byte.
@@ -8,8 +8,12 @@ image that is known already is not even read. A body that names no file goes on 
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from vllm_mmcache.base import tenant
 from vllm_mmcache.base.asgi import (
     App,
     Receive,
@@ -23,8 +27,9 @@ from vllm_mmcache.base.asgi import (
 )
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.content import placeholders
-from vllm_mmcache.files.errors import Refusal, tenant_key, unknown
-from vllm_mmcache.files.references import Reference, references
+from vllm_mmcache.files.errors import Refusal, salt_of, unknown
+from vllm_mmcache.files.named import NamedImages
+from vllm_mmcache.files.references import NamedImage, Reference, named_images, references
 from vllm_mmcache.files.store import FileInfo, FileStore
 
 MOST_FILES = 1024
@@ -34,17 +39,27 @@ MOST_FILES = 1024
 class StoredImage:
     """A stored file as the content of an image, which is read when somebody needs it. Any thread."""
 
-    def __init__(self, store: FileStore, key: bytes | None, info: FileInfo) -> None:
-        self._store, self._key, self._info = store, key, info
-        self.content_id = info.content_id
+    def __init__(self, content_id: bytes, read: Callable[[], bytes]) -> None:
+        self.content_id = content_id
         self.text = b""
+        self._read = read
 
     def decode(self) -> bytes:
         """The file. Raises: ValueError where it can't be read; vLLM answers with the status 400."""
         try:
-            return self._store.read(self._key, self._info)
+            return self._read()
         except FilesUnusable as error:
             raise ValueError(str(error)) from error
+
+
+@dataclass
+class Named:
+    """What a request names: files, and images by uuids; and what then stands for them, by its name in the request."""
+
+    request: dict[str, Any]
+    files: list[Reference]
+    images: list[NamedImage]
+    payloads: dict[str, StoredImage] = field(default_factory=dict)
 
 
 class PutFilesMiddleware:
@@ -59,11 +74,13 @@ class PutFilesMiddleware:
         store: FileStore,
         may_name_files: Callable[[str], bool],
         takes_files: Callable[[Scope, str], bool],
+        named_images: NamedImages | None = None,
     ) -> None:
         self.app = app
         self.store = store
         self.may_name_files = may_name_files
         self.takes_files = takes_files
+        self.named_images = named_images
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI call; a request whose files are not all there is refused. Raises: as the application."""
@@ -74,45 +91,68 @@ class PutFilesMiddleware:
             return await self.app(scope, receive, send)
         messages = await receive_all(receive)
         body = b"".join([message.get("body", b"") for message in messages])
-        request, found = _parsed(body)
-        if not found:
+        takes_files = self.takes_files(scope, path)
+        named = self._parsed(body, takes_files)
+        if not named.files and not named.images:
             return await self.app(scope, receive_again(messages, receive), send)
         try:
-            if not self.takes_files(scope, path):
+            if not takes_files:
                 raise Refusal(400, "This server can't take images by 'file_id' here. Send the image itself.", "file_id")
-            payloads = await self._put(request, found)
+            salt = salt_of(named.request.get("cache_salt"))
+            key = tenant.key_of(salt)
+            await self._put_files(named, key)
+            await self._put_images(named, salt, key)
         except Refusal as refusal:
-            return await refusal.response(path)(scope, receive, send)
-        with placeholders.register(payloads):
-            await self.app(scope, receive_again(as_message(json.dumps(request).encode()), receive), send)
+            if named.files:
+                return await refusal.response(path)(scope, receive, send)
+            return await self.app(scope, receive_again(messages, receive), send)  # vLLM and identity say what is wrong
+        if named.payloads:
+            messages = as_message(json.dumps(named.request).encode())
+        with placeholders.register(named.payloads):
+            async with self._keeping(named.images, key):
+                await self.app(scope, receive_again(messages, receive), send)
 
-    async def _put(self, request: dict[str, Any], found: list[Reference]) -> dict[str, StoredImage]:
-        """Changes the request. Returns: what the names in it stand for. Raises: Refusal."""
-        ids = list(dict.fromkeys(reference.file_id for reference in found))
+    def _parsed(self, body: bytes, takes_files: bool) -> Named:
+        """The request and what it names; nothing where it names nothing, or is no request."""
+        asks = b"file_id" in body, takes_files and self.named_images is not None and b'"uuid"' in body
+        try:
+            request = json.loads(body) if any(asks) else None
+        except (ValueError, RecursionError):
+            request = None  # vLLM says what is wrong with it
+        if not isinstance(request, dict):
+            return Named({}, [], [])
+        return Named(request, [*references(request)] if asks[0] else [], [*named_images(request)] if asks[1] else [])
+
+    async def _put_files(self, named: Named, key: bytes | None) -> None:
+        """Puts files in the places of their ids. Raises: Refusal."""
+        ids = list(dict.fromkeys(reference.file_id for reference in named.files))
         if len(ids) > MOST_FILES:
             raise Refusal(400, f"The request names {len(ids)} files; at most {MOST_FILES} are allowed.", "file_id")
-        key = tenant_key(request.get("cache_salt"))
         try:
             infos = await asyncio.gather(*(self.store.in_thread(self.store.find, key, file_id) for file_id in ids))
         except FilesUnusable as error:
             raise Refusal(503, str(error)) from error
-        stem, payloads, names = placeholders.new_stem(), {}, {}
-        for number, (file_id, info) in enumerate(zip(ids, infos, strict=True)):
+        found: dict[str, tuple[str, str]] = {}
+        for file_id, info in zip(ids, infos, strict=True):
             if info is None:
                 raise unknown(file_id)
-            names[file_id] = info.media_type, f"{stem}{number}"
-            payloads[f"{stem}{number}"] = StoredImage(self.store, key, info)
-        for reference in found:
-            reference.put(*names[reference.file_id])
-        return payloads
+            found[file_id] = info.media_type, _lend(named, info, partial(self.store.read, key, info))
+        for reference in named.files:
+            reference.put(*found[reference.file_id])
+
+    async def _put_images(self, named: Named, salt: str | None, key: bytes | None) -> None:
+        """Puts images in the places of the uuids that other replicas know."""
+        if self.named_images is not None:
+            for image, info in await self.named_images.find(named.images, salt, key):
+                name = _lend(named, info, partial(self.named_images.content_of, key, info, image.uuid))
+                image.put(info.media_type, name)
+
+    def _keeping(self, images: list[NamedImage], key: bytes | None) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self.named_images is None else self.named_images.keeping(images, key)
 
 
-def _parsed(body: bytes) -> tuple[dict[str, Any], list[Reference]]:
-    """The request and the files that it names; nothing where it names none, or is none."""
-    if b"file_id" not in body:
-        return {}, []
-    try:
-        request = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}, []  # vLLM says what is wrong with it
-    return (request, list(references(request))) if isinstance(request, dict) else ({}, [])
+def _lend(named: Named, info: FileInfo, read: Callable[[], bytes]) -> str:
+    """The name that stands for a file in the request."""
+    name = f"{placeholders.new_stem()}0"
+    named.payloads[name] = StoredImage(info.content_id, read)
+    return name

@@ -36,6 +36,29 @@ def references(request: Json) -> Iterator[Reference]:
                 yield from _in_parts(item.get("output"))
 
 
+@dataclass(frozen=True)
+class NamedImage:
+    """An image of a chat that its client calls by a uuid. url is None where the request holds the uuid alone."""
+
+    uuid: str
+    url: str | None
+    put: Callable[[str, str], None]
+    """As of a Reference; the uuid stays."""
+
+
+def named_images(request: Json) -> Iterator[NamedImage]:
+    """Those in a parsed request of chat completions, in its order."""
+    messages = request.get("messages")
+    for message in messages if isinstance(messages, list) else []:
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else []:
+            if isinstance(part, dict) and part.get("type") == "image_url" and isinstance(part.get("uuid"), str):
+                image = part.get("image_url")
+                url = image.get("url") if isinstance(image, dict) else image
+                if url is None or isinstance(url, str):
+                    yield NamedImage(part["uuid"], url, _chat_image(part))
+
+
 def _in_parts(parts: Any) -> Iterator[Reference]:
     for part in parts if isinstance(parts, list) else []:
         if not isinstance(part, dict):
@@ -54,7 +77,7 @@ def _in_parts(parts: Any) -> Iterator[Reference]:
 
 def _chat_image(part: Json) -> Callable[[str, str], None]:
     def put(media_type: str, content: str) -> None:
-        del part["file"]
+        part.pop("file", None)
         part.update(type="image_url", image_url={"url": _data_url(media_type, content)})
 
     return put

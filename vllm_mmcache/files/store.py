@@ -91,8 +91,8 @@ class FileStore:
         self._sweeping = threading.Lock()
 
     @classmethod
-    def of(cls, settings: Settings) -> "FileStore":
-        """The files that these settings ask for.
+    def of(cls, settings: Settings, below: str = "") -> "FileStore":
+        """The files that these settings ask for; or others in a folder below them, with a quota of their own.
 
         Raises: FilesUnusable for a place that can't be opened; SettingsError for a key that can't be used.
         """
@@ -108,6 +108,7 @@ class FileStore:
                 Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
         except (ImportError, ValueError, OSError) as error:
             raise FilesUnusable(f"MMCACHE_FILES {settings.files!r} can't be opened: {error}") from error
+        root = f"{root.rstrip('/')}/{below}" if below else root
         return cls(filesystem, root, codec=codec, ttl_s=int(settings.files_ttl), quota=settings.files_quota)
 
     async def in_thread(self, call: Callable[..., T], *args: Any) -> T:
@@ -123,25 +124,26 @@ class FileStore:
         purpose: str,
         media_type: str,
         expires_after_s: int | None = None,
+        name: str | None = None,
     ) -> FileInfo:
-        """Keep a file. One with the same content takes the name, the purpose and the time of this one.
+        """Keep a file. One with the same content takes the filename, the purpose and the time of this one.
 
-        Raises: QuotaExceeded.
+        name: what it is found by, in place of its id. Raises: QuotaExceeded.
         """
         now = int(time.time())
         lives_s = min((seconds for seconds in (expires_after_s, self._ttl_s or None) if seconds), default=None)
         file_id = PREFIX + tenant.digest(content, tenant_key).hex()
         expires_s = None if lives_s is None else now + lives_s
         info = FileInfo(file_id, filename, purpose, len(content), now, expires_s, media_type)
+        said, path = TypeAdapter(FileInfo).dump_json(info), self._path(tenant_key, name or file_id)
         with self._serving():
-            held = self._held_bytes(tenant_key, but=file_id)
+            held = self._held_bytes(tenant_key, but=path)
             if held + len(content) + ENTRY_BYTES > self._quota:
                 raise QuotaExceeded(
                     f"{held} of {self._quota} bytes are in use, and the file has {len(content)} and {ENTRY_BYTES} more"
                 )
-            path = self._path(tenant_key, file_id)
             self._write(path, content)
-            self._write(path + _INFO, TypeAdapter(FileInfo).dump_json(info))
+            self._write(path + _INFO, said)
         self._sweep_sometimes()
         return info
 
@@ -153,10 +155,16 @@ class FileStore:
             info = self._info(self._path(tenant_key, file_id) + _INFO)
         return None if info is None or info.id != file_id or _is_over(info) else info
 
-    def read(self, tenant_key: bytes | None, info: FileInfo) -> bytes:
+    def find_named(self, tenant_key: bytes | None, name: str) -> FileInfo | None:
+        """As `find`, for a file that was kept under a name."""
+        with self._serving():
+            info = self._info(self._path(tenant_key, name) + _INFO)
+        return None if info is None or _is_over(info) else info
+
+    def read(self, tenant_key: bytes | None, info: FileInfo, name: str | None = None) -> bytes:
         """The content of a file. Raises: FilesUnusable also where it is gone or damaged."""
         with self._serving():
-            content = self._read(self._path(tenant_key, info.id))
+            content = self._read(self._path(tenant_key, name or info.id))
         if content is None or tenant.digest(content, tenant_key) != info.content_id:
             raise FilesUnusable(
                 f"the content of {info.id} is {'gone' if content is None else 'damaged'}: upload it again"
@@ -224,19 +232,18 @@ class FileStore:
             self.sweep()
 
     def _held_bytes(self, tenant_key: bytes | None, but: str) -> int:
-        left_out = self._path(tenant_key, but)
         sizes = [
             entry["size"] + ENTRY_BYTES
             for path, entry in self._objects(self._folder(tenant_key))
-            if not path.endswith(_INFO) and path != left_out
+            if not path.endswith(_INFO) and path != but
         ]
         return sum(sizes)
 
     def _folder(self, tenant_key: bytes | None) -> str:
         return f"{self._root}/{self._codec.name(tenant_key or _COMMON).hex()}"
 
-    def _path(self, tenant_key: bytes | None, file_id: str) -> str:
-        named = blake3((tenant_key or _COMMON) + file_id.encode()).digest()
+    def _path(self, tenant_key: bytes | None, name: str) -> str:
+        named = blake3((tenant_key or _COMMON) + name.encode("utf-8", "surrogatepass")).digest()
         return f"{self._folder(tenant_key)}/{self._codec.name(named).hex()}"
 
     def _objects(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 """Adds our ASGI middleware to vLLM's application, once while it is built. API server process."""
 
 import logging
+from functools import partial
 from typing import Any
 
 from vllm_mmcache.base import settings, status
@@ -54,10 +55,12 @@ def _add_files(app: Any) -> None:
     """
     from starlette.middleware import Middleware
 
+    from vllm_mmcache.components.identity.aliases import ALIASES
     from vllm_mmcache.components.image_extraction.hooks import is_for_image_loader, most_pixels
     from vllm_mmcache.components.image_extraction.request_shapes import WALKERS
     from vllm_mmcache.files.endpoints import FileEndpoints
     from vllm_mmcache.files.middleware import PutFilesMiddleware
+    from vllm_mmcache.files.named import NamedImages
     from vllm_mmcache.files.store import FileStore
 
     chosen = settings.current()
@@ -68,7 +71,15 @@ def _add_files(app: Any) -> None:
     store = FileStore.of(chosen)
     endpoints = FileEndpoints(store, max_bytes=chosen.file_bytes, max_pixels=most_pixels())
     app.router.routes.extend(endpoints.routes())
+    named = None
+    if chosen.files_uuids:
+        is_known = partial(ALIASES.knows, "image")
+        named = NamedImages(FileStore.of(chosen, "named"), is_known, max_bytes=chosen.file_bytes)
     layer = Middleware(
-        PutFilesMiddleware, store=store, may_name_files=WALKERS.__contains__, takes_files=is_for_image_loader
+        PutFilesMiddleware,
+        store=store,
+        may_name_files=WALKERS.__contains__,
+        takes_files=is_for_image_loader,
+        named_images=named,
     )
     app.user_middleware.append(layer)

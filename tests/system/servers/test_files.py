@@ -2,10 +2,11 @@
 """Two real servers with one place for files, and the openai client: uploaded at one, named at both, answered alike."""
 
 import base64
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import httpx
 import openai
@@ -16,6 +17,8 @@ from openai import OpenAI
 
 from benchmarks.servers import counters
 from tests.support import files
+from tests.support.sizes import scaled
+from vllm_mmcache.client import OnceTransport
 from vllm_mmcache.exactness.pictures import ellipses
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("files")]
@@ -60,6 +63,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     model = build_cached("qwen3-vl", folder / "model")
     env = {
         "MMCACHE_FILES": str(folder / "files"),
+        "MMCACHE_FILES_UUIDS": "1",
         "MMCACHE_TENANT_FROM": f"header:{TENANT}",
     }
     with ExitStack() as stack:
@@ -207,3 +211,62 @@ def test_a_foreign_file_is_as_unknown_as_any(place: Place, way: str) -> None:
     assert answers[0].text.replace(mine, "ID") == answers[1].text.replace(unknown, "ID")
     assert place.post(1, path, ways(mine)[way][1]).status_code == 200
     assert [one.id for one in place.client(1, "mallory").files.list()] == []
+
+
+class RoundRobin(httpx.BaseTransport):
+    """A transport that sends each request to the next replica, as a balancer does, and notes the answers' statuses."""
+
+    def __init__(self, urls: tuple[str, str]) -> None:
+        self._inner = httpx.HTTPTransport()
+        self._urls = itertools.cycle([httpx.URL(url) for url in urls])
+        self.statuses: list[int] = []
+
+    def handle_request(self, request: Any) -> Any:
+        url = next(self._urls)
+        there = httpx.Request(
+            request.method,
+            str(request.url.copy_with(host=url.host, port=url.port)),
+            headers=[(name, value) for name, value in request.headers.raw if name.lower() != b"host"],
+            content=request.read(),
+        )
+        answer = self._inner.handle_request(there)
+        answer.read()
+        self.statuses.append(answer.status_code)
+        return answer
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+TURNS = scaled(8)
+
+
+def test_turns_that_alternate_between_replicas_are_never_refused(place: Place) -> None:
+    """The transport sends each image once: the other replica finds it by its uuid."""
+    balancer = RoundRobin(place.urls)
+    messages: list[Json] = []
+    with httpx.Client(transport=cast("Any", OnceTransport(balancer)), timeout=120) as client:
+        for turn in range(TURNS):
+            url = f"data:image/png;base64,{base64.b64encode(picture(f'turn {turn % 3}')).decode()}"
+            messages.append(
+                user({"type": "text", "text": f"Turn {turn}?"}, {"type": "image_url", "image_url": {"url": url}})
+            )
+            body = {"model": MODEL, "messages": messages[-4:], "temperature": 0, "max_tokens": 4, "logprobs": True}
+            answer = client.post(f"{place.urls[0]}{CHAT}", json=body, headers={TENANT: "alternating"})
+            whole = place.post(turn % 2, CHAT, body, tenant="whole")
+            assert lasting(answer.json()) == lasting(whole.json())
+            messages.append({"role": "assistant", "content": f"Answer {turn}."})
+    assert balancer.statuses == [200] * TURNS
+
+
+def test_a_foreign_uuid_is_unknown(place: Place) -> None:
+    def named(uuid: str, url: str | None) -> Json:
+        part = {"type": "image_url", "image_url": {"url": url} if url else None, "uuid": uuid}
+        return {"messages": [user(part)], "max_tokens": 1}
+
+    url = f"data:image/png;base64,{base64.b64encode(picture('of alice')).decode()}"
+    assert place.post(0, CHAT, named("mine", url)).status_code == 200
+    assert place.post(1, CHAT, named("mine", None)).status_code == 200
+    answers = [place.post(1, CHAT, named(uuid, None), tenant="mallory") for uuid in ("mine", "nobody's")]
+    assert [answer.status_code for answer in answers] == [400, 400]
+    assert lasting(answers[0].json()) == lasting(answers[1].json())

@@ -40,6 +40,10 @@ class Aliases:
             counters.ALIASES_UNKNOWN.add()
         return found
 
+    def knows(self, modality: str, name: str, salt: str | None) -> bool:
+        """Whether `name` stands for something to this tenant; it is not counted, and marks nothing as used."""
+        return identifiers.alias_key(modality, name, salt) in self._content_ids
+
     def clear(self) -> None:
         """Forget everything."""
         self._content_ids.clear()

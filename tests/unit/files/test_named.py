@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images by uuid between two replicas that share a place; the application says what it was asked."""
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from tests.unit.files.test_endpoints import CHAT, MAX_BYTES, echo, picture
+from vllm_mmcache.content import placeholders
+from vllm_mmcache.files import named as named_module
+from vllm_mmcache.files.middleware import PutFilesMiddleware
+from vllm_mmcache.files.named import NamedImages
+from vllm_mmcache.files.store import FileStore
+from vllm_mmcache.storage.encryption import PLAIN
+
+
+class Replica:
+    """One of several; `known` are uuids that it knows itself."""
+
+    def __init__(self, folder: Path, quota: int = 10**6) -> None:
+        self.known: set[tuple[str, str | None]] = set()
+
+        def store(below: str) -> FileStore:
+            root = f"{folder}/{below}"
+            return FileStore(fsspec.filesystem("file"), root, codec=PLAIN, ttl_s=0, quota=quota)
+
+        named = NamedImages(store("named"), lambda uuid, salt: (uuid, salt) in self.known, MAX_BYTES)
+        layer = Middleware(
+            PutFilesMiddleware,
+            store=store("files"),
+            may_name_files=(CHAT,).__contains__,
+            takes_files=lambda scope, path: True,
+            named_images=named,
+        )
+        self.client = TestClient(Starlette(routes=[Route(CHAT, echo, methods=["POST"])], middleware=[layer]))
+
+    def ask(self, *parts: Any, salt: str | None = None) -> Any:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": list(parts)}]}
+        sent = json.dumps(body | ({"cache_salt": salt} if salt else {}))
+        headers = {"content-type": "application/json"}
+        answer = self.client.post(CHAT, content=sent, headers=headers).raise_for_status().json()
+        return json.loads(answer["body"])["messages"][0]["content"], [one["content"] for one in answer["images"]]
+
+
+def image(uuid: str, content: bytes | None) -> dict[str, Any]:
+    url = None if content is None else {"url": f"data:image/png;base64,{base64.b64encode(content).decode()}"}
+    return {"type": "image_url", "image_url": url, "uuid": uuid}
+
+
+@pytest.fixture
+def replicas(tmp_path: Path) -> Iterator[tuple[Replica, Replica]]:
+    yield Replica(tmp_path), Replica(tmp_path)
+    assert placeholders.num_lent() == 0
+
+
+def test_a_uuid_is_known_to_all_replicas(replicas: tuple[Replica, Replica]) -> None:
+    one, other = replicas
+    sent = image("a", picture())
+    assert one.ask(sent) == ([sent], []), "what comes whole goes on as it came"
+    parts, contents = other.ask({"type": "text", "text": "And this?"}, image("a", None))
+    assert parts[1]["uuid"] == "a"
+    assert parts[1]["image_url"]["url"].startswith("data:image/png;base64,mmcache-")
+    assert contents == [picture().hex()]
+
+
+def test_what_a_replica_knows_itself_is_not_looked_for(replicas: tuple[Replica, Replica]) -> None:
+    one, other = replicas
+    one.ask(image("a", picture()))
+    other.known.add(("a", None))
+    assert other.ask(image("a", None)) == ([image("a", None)], [])
+
+
+def test_unknown_uuids_and_those_of_other_tenants(replicas: tuple[Replica, Replica]) -> None:
+    one, other = replicas
+    one.ask(image("a", picture()), salt="alice")
+    for uuid, salt in (("a", None), ("a", "bob"), ("b", "alice"), ("", "alice"), ("../../a", "alice")):
+        assert other.ask(image(uuid, None), salt=salt) == ([image(uuid, None)], [])
+    assert other.ask(image("a", None), salt="alice")[1] == [picture().hex()]
+
+
+def test_no_text_of_a_client_takes_the_place_out_of_service(replicas: tuple[Replica, Replica]) -> None:
+    """Half of a surrogate pair is in JSON, and in no UTF-8."""
+    one, other = replicas
+    for uuid in ("\ud800", "\x00", "a" * 10_000):
+        one.ask(image(uuid, picture()))
+        assert other.ask(image(uuid, None))[1] == [picture().hex()]
+    one.ask(image("a", picture()))
+    assert other.ask(image("a", None))[1] == [picture().hex()]
+
+
+def test_a_uuid_stands_for_what_came_with_it_last(replicas: tuple[Replica, Replica]) -> None:
+    one, other = replicas
+    for color in (1, 2, 2, 1):
+        one.ask(image("a", picture(color=color)))
+        assert other.ask(image("a", None))[1] == [picture(color=color).hex()]
+
+
+def test_only_images_are_kept(replicas: tuple[Replica, Replica], tmp_path: Path) -> None:
+    one, _ = replicas
+    for number, content in enumerate((b"no image", picture() + bytes(MAX_BYTES), b"")):
+        one.ask(image(str(number), content))
+    one.ask({"type": "image_url", "image_url": {"url": "https://host/a.png"}, "uuid": "x"})
+    one.ask({"type": "image_url", "image_url": {"url": "data:image/png;base64,?!"}, "uuid": "x"})
+    one.ask({"type": "image_url", "image_url": {"url": 1}, "uuid": "x"})
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_quota_that_is_used_up_refuses_nobody(tmp_path: Path) -> None:
+    one, other = Replica(tmp_path, quota=5000), Replica(tmp_path)
+    for uuid in "ab":
+        one.ask(image(uuid, picture()))
+    assert [bool(other.ask(image(uuid, None))[1]) for uuid in "ab"] == [True, False]
+
+
+def test_a_place_that_does_not_serve_refuses_nobody(tmp_path: Path) -> None:
+    (tmp_path / "named").write_text("no directory")
+    one = Replica(tmp_path)
+    assert one.ask(image("a", picture()))[1] == []
+    assert one.ask(image("a", None)) == ([image("a", None)], [])
+
+
+def test_what_is_known_to_be_kept_is_not_written_again(
+    replicas: tuple[Replica, Replica], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = replicas
+    one.ask(image("a", picture()))
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(written) == 2
+    one.ask(image("a", picture()))
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    monkeypatch.setattr(named_module, "RENEW_S", 0.0)
+    one.ask(image("a", picture()))
+    assert {path: path.stat().st_mtime_ns for path in written} != written
