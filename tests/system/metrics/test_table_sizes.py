@@ -35,6 +35,7 @@ OF_A_SERVER = """
 import vllm_mmcache.components.identity.aliases
 import vllm_mmcache.components.lazy_media.video.video_info
 import vllm_mmcache.components.observe.record.recorder
+import vllm_mmcache.content.base64_image
 import vllm_mmcache.content.placeholders
 from vllm_mmcache.metrics import table_sizes
 from vllm_mmcache.storage import record_store
