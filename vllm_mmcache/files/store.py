@@ -221,9 +221,7 @@ class FileStore:
         with self._sweeping:
             if time.monotonic() - self._swept < SWEEP_S:
                 return
-            self._breaker = CircuitBreaker("with the files of clients", *REST_S)
-        self._threads = ThreadPoolExecutor(THREADS, "mmcache-files")
-        self._swept = time.monotonic()
+            self._swept = time.monotonic()
         threading.Thread(target=self._sweep_behind, name="mmcache-files", daemon=True).start()
 
     def _sweep_behind(self) -> None:

@@ -2,6 +2,7 @@
 """Files of tenants in a directory and in fsspec's memory, with and without encryption."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,23 @@ def test_expiry(place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPa
     assert store.sweep() == 2
     assert len(objects(place)) == 2
     assert opened(place).find(ALICE, renewed.id) == renewed
+
+
+def test_an_upload_sweeps_once_an_hour(place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(place, ttl_s=HOUR)
+    swept = threading.Event()
+    monkeypatch.setattr(store, "sweep", swept.set)
+    lasting = store._breaker, store._threads
+    kept(store)
+    now = time.monotonic()
+    assert not swept.is_set()
+    monkeypatch.setattr("time.monotonic", lambda: now + HOUR)
+    kept(store)
+    assert swept.wait(10)
+    swept.clear()
+    kept(store)
+    assert not swept.wait(0.1)
+    assert (store._breaker, store._threads) == lasting, "an open breaker stays open, and threads are not made again"
 
 
 def test_sweep_removes_content_of_which_nothing_is_said(place: tuple[Any, str, PlainCodec], monkeypatch: Any) -> None:
