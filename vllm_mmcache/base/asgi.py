@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ASGI layers that read a request's body have in common. API server process, event loop; imports no vLLM."""
+"""What our ASGI layers have in common: reading a body, and refusing a request. API server process; imports no vLLM."""
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -15,6 +15,26 @@ def path_of(scope: Scope) -> str:
     """The path of a request as the application has it, without the prefix that a proxy is known by."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path
+
+
+ERROR_TYPES = {
+    400: ("BadRequestError", "invalid_request_error"),
+    404: ("NotFoundError", "not_found_error"),
+    413: ("BadRequestError", "request_too_large"),
+    503: ("ServiceUnavailableError", "overloaded_error"),
+}
+"""By status, what vLLM calls an error in OpenAI's form, and what Anthropic does."""
+
+
+def error_body(path: str, status: int, message: str, parameter: str | None) -> dict[str, Any]:
+    """The body of an error, in the same form as vLLM's own errors at `path`.
+
+    A layer of vLLM around this one turns OpenAI's form into Cohere's. parameter: the field that is wrong.
+    """
+    kind, anthropic = ERROR_TYPES[status]
+    if path.startswith("/v1/messages"):
+        return {"type": "error", "error": {"type": anthropic, "message": message}}
+    return {"error": {"message": message, "type": kind, "param": parameter, "code": status}}
 
 
 def is_plain_json(scope: Scope) -> bool:

@@ -5,12 +5,10 @@ Whose files they are is said as everywhere: by a header or API key where the set
 by `cache_salt`, which is a field of the form that uploads a file, and else a parameter of the URL.
 """
 
-import io
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from PIL import Image
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,6 +17,7 @@ from starlette.routing import Route
 from vllm_mmcache.base.asgi import Message, path_of
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.files.errors import MOST_SHOWN, Refusal, tenant_key, unknown
+from vllm_mmcache.files.image_file import head_of
 from vllm_mmcache.files.store import FileInfo, FileStore, QuotaExceeded
 
 PATH = "/v1/files"
@@ -136,16 +135,14 @@ class FileEndpoints:
 
     def _media_type(self, content: bytes) -> str:
         """Of an image whose head can be read. Raises: Refusal (400) for anything else, and for too many pixels."""
-        try:
-            with Image.open(io.BytesIO(content)) as image:
-                size, kind = image.size, image.get_format_mimetype()
-        except Exception as error:
+        head = head_of(content)
+        if head is None:
+            raise Refusal(400, "The file is no image that can be opened: upload PNG, JPEG, WebP or GIF.", "file")
+        if head.width * head.height > self.max_pixels:
             raise Refusal(
-                400, "The file is no image that can be opened: upload PNG, JPEG, WebP or GIF.", "file"
-            ) from error
-        if size[0] * size[1] > self.max_pixels:
-            raise Refusal(400, f"The image has {size[0]}x{size[1]} pixels; {self.max_pixels} are allowed.", "file")
-        return kind or "image/png"
+                400, f"The image has {head.width}x{head.height} pixels; {self.max_pixels} are allowed.", "file"
+            )
+        return head.media_type
 
 
 def _answering(handler: Handler) -> Handler:

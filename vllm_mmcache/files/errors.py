@@ -1,21 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors about files in the shape that a client's protocol expects. API server process."""
 
-from typing import Any
-
 from starlette.responses import JSONResponse
 
 from vllm_mmcache.base import settings, tenant
+from vllm_mmcache.base.asgi import error_body
 from vllm_mmcache.base.errors import TenantError
 
 MOST_SHOWN = 80
 """Characters of a client's text that an error repeats."""
-_KINDS = {
-    400: ("BadRequestError", "invalid_request_error"),
-    404: ("NotFoundError", "not_found_error"),
-    413: ("BadRequestError", "request_too_large"),
-    503: ("ServiceUnavailableError", "overloaded_error"),
-}
 
 
 class Refusal(Exception):
@@ -28,12 +21,7 @@ class Refusal(Exception):
 
     def response(self, path: str) -> JSONResponse:
         """The answer, in the form of vLLM's own errors at `path`."""
-        kind, anthropic = _KINDS[self.status]
-        if path.startswith("/v1/messages"):
-            body: dict[str, Any] = {"type": "error", "error": {"type": anthropic, "message": str(self)}}
-        else:
-            body = {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.status}}
-        return JSONResponse(body, status_code=self.status)
+        return JSONResponse(error_body(path, self.status, str(self), self.parameter), status_code=self.status)
 
 
 def unknown(file_id: str) -> Refusal:

@@ -91,12 +91,11 @@ class PutFilesMiddleware:
             return await self.app(scope, receive, send)
         messages = await receive_all(receive)
         body = b"".join([message.get("body", b"") for message in messages])
-        takes_files = self.takes_files(scope, path)
-        named = self._parsed(body, takes_files)
+        named = self._parsed(body, partial(self.takes_files, scope, path))
         if not named.files and not named.images:
             return await self.app(scope, receive_again(messages, receive), send)
         try:
-            if not takes_files:
+            if not self.takes_files(scope, path):
                 raise Refusal(400, "This server can't take images by 'file_id' here. Send the image itself.", "file_id")
             salt = salt_of(named.request.get("cache_salt"))
             key = tenant.key_of(salt)
@@ -112,9 +111,9 @@ class PutFilesMiddleware:
             async with self._keeping(named.images, key):
                 await self.app(scope, receive_again(messages, receive), send)
 
-    def _parsed(self, body: bytes, takes_files: bool) -> Named:
+    def _parsed(self, body: bytes, takes_files: Callable[[], bool]) -> Named:
         """The request and what it names; nothing where it names nothing, or is no request."""
-        asks = b"file_id" in body, takes_files and self.named_images is not None and b'"uuid"' in body
+        asks = b"file_id" in body, self.named_images is not None and b'"uuid"' in body and takes_files()
         try:
             request = json.loads(body) if any(asks) else None
         except (ValueError, RecursionError):
@@ -144,7 +143,7 @@ class PutFilesMiddleware:
         """Puts images in the places of the uuids that other replicas know."""
         if self.named_images is not None:
             for image, info in await self.named_images.find(named.images, salt, key):
-                name = _lend(named, info, partial(self.named_images.content_of, key, info, image.uuid))
+                name = _lend(named, info, partial(self.named_images.store.read, key, info, image.uuid))
                 image.put(info.media_type, name)
 
     def _keeping(self, images: list[NamedImage], key: bytes | None) -> AbstractAsyncContextManager[None]:

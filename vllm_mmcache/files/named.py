@@ -8,17 +8,15 @@ client has the answer; whatever goes wrong, the client is told as ever that the 
 
 import asyncio
 import contextlib
-import io
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-
-from PIL import Image
 
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.content import placeholders
 from vllm_mmcache.content.base64_image import Base64Image
+from vllm_mmcache.files.image_file import head_of
 from vllm_mmcache.files.references import NamedImage
 from vllm_mmcache.files.store import FileInfo, FileStore, QuotaExceeded
 
@@ -36,7 +34,7 @@ class NamedImages:
     """Images by tenant and uuid. is_known: whether this replica itself knows a uuid of the tenant with this salt."""
 
     def __init__(self, store: FileStore, is_known: Callable[[str, str | None], bool], max_bytes: int) -> None:
-        self._store = store
+        self.store = store
         self._is_known = is_known
         self._max_bytes = max_bytes
         self._recent: LruTable[tuple[bytes | None, str], tuple[bytes, float]] = LruTable(lambda: _RECENT, 256)
@@ -49,7 +47,7 @@ class NamedImages:
         wanted = [one for one in images if one.url is None and not self._is_known(one.uuid, salt)]
         try:
             found = await asyncio.gather(
-                *(self._store.in_thread(self._store.find_named, key, one.uuid) for one in wanted)
+                *(self.store.in_thread(self.store.find_named, key, one.uuid) for one in wanted)
             )
         except FilesUnusable:
             return []
@@ -68,17 +66,13 @@ class NamedImages:
             if tasks:
                 await asyncio.wait(tasks, timeout=LINGER_S)
 
-    def content_of(self, key: bytes | None, info: FileInfo, uuid: str) -> bytes:
-        """The file. Raises: FilesUnusable."""
-        return self._store.read(key, info, uuid)
-
     async def _keep(self, uuid: str, media_type: str, image: placeholders.Payload | str, key: bytes | None) -> None:
         if self._num_waiting >= MOST_WAITING:
             return
         self._num_waiting += 1
         with failsafe("files"):
             try:
-                await self._store.in_thread(self._write, uuid, media_type, image, key)
+                await self.store.in_thread(self._write, uuid, media_type, image, key)
             except (FilesUnusable, QuotaExceeded, ValueError):
                 pass  # the client sends the image again
             finally:
@@ -92,9 +86,9 @@ class NamedImages:
         if content_id == payload.content_id and now - written < RENEW_S:
             return
         content = payload.decode()
-        if len(content) > self._max_bytes or not _is_image(content):
+        if len(content) > self._max_bytes or head_of(content) is None:
             return
-        self._store.put(key, content, filename="", purpose=PURPOSE, media_type=media_type, name=uuid)
+        self.store.put(key, content, filename="", purpose=PURPOSE, media_type=media_type, name=uuid)
         self._recent.replace((key, uuid), (payload.content_id, now))
 
 
@@ -104,9 +98,3 @@ def _held(images: list[NamedImage]) -> Iterator[tuple[NamedImage, str, placehold
         head, _, text = (one.url or "").partition(";base64,")
         if text and head.startswith("data:image/"):
             yield one, head.removeprefix("data:"), placeholders.resolve(text) or text
-
-
-def _is_image(content: bytes) -> bool:
-    with contextlib.suppress(Exception), Image.open(io.BytesIO(content)):
-        return True
-    return False

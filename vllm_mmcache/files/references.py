@@ -24,16 +24,14 @@ class Reference:
 
 def references(request: Json) -> Iterator[Reference]:
     """Those in a parsed request, in its order."""
-    messages, items = request.get("messages"), request.get("input")
-    for message in messages if isinstance(messages, list) else []:
+    for message in _list(request.get("messages")):
         for one in message if isinstance(message, list) else [message]:  # a batch holds conversations
             if isinstance(one, dict):
                 yield from _in_parts(one.get("content"))
-    for item in items if isinstance(items, list) else []:
-        if isinstance(item, dict):
-            yield from _in_parts(item.get("content"))
-            if item.get("type") == "function_call_output":
-                yield from _in_parts(item.get("output"))
+    for item in _dicts(request.get("input")):
+        yield from _in_parts(item.get("content"))
+        if item.get("type") == "function_call_output":
+            yield from _in_parts(item.get("output"))
 
 
 @dataclass(frozen=True)
@@ -48,21 +46,25 @@ class NamedImage:
 
 def named_images(request: Json) -> Iterator[NamedImage]:
     """Those in a parsed request of chat completions, in its order."""
-    messages = request.get("messages")
-    for message in messages if isinstance(messages, list) else []:
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else []:
-            if isinstance(part, dict) and part.get("type") == "image_url" and isinstance(part.get("uuid"), str):
+    for message in _dicts(request.get("messages")):
+        for part in _dicts(message.get("content")):
+            if part.get("type") == "image_url" and isinstance(part.get("uuid"), str):
                 image = part.get("image_url")
                 url = image.get("url") if isinstance(image, dict) else image
                 if url is None or isinstance(url, str):
                     yield NamedImage(part["uuid"], url, _chat_image(part))
 
 
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _dicts(value: Any) -> list[Json]:
+    return [one for one in _list(value) if isinstance(one, dict)]
+
+
 def _in_parts(parts: Any) -> Iterator[Reference]:
-    for part in parts if isinstance(parts, list) else []:
-        if not isinstance(part, dict):
-            continue
+    for part in _dicts(parts):
         kind, file, source = part.get("type"), part.get("file"), part.get("source")
         if kind == "file" and isinstance(file, dict) and isinstance(file.get("file_id"), str):
             yield Reference(file["file_id"], _chat_image(part))

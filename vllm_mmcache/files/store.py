@@ -66,7 +66,7 @@ class FileInfo:
         return bytes.fromhex(self.id.removeprefix(PREFIX))
 
 
-_READ_INFO = TypeAdapter(FileInfo)
+_INFO_JSON = TypeAdapter(FileInfo)
 
 
 class QuotaExceeded(Exception):
@@ -135,7 +135,7 @@ class FileStore:
         file_id = PREFIX + tenant.digest(content, tenant_key).hex()
         expires_s = None if lives_s is None else now + lives_s
         info = FileInfo(file_id, filename, purpose, len(content), now, expires_s, media_type)
-        said, path = TypeAdapter(FileInfo).dump_json(info), self._path(tenant_key, name or file_id)
+        said, path = _INFO_JSON.dump_json(info), self._path(tenant_key, name or file_id)
         with self._serving():
             held = self._held_bytes(tenant_key, but=path)
             if held + len(content) + ENTRY_BYTES > self._quota:
@@ -149,11 +149,8 @@ class FileStore:
 
     def find(self, tenant_key: bytes | None, file_id: str) -> FileInfo | None:
         """What is said of a file; None for one that is not there, has expired, or is another tenant's."""
-        if not _is_id(file_id):
-            return None
-        with self._serving():
-            info = self._info(self._path(tenant_key, file_id) + _INFO)
-        return None if info is None or info.id != file_id or _is_over(info) else info
+        info = self.find_named(tenant_key, file_id) if _is_id(file_id) else None
+        return info if info is not None and info.id == file_id else None
 
     def find_named(self, tenant_key: bytes | None, name: str) -> FileInfo | None:
         """As `find`, for a file that was kept under a name."""
@@ -230,12 +227,8 @@ class FileStore:
             self.sweep()
 
     def _held_bytes(self, tenant_key: bytes | None, but: str) -> int:
-        sizes = [
-            entry["size"] + ENTRY_BYTES
-            for path, entry in self._objects(self._folder(tenant_key))
-            if not path.endswith(_INFO) and path != but
-        ]
-        return sum(sizes)
+        objects = self._objects(self._folder(tenant_key))
+        return sum(entry["size"] + ENTRY_BYTES for path, entry in objects if not path.endswith(_INFO) and path != but)
 
     def _folder(self, tenant_key: bytes | None) -> str:
         return f"{self._root}/{self._codec.name(tenant_key or _COMMON).hex()}"
@@ -256,7 +249,7 @@ class FileStore:
     def _info(self, path: str) -> FileInfo | None:
         content = self._read(path)
         try:
-            return None if content is None else _READ_INFO.validate_json(content)
+            return None if content is None else _INFO_JSON.validate_json(content)
         except ValidationError:
             return None
 
@@ -278,10 +271,8 @@ class FileStore:
 
     def _remove(self, path: str) -> None:
         for one in (path + _INFO, path):
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 self._files.rm_file(one)
-            except FileNotFoundError:
-                continue
 
 
 def _bound_to(path: str) -> bytes:

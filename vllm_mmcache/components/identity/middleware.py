@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from vllm_mmcache.base import tenant
-from vllm_mmcache.base.asgi import path_of
+from vllm_mmcache.base.asgi import error_body, path_of
 from vllm_mmcache.base.errors import TenantError
 
 Call = Callable[..., Awaitable[None]]
@@ -44,14 +44,8 @@ def _has_tenant(scope: MutableMapping[str, Any]) -> bool:
 
 
 def refusal(path: str, error: TenantError) -> dict[str, Any]:
-    """The body of a 400, in the same form as vLLM's own errors at `path`.
-
-    A layer of vLLM around this one turns OpenAI's form into Cohere's.
-    """
-    message = str(error)
-    if path.startswith("/v1/messages"):
-        return {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
-    return {"error": {"message": message, "type": "BadRequestError", "param": error.parameter, "code": 400}}
+    """The body of a 400."""
+    return error_body(path, 400, str(error), error.parameter)
 
 
 async def _refuse(error: TenantError, scope: MutableMapping[str, Any], send: Call) -> None:

@@ -14,6 +14,7 @@ from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from vllm_mmcache.base import status, tenant
+from vllm_mmcache.base.asgi import path_of
 from vllm_mmcache.base.errors import TenantError
 from vllm_mmcache.components.identity.hooks import check_text
 from vllm_mmcache.components.identity.middleware import FindTenant, refusal
@@ -53,5 +54,4 @@ async def find_tenant_in_body(raw_request: Request) -> None:
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, TenantError)
-    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    return JSONResponse(refusal(path, error), status_code=400)
+    return JSONResponse(refusal(path_of(request.scope), error), status_code=400)
