@@ -7,15 +7,16 @@ image does. Layers with a window or a recurrent state have what a hit needs at t
 an earlier request with the same beginning has stopped to find it, and with the plugin at the end of each image.
 """
 
+import sys
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from blake3 import blake3
 
+from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.traffic.models import UNKNOWN_SIDE, Model
 from vllm_mmcache.traffic.requests import DIGEST_BYTES, Picture, Prompt, Words
 
@@ -83,29 +84,19 @@ class Seen:
     """Requests of a conversation that differ within what was asked before: images dropped, or text changed."""
 
 
-class Lru(Generic[Key]):
-    """Keeps what was used last, up to a size."""
+class Lru(LruTable[Key, int]):
+    """Keeps what was used last, up to a size. A value is what its entry takes."""
 
-    def __init__(self, capacity: float) -> None:
-        self._capacity = capacity
-        self._sizes: OrderedDict[Key, float] = OrderedDict()
-        self._held = 0.0
+    def __init__(self, capacity: int) -> None:
+        budget = Budget(sys.maxsize, capacity)
+        super().__init__(lambda: budget, lambda size: size)
 
-    def use(self, key: Key, size: float) -> bool:
+    def use(self, key: Key, size: int) -> bool:
         """Whether it was there; it is from now on, unless it is larger than all room."""
-        if key in self._sizes:
-            self._sizes.move_to_end(key)
-            return True
-        if size > self._capacity:
-            return False
-        self._sizes[key] = size
-        self._held += size
-        while self._held > self._capacity:
-            self._held -= self._sizes.popitem(last=False)[1]
-        return False
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._sizes
+        is_there = self.get(key) is not None
+        if not is_there:
+            self.replace(key, size)
+        return is_there
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +141,8 @@ class Estimate:
         conversation = self._conversation(units, _num_before_user(prompt))
         self.seen.requests += 1
         self.seen.tenants.add(prompt.tenant)
-        self.seen.prompt_tokens += sum(unit.tokens for unit in units)
         ends = list(accumulate(unit.tokens for unit in units))
+        self.seen.prompt_tokens += ends[-1]
         known = self._num_known(units)
         reused = {side: self._reused_tokens(side, units[:known], ends) for side in SIDES}
         for side in SIDES:
@@ -252,10 +243,9 @@ class Estimate:
     def _stock(self, picture: Picture, tokens: int, *, is_reused: bool) -> None:
         done = self.done["stock"]
         _decode(done, picture)
-        wide, high = self.model.size(picture.width, picture.height)
-        if not self._processor.use(picture.digest, wide * high * self.model.pixel_bytes):
-            done.processed += 1
-            done.processed_pixels += wide * high
+        num_pixels = self._num_pixels(picture)
+        if not self._processor.use(picture.digest, round(num_pixels * self.model.pixel_bytes)):
+            _process(done, num_pixels)
         if not is_reused and not self._encoder.use(picture.digest, tokens):
             done.encoded += 1
 
@@ -273,9 +263,12 @@ class Estimate:
         elif is_known:
             return
         _decode(done, picture)
+        _process(done, self._num_pixels(picture))
+
+    def _num_pixels(self, picture: Picture) -> int:
+        """As the processor brings it to its size."""
         wide, high = self.model.size(picture.width, picture.height)
-        done.processed += 1
-        done.processed_pixels += wide * high
+        return wide * high
 
 
 class Distances:
@@ -332,6 +325,11 @@ def _decode(done: Done, picture: Picture) -> None:
     width, height = picture.width or UNKNOWN_SIDE, picture.height or UNKNOWN_SIDE
     name = picture.format or "JPEG"
     done.decoded_pixels[name] = done.decoded_pixels.get(name, 0) + width * height
+
+
+def _process(done: Done, num_pixels: int) -> None:
+    done.processed += 1
+    done.processed_pixels += num_pixels
 
 
 def _pieces(part: Picture | Words) -> Iterator[Picture | str]:

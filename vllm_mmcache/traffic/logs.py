@@ -54,37 +54,31 @@ class Log:
             if first and _is_whole(line):
                 rest = file.read()
                 self.num_bytes += len(rest)
-                yield from self._prompts_of_whole(line + rest)
+                yield from self._prompts_of(line + rest, _requests_of_whole)
                 return
             first = False
-            yield from self._prompts_of(line)
+            yield from self._prompts_of(line, lambda value: [value])
 
-    def _prompts_of_whole(self, content: bytes) -> Iterator[Prompt]:
-        """Of a file that is one JSON value: a list of requests, or a HAR file."""
+    def _prompts_of(self, content: bytes, requests_of: Callable[[Any], list[Any]]) -> Iterator[Prompt]:
+        """Of one JSON value, in which requests_of finds the requests."""
         try:
             value = msgspec.json.decode(content)
         except (msgspec.DecodeError, RecursionError):
             self.unused["not JSON"] += 1
             return
-        if isinstance(value, dict) and isinstance(value.get("log"), dict):
-            entries = value["log"].get("entries")
-            value = [entry.get("request") for entry in entries or () if isinstance(entry, dict)]
-        for one in value if isinstance(value, list) else [value]:
-            yield from self._used(one)
+        for one in requests_of(value):
+            try:
+                yield prompt_of(_unwrapped(one))
+            except NoPrompt as error:
+                self.unused[str(error)] += 1
 
-    def _prompts_of(self, line: bytes) -> Iterator[Prompt]:
-        try:
-            value = msgspec.json.decode(line)
-        except (msgspec.DecodeError, RecursionError):
-            self.unused["not JSON"] += 1
-            return
-        yield from self._used(value)
 
-    def _used(self, value: Any) -> Iterator[Prompt]:
-        try:
-            yield prompt_of(_unwrapped(value))
-        except NoPrompt as error:
-            self.unused[str(error)] += 1
+def _requests_of_whole(value: Any) -> list[Any]:
+    """Of a file that is one JSON value: a list of requests, or a HAR file."""
+    if isinstance(value, dict) and isinstance(value.get("log"), dict):
+        entries = value["log"].get("entries")
+        return [entry.get("request") for entry in entries or () if isinstance(entry, dict)]
+    return value if isinstance(value, list) else [value]
 
 
 def _is_whole(line: bytes) -> bool:
