@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`/v1/files` and the layer that puts files in their places, over an application that says what it was asked."""
 
+import asyncio
 import io
 import itertools
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import fsspec
 import pytest
@@ -212,6 +213,25 @@ def test_uploads_that_are_refused(alice: Tenant, client: TestClient) -> None:
     assert broken.status_code == 400
     expires = alice.upload(picture(), **{"expires_after[seconds]": "3600"}).json()
     assert expires["expires_at"] - expires["created_at"] == 3600
+
+
+def test_a_body_that_is_too_large_is_not_read_to_its_end(client: TestClient) -> None:
+    head = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    pieces = iter([head, *[bytes(MAX_BYTES)] * 100])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": next(pieces), "more_body": True}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"multipart/form-data; boundary=x")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/files", "query_string": b"", "headers": headers}
+    asyncio.run(cast("Any", client.app(scope, receive, send)))
+    assert sent[0]["status"] == 413
+    assert b"MMCACHE_FILE_BYTES" in sent[1]["body"]
+    assert len(list(pieces)) > 90
 
 
 def test_quota(tmp_path: Path, source: tenant.TenantSource) -> None:

@@ -87,6 +87,13 @@ def test_tenants_share_nothing(store: FileStore) -> None:
     assert store.read(None, infos[None]) == CONTENT
 
 
+def test_names_do_not_tell_that_two_tenants_use_the_same(place: tuple[Any, str, PlainCodec]) -> None:
+    store = opened(place)
+    for tenant in (ALICE, BOB):
+        kept(store, tenant, name="the same uuid")
+    assert len({path.rpartition("/")[2] for path in objects(place)}) == 4
+
+
 @pytest.mark.parametrize(
     "file_id", ["", "file-", "file-../../etc/passwd", "file-" + "g" * 64, "a" * 69, "file-" + "A" * 64]
 )

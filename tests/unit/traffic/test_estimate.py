@@ -70,6 +70,12 @@ def test_tenants_share_nothing() -> None:
     assert counts(estimate)["stock"] == (2, 1, 1, 0)
 
 
+def test_another_picture_in_its_place_is_no_hit() -> None:
+    same, other = (played([chat(user(image(number), text("a"))) for number in numbers]) for numbers in ((1, 1), (1, 2)))
+    assert counts(same)["stock"][3] == TURN_TOKENS + 1 + IMAGE_TOKENS
+    assert counts(other)["stock"][3] == TURN_TOKENS + 1
+
+
 def test_a_window_that_drops_the_first_picture() -> None:
     whole = conversation(1, 2)[-1]
     dropped = chat(user(text("(an older picture)"), text("a" * 8)), *whole["messages"][1:])
