@@ -108,7 +108,7 @@ class PutFilesMiddleware:
         if named.payloads:
             messages = as_message(json.dumps(named.request).encode())
         with placeholders.register(named.payloads):
-            async with self._keeping(named.images, key):
+            async with self._saving(named.images, key):
                 await self.app(scope, receive_again(messages, receive), send)
 
     def _parsed(self, body: bytes, takes_files: Callable[[], bool]) -> Named:
@@ -146,8 +146,8 @@ class PutFilesMiddleware:
                 name = _lend(named, info, partial(self.named_images.store.read, key, info, image.uuid))
                 image.put(info.media_type, name)
 
-    def _keeping(self, images: list[NamedImage], key: bytes | None) -> AbstractAsyncContextManager[None]:
-        return nullcontext() if self.named_images is None else self.named_images.keeping(images, key)
+    def _saving(self, images: list[NamedImage], key: bytes | None) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self.named_images is None else self.named_images.saving(images, key)
 
 
 def _lend(named: Named, info: FileInfo, read: Callable[[], bytes]) -> str:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images that clients call by a uuid, kept where all replicas find them. API server process, event loop.
+"""Images that clients name by a uuid, saved where all replicas find them. API server process, event loop.
 
-A client that has sent an image with a uuid to one replica may send the uuid alone to another. That one finds the image
-here. Only its own tenant finds it. An image is kept while its request is being answered, so that it is there when the
-client has the answer; whatever goes wrong, the client is told as ever that the uuid is unknown, and sends the image.
+A client that has sent an image with a uuid to one replica may send the uuid alone to another one, which then finds the
+image in the store that they share. Only the client's own tenant finds it. Images are written in threads of the store
+while their request is answered, and the request waits for that at its end, so that the other replica finds them when
+the client sends the next request. None of this is certain: where an image was not saved or is not found, the replica
+answers that the uuid is unknown, as it does without a shared store, and the client sends the image again.
 """
 
 import asyncio
@@ -21,29 +23,42 @@ from vllm_mmcache.files.references import NamedImage
 from vllm_mmcache.files.store import FileInfo, FileStore, QuotaExceeded
 
 PURPOSE = "uuid"
-MOST_WAITING = 64
-"""Images that are being written; further ones are not kept."""
+MOST_UNWRITTEN = 64
+"""The most images that this process writes, or has in line to be written; further ones are not saved."""
 LINGER_S = 5.0
-"""How long an answered request waits for its images to be written."""
+"""How long an answered request waits for its images at most. What is not written then is written all the same."""
 RENEW_S = 3600.0
-"""After which an image that is sent again is written again, so that it lives on."""
-_RECENT = Budget(65536, 65536 * 256)
+"""An image that comes again with the same uuid is not written again by the same process for so long. Then it is, so
+that it does not expire; other content under the uuid is always written at once."""
+ENTRY_BYTES = 256
+MOST_REMEMBERED = Budget(65536, 65536 * ENTRY_BYTES)
+"""Of what this process has written."""
 
 
 class NamedImages:
-    """Images by tenant and uuid. is_known: whether this replica itself knows a uuid of the tenant with this salt."""
+    """Images by tenant and uuid. salt and key, in all methods: of the tenant, and None for requests without one.
+
+    is_known: says of a uuid and a salt whether this replica knows the image without looking in the store. max_bytes: of
+    a file; larger ones are not saved.
+    """
 
     def __init__(self, store: FileStore, is_known: Callable[[str, str | None], bool], max_bytes: int) -> None:
         self.store = store
         self._is_known = is_known
         self._max_bytes = max_bytes
-        self._recent: LruTable[tuple[bytes | None, str], tuple[bytes, float]] = LruTable(lambda: _RECENT, 256)
-        self._num_waiting = 0
+        # tenant and uuid -> content id, and when it was written
+        self._written: LruTable[tuple[bytes | None, str], tuple[bytes, float]] = LruTable(
+            lambda: MOST_REMEMBERED, ENTRY_BYTES
+        )
+        self._num_unwritten = 0
 
     async def find(
         self, images: list[NamedImage], salt: str | None, key: bytes | None
     ) -> list[tuple[NamedImage, FileInfo]]:
-        """Those that this replica does not know and that are kept here."""
+        """What the store has of those images that came as a uuid alone and that this replica does not know.
+
+        Nothing, where the store can't be reached.
+        """
         wanted = [one for one in images if one.url is None and not self._is_known(one.uuid, salt)]
         try:
             found = await asyncio.gather(
@@ -54,11 +69,11 @@ class NamedImages:
         return [(one, info) for one, info in zip(wanted, found, strict=True) if info is not None]
 
     @contextlib.asynccontextmanager
-    async def keeping(self, images: list[NamedImage], key: bytes | None) -> AsyncIterator[None]:
-        """Keeps those images that a request holds, while it is being answered in this block."""
+    async def saving(self, images: list[NamedImage], key: bytes | None) -> AsyncIterator[None]:
+        """Saves those images that came with their content, while their request is answered in this block."""
         tasks = [
-            asyncio.ensure_future(self._keep(one.uuid, media_type, content, key))
-            for one, media_type, content in _held(images)
+            asyncio.ensure_future(self._save(one.uuid, media_type, content, key))
+            for one, media_type, content in _with_content(images)
         ]
         try:
             yield
@@ -66,35 +81,41 @@ class NamedImages:
             if tasks:
                 await asyncio.wait(tasks, timeout=LINGER_S)
 
-    async def _keep(self, uuid: str, media_type: str, image: placeholders.Payload | str, key: bytes | None) -> None:
-        if self._num_waiting >= MOST_WAITING:
+    async def _save(self, uuid: str, media_type: str, image: placeholders.Payload | str, key: bytes | None) -> None:
+        if self._num_unwritten >= MOST_UNWRITTEN:
             return
-        self._num_waiting += 1
+        self._num_unwritten += 1
         with failsafe("files"):
             try:
                 await self.store.in_thread(self._write, uuid, media_type, image, key)
             except (FilesUnusable, QuotaExceeded, ValueError):
-                pass  # the client sends the image again
+                pass  # a replica that is asked for the uuid alone does not find it
             finally:
-                self._num_waiting -= 1
+                self._num_unwritten -= 1
 
     def _write(self, uuid: str, media_type: str, image: placeholders.Payload | str, key: bytes | None) -> None:
-        """Raises: ValueError for what is no base64; as FileStore.put."""
+        """Write one image, unless it was written lately, is too large, or can't be opened.
+
+        Raises: ValueError for text that is no base64, and otherwise what FileStore.put does.
+        """
         payload = Base64Image(image.encode("ascii"), key) if isinstance(image, str) else image
         now = time.monotonic()
-        content_id, written = self._recent.get((key, uuid)) or (b"", 0.0)
+        content_id, written = self._written.get((key, uuid)) or (b"", 0.0)
         if content_id == payload.content_id and now - written < RENEW_S:
             return
         content = payload.decode()
         if len(content) > self._max_bytes or head_of(content) is None:
             return
         self.store.put(key, content, filename="", purpose=PURPOSE, media_type=media_type, name=uuid)
-        self._recent.replace((key, uuid), (payload.content_id, now))
+        self._written.replace((key, uuid), (payload.content_id, now))
 
 
-def _held(images: list[NamedImage]) -> Iterator[tuple[NamedImage, str, placeholders.Payload | str]]:
-    """Those with their content, each with its media type, and what is there of its content."""
-    for one in images:
-        head, _, text = (one.url or "").partition(";base64,")
+def _with_content(images: list[NamedImage]) -> Iterator[tuple[NamedImage, str, placeholders.Payload | str]]:
+    """Those that came as a data URL, each with its media type, and with its base64 text.
+
+    Where image_extraction has taken the text out of the body, it is in a payload.
+    """
+    for image in images:
+        head, _, text = (image.url or "").partition(";base64,")
         if text and head.startswith("data:image/"):
-            yield one, head.removeprefix("data:"), placeholders.resolve(text) or text
+            yield image, head.removeprefix("data:"), placeholders.resolve(text) or text
