@@ -208,12 +208,12 @@ class TrialEngine:
         """A checkpoint is made wherever one can be, as if it cost nothing."""
         checkpoints: Any = checkpoints_of(self.scheduler)
         if checkpoints is not None:
-            checkpoints.extra_steps = lambda *args, **kwargs: 0
+            checkpoints.cost_tokens = lambda *args, **kwargs: 0.0
         try:
             yield
         finally:
             if checkpoints is not None:
-                del checkpoints.extra_steps
+                del checkpoints.cost_tokens
 
     @contextmanager
     def leaving_nothing(self) -> Iterator[None]:

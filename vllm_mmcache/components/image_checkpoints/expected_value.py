@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a checkpoint that costs steps is expected to pay: how often such are reused, by what one saves. Pure.
+"""Whether a checkpoint that costs something is expected to pay: how often such are reused, by what one saves. Pure.
 
-A checkpoint of a Mamba model ends a chunk of the prefill that would not end there. It saves its tokens if a later
-request resumes at it. How often that happens is learned from requests, not from evictions: in a KV cache that never
-evicts, nothing else would tell that pictures never come again. Whoever made no checkpoint learns as well, since vLLM
-says where one would have been used. Not thread-safe: the scheduler's thread alone.
+A checkpoint of a Mamba model can end a chunk of the prefill that would not end there, and in a full KV cache it
+displaces what others would have reused. It saves its tokens if a later request resumes at it. How often that happens is
+learned from requests, not from evictions: in a KV cache that never evicts, nothing else would tell that pictures never
+come again. Whoever made no checkpoint learns as well, since vLLM says where one would have been used. Not thread-safe:
+the scheduler's thread alone.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -26,20 +27,20 @@ _ENTRY_BYTES = 400  # about
 
 @dataclass
 class Rate:
-    """How often checkpoints were reused, by request."""
+    """How often something is reused, by request."""
 
     value: float
     requests: int = 0
     silent: int = 0  # requests since the last reuse
 
-    def record(self, was_reused: bool) -> None:
-        """One more request that could have reused one."""
+    def record(self, share: float) -> None:
+        """One more request that could have reused it, and this share of it was."""
         self.requests += 1
-        self.value += (was_reused - self.value) * WEIGHT
-        self.silent = 0 if was_reused else self.silent + 1
+        self.value += (share - self.value) * WEIGHT
+        self.silent = 0 if share else self.silent + 1
 
     def expected(self) -> float:
-        """The share of checkpoints that are reused, from here on."""
+        """The share that is reused, from here on."""
         return self.value if self.silent < FORGOTTEN_AFTER else 0.0
 
 
@@ -83,7 +84,7 @@ class ReuseRates:
         """One was made; at an image whose checkpoints were reused, it counts as unused until the next reuse."""
         for kind in checkpoint.rated_as:
             if (of_image := self._images.get((kind, salt, image))) is not None:
-                of_image.record(was_reused=False)
+                of_image.record(0)
 
     def _expected(self, kind: str, salt: str, image: str) -> float:
         of_image = self._images.get((kind, salt, image))
@@ -102,12 +103,9 @@ class ReuseRates:
         return self._all[kind]
 
 
-def pays(rate: float, saved_tokens: float, extra_steps: float, step_tokens: float) -> bool:
-    """Whether what a checkpoint saves, by how often it is reused, is what it costs, or more.
-
-    step_tokens: what a step costs beside its tokens, in tokens (step_cost.py).
-    """
-    return extra_steps <= 0 or rate * saved_tokens >= extra_steps * step_tokens
+def pays(rate: float, saved_tokens: float, cost_tokens: float) -> bool:
+    """Whether what a checkpoint saves, by how often it is reused, is at least what it costs."""
+    return rate * saved_tokens >= cost_tokens
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ hook = Hooks(
         "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks",
         "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.cache_blocks",
+        "vllm.v1.core.block_pool:BlockHashToBlockMap.__len__",
     ),
     why="sparse retention keeps a state at the prompt's end alone: the second question about an image misses",
     upstream="43587, 51250, 45238, 48435; 56818 proposes a stop at the last image's end for Mamba",

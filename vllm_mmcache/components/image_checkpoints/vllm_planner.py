@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from vllm_mmcache.base import settings, uses
 from vllm_mmcache.components.image_checkpoints.backoff import Backoff, TrackedCheckpoints
-from vllm_mmcache.components.image_checkpoints.expected_value import Prefill, ReuseRates, pays
+from vllm_mmcache.components.image_checkpoints.expected_value import Prefill, Rate, ReuseRates, pays
 from vllm_mmcache.components.image_checkpoints.positions import KINDS, Checkpoint, candidates, choose
 from vllm_mmcache.components.image_checkpoints.step_cost import StepCost
 from vllm_mmcache.components.image_checkpoints.vllm_underway import Underway
@@ -49,13 +49,18 @@ class Checkpoints:
         # From vLLM 0.33 on, a block's key may cover tokens behind it instead.
         self.lookahead_tokens = self.dropped_tokens + int(getattr(self.pool, "num_hash_lookahead_tokens", 0))
         self._managers = coordinator.single_type_managers
-        sparse = [manager for manager in self._managers if is_sparse(manager)]
-        self.group = sparse[0].kv_cache_group_id
+        self._sparse = [manager for manager in self._managers if is_sparse(manager)]
+        self._dense = [manager for manager in self._managers if not is_sparse(manager)]
+        self.group = self._sparse[0].kv_cache_group_id
         self.is_recurrent = bool(getattr(scheduler, "need_mamba_block_aligned_split", False))
         """Whether some layers have a state that exists only where their kernel stops."""
         self.budget_tokens = getattr(scheduler, "max_num_scheduled_tokens", 0) // self.block_tokens * self.block_tokens
-        self.underway = Underway(scheduler, sparse, self.dropped_tokens, self.note_kept, is_recurrent=self.is_recurrent)
+        self.underway = Underway(
+            scheduler, self._sparse, self.dropped_tokens, self.note_kept, is_recurrent=self.is_recurrent
+        )
         self.rates = ReuseRates()
+        self.reused = Rate(0.0)
+        """The share of a prompt's tokens that is reused."""
         self.step_cost = StepCost()
         self._last_output_s: float | None = None
         self.backoff = Backoff()
@@ -95,10 +100,6 @@ class Checkpoints:
         if before is not None and tokens > 2 * len(scheduler_output.num_scheduled_tokens):
             self.step_cost.add(tokens, now - before)
 
-    def extra_steps(self, prefill: Prefill, stops: Collection[int], more: int) -> int:
-        """What a checkpoint at `more` costs in steps of the engine, where chunks end at `stops` anyway."""
-        return prefill.extra_steps(stops, more) if self.ends_chunks and self.budget_tokens else 0
-
     def _choose(self, request: Any, kept: Plan | None, hit_tokens: int, junction_tokens: int) -> None:
         used = self.tracked.use(self._key(request, hit_tokens)) if hit_tokens else None
         if used is not None:
@@ -106,6 +107,8 @@ class Checkpoints:
             counters.CHECKPOINT_TOKENS_SAVED.add(hit_tokens)
             inside = self.underway.keeps_states_inside_chunks
             uses.note(request, "inner_checkpoints" if inside else "image_checkpoints")
+        if kept is None:
+            self.reused.record(hit_tokens / request.num_tokens)
         if not request.mm_features:
             setattr(request, PLAN, Plan(self, hit_tokens, frozenset(), ()))
             return
@@ -132,8 +135,8 @@ class Checkpoints:
             nonlocal refused
             before = max((tokens for tokens in (hit_tokens, *chosen) if tokens < checkpoint.tokens), default=0)
             rate = self.rates.expected(checkpoint, salt, _image_of(request, checkpoint))
-            extra = self.extra_steps(prefill, {*by_vllm, *chosen}, checkpoint.tokens)
-            is_worth = pays(rate, checkpoint.tokens - before, extra, self.step_cost.tokens)
+            cost = self.cost_tokens(prefill, by_vllm, checkpoint.tokens, chosen)
+            is_worth = pays(rate, checkpoint.tokens - before, cost)
             refused += not is_worth and checkpoint.is_likely
             return is_worth
 
@@ -145,6 +148,30 @@ class Checkpoints:
                 self.rates.made(checkpoint, salt, _image_of(request, checkpoint))
             counters.CHECKPOINT_REQUESTS_BACKED_OFF.add(kinds != KINDS or refused > 0)
         setattr(request, PLAN, Plan(self, hit_tokens, kinds, chosen))
+
+    def cost_tokens(self, prefill: Prefill, by_vllm: Collection[int], tokens: int, chosen: Sequence[int]) -> float:
+        """What a checkpoint at `tokens` costs beside those chosen before, in tokens: its steps, and its memory.
+
+        by_vllm: where chunks end anyway.
+        """
+        cost = self._displaced_tokens(prefill, tokens, len(chosen))
+        if self.ends_chunks and self.budget_tokens:
+            cost += prefill.extra_steps({*by_vllm, *chosen}, tokens) * self.step_cost.tokens
+        return cost
+
+    def _displaced_tokens(self, prefill: Prefill, tokens: int, num_chosen: int) -> float:
+        """What the memory of a checkpoint costs, in tokens that other requests will compute again.
+
+        Nothing while enough blocks hold nothing. Else it displaces as many blocks as it takes, each of them worth as
+        many tokens as a block of this prompt holds, as often as tokens of prompts are reused.
+        """
+        of_prompt = blocks_to_resume(self._managers, prefill.end)
+        of_checkpoint = blocks_to_resume(self._sparse, tokens)
+        unused = self.pool.num_gpu_blocks - len(self._cached)
+        to_come = of_prompt - blocks_to_resume(self._dense, prefill.start) + num_chosen * of_checkpoint
+        if unused >= to_come + of_checkpoint:
+            return 0.0
+        return self.reused.expected() * prefill.end * of_checkpoint / of_prompt
 
     def _kept_by_vllm(self, num_prompt_tokens: int) -> set[int]:
         """Where the same prompt, or a longer one, resumes; a block earlier where one is matched and dropped."""
@@ -195,6 +222,15 @@ def _image_of(request: Any, checkpoint: Checkpoint | None) -> str:
     number = None if checkpoint is None else checkpoint.ending_image
     features = request.mm_features
     return str(features[number].identifier) if number is not None and number < len(features) else ""
+
+
+def blocks_to_resume(managers: Sequence[Any], tokens: int) -> int:
+    """Blocks that these groups keep so that a request can resume behind so many tokens: all, a window's, or a state."""
+    count = 0
+    for manager in managers:
+        window = getattr(manager.kv_cache_spec, "sliding_window", 2) if is_sparse(manager) else tokens + 1
+        count += -(-min(window - 1, tokens) // manager.block_size)
+    return count
 
 
 def is_sparse(manager: Any) -> bool:

@@ -24,7 +24,7 @@ INNER_END = Checkpoint(800, frozenset({END}), is_likely=False, ending_image=0)
 
 
 def is_made(rates: ReuseRates, checkpoint: Checkpoint = END_OF_IMAGE, salt: str = "", image: str = "new") -> bool:
-    return pays(rates.expected(checkpoint, salt, image), checkpoint.tokens, extra_steps=1, step_tokens=STEP_TOKENS)
+    return pays(rates.expected(checkpoint, salt, image), checkpoint.tokens, cost_tokens=STEP_TOKENS)
 
 
 def phase(rates: ReuseRates, requests: int, every: int = 0, salt: str = "") -> list[bool]:
@@ -54,16 +54,16 @@ def test_phases_switch_within_40_requests_in_both_directions(every: int) -> None
 
 def test_what_saves_much_is_made_for_a_rare_reuse() -> None:
     """The share at which it is given up is the one at which it costs what it saves."""
-    assert pays(0.01, saved_tokens=100 * STEP_TOKENS, extra_steps=1, step_tokens=STEP_TOKENS)
-    assert not pays(0.01, saved_tokens=99 * STEP_TOKENS, extra_steps=1, step_tokens=STEP_TOKENS)
-    assert not pays(0.01, saved_tokens=100 * STEP_TOKENS, extra_steps=2, step_tokens=STEP_TOKENS)
+    assert pays(0.01, saved_tokens=100 * STEP_TOKENS, cost_tokens=STEP_TOKENS)
+    assert not pays(0.01, saved_tokens=99 * STEP_TOKENS, cost_tokens=STEP_TOKENS)
+    assert not pays(0.01, saved_tokens=100 * STEP_TOKENS, cost_tokens=2 * STEP_TOKENS)
 
 
-@given(st.floats(0, 1), st.integers(0, 10**6), st.integers(0, 5))
-def test_more_steps_never_pay_more(rate: float, saved: int, steps: int) -> None:
-    assert pays(rate, saved, 0, STEP_TOKENS)
-    assert pays(rate, saved, steps, STEP_TOKENS) >= pays(rate, saved, steps + 1, STEP_TOKENS)
-    assert pays(rate, saved, steps, STEP_TOKENS) <= pays(rate, saved + 1, steps, STEP_TOKENS)
+@given(st.floats(0, 1), st.integers(0, 10**6), st.integers(0, 1000))
+def test_what_costs_more_never_pays_more(rate: float, saved: int, cost: int) -> None:
+    assert pays(rate, saved, 0)
+    assert pays(rate, saved, cost) >= pays(rate, saved, cost + 1)
+    assert pays(rate, saved, cost) <= pays(rate, saved + 1, cost)
 
 
 def test_tenants_are_judged_apart() -> None:
@@ -73,9 +73,8 @@ def test_tenants_are_judged_apart() -> None:
         phase(rates, 2, salt="never")
     assert is_made(rates, salt="reuses")
     assert not is_made(rates, salt="never")
-    assert is_made(rates, salt="unknown") == pays(
-        rates.expected(END_OF_IMAGE, "", ""), END_OF_IMAGE.tokens, 1, STEP_TOKENS
-    )
+    rate = rates.expected(END_OF_IMAGE, "", "")
+    assert is_made(rates, salt="unknown") == pays(rate, END_OF_IMAGE.tokens, STEP_TOKENS)
 
 
 def test_an_image_that_was_reused_has_its_own_rate_and_loses_it() -> None:
