@@ -76,18 +76,22 @@ def test_the_next_turn(ask: Observed) -> None:
 
 def test_a_question_of_its_own_behind_the_same_rules(ask: Observed) -> None:
     ask.chat(system(RULES), user(QUESTION))
-    other = ask.chat(system(RULES), user("Why not?" + words(40, 5)))
+    other = ask.chat(system(RULES), user("Why not?" + "".join(f" {number}" for number in range(40))))
     assert other.reasons[-1] is Reason.NEW_CONTENT
+    assert Reason.TEXT_DIFFERS not in other.reasons
 
 
 def test_text_differs(ask: Observed) -> None:
     ask.chat(system(words(50) + " Monday." + RULES), user(QUESTION))
     other = ask.chat(system(words(50) + " Friday." + RULES), user(QUESTION))
-    assert other.reasons == [Reason.BLOCK_TAIL, Reason.TEXT_DIFFERS]
-    miss = other.record.misses[-1]
+    assert other.reasons == [Reason.BLOCK_TAIL, Reason.NEW_CONTENT, Reason.TEXT_DIFFERS]
+    _, word, miss = other.record.misses
     assert miss.segment == 0
-    text = ask.rig.llm.get_tokenizer().decode(list(other.output.prompt_token_ids)[: miss.start])
-    assert text.rstrip().endswith(words(3, 47)), "exact to the token"
+    decode, tokens = ask.rig.llm.get_tokenizer().decode, list(other.output.prompt_token_ids)
+    assert decode(tokens[: word.start]).rstrip().endswith(words(3, 47)), "exact to the token"
+    assert decode(tokens[word.start : miss.start]).strip() in "Friday.", "the word itself is new"
+    assert "Rules:" in decode(tokens[miss.start :])[:12], "and all behind it is charged"
+    assert miss.start + miss.tokens == other.record.prompt_tokens
     assert ask.chat(system(words(50) + " Friday." + RULES), user(QUESTION)).reasons != other.reasons
 
 
@@ -208,11 +212,15 @@ def test_the_answer_comes_back_in_other_tokens(ask: Observed) -> None:
     first = ask.chat(*talk, max_tokens=40)
     back = ask.chat(*talk, assistant(first.text), user("Go on." + words(40)))
     assert Reason.TEMPLATE_REWROTE in back.reasons, back.record
-    miss = back.record.misses[-1]
-    assert miss.reason is Reason.TEMPLATE_REWROTE
-    assert back.record.segments[miss.segment or 0].role == "assistant"
+    blamed = [miss for miss in back.record.misses if miss.reason is Reason.TEMPLATE_REWROTE]
+    assert {back.record.segments[miss.segment or 0].role for miss in blamed} == {"assistant"}
+    assert sum(miss.tokens for miss in blamed) < 40, "at most the answer, whose last token has no KV"
+    last = back.record.misses[-1]
+    assert last.reason is Reason.NEW_CONTENT
+    assert last.start + last.tokens == back.record.prompt_tokens
     edited = ask.chat(*talk, assistant(first.text[:20] + " or not"), user("Go on." + words(40)))
-    assert edited.reasons[-1] is Reason.TEXT_DIFFERS
+    assert Reason.TEXT_DIFFERS in edited.reasons
+    assert Reason.TEMPLATE_REWROTE not in edited.reasons
 
 
 DROPS = (
@@ -230,8 +238,10 @@ def test_the_template_writes_an_earlier_turn_anew(ask: Observed, drops: bool) ->
     more = ask.chat(*talk, assistant("Yes."), user("And?"), more=template)
     assert (Reason.TEMPLATE_REWROTE in more.reasons) is drops
     if drops:
-        miss = more.record.misses[-1]
-        assert (more.record.segments[miss.segment or 0].turn, miss.reason) == (1, Reason.TEMPLATE_REWROTE)
+        blamed = [miss for miss in more.record.misses if miss.reason is Reason.TEMPLATE_REWROTE]
+        assert {more.record.segments[miss.segment or 0].turn for miss in blamed} == {1}
+        assert 50 < sum(miss.tokens for miss in blamed) < 75, "what both have behind what the template puts in"
+        assert more.reasons[-1] is Reason.NEW_CONTENT, "the turn that is new"
 
 
 def test_what_happened_to_an_image(ask: Observed) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.observe.record import wire
-from vllm_mmcache.components.observe.record.causes import GroupHit, Lookup, Lost, Prompt, explain
+from vllm_mmcache.components.observe.record.causes import GroupHit, Lookup, Lost, explain
 from vllm_mmcache.components.observe.record.digests import salt_class
 from vllm_mmcache.components.observe.record.history import Entry, History, HistoryMatch
 from vllm_mmcache.components.observe.record.schema import Reason
@@ -163,7 +163,6 @@ class Observer:
         seen.hit_tokens = hit_tokens
         coordinator = self.manager.coordinator
         unit = coordinator.scheduler_block_size
-        prompt = Prompt(request.prompt_token_ids or [], seen.entry)
         if request.prompt_token_ids is None:  # embeddings: there is nothing to compare
             seen.causes = [
                 Cause(Reason.UNEXPLAINED, hit_tokens, request.num_prompt_tokens - hit_tokens, hit_tokens, {})
@@ -171,7 +170,7 @@ class Observer:
             return
         common = seen.found.nearest.common_tokens if seen.found.nearest else 0
         held_back = 1 + (unit if coordinator.eagle_group_ids else 0)
-        may_be_short = hit_tokens < min(common, len(prompt.tokens) - held_back) // unit * unit
+        may_be_short = hit_tokens < min(common, request.num_prompt_tokens - held_back) // unit * unit
         seen.groups = self._group_hits(request, hit_tokens) if may_be_short else ()
         lookup = Lookup(
             hit_tokens=hit_tokens,
@@ -181,7 +180,7 @@ class Observer:
             held_back=held_back,
             lost=lambda group: self._lost(group, request.block_hashes, common),
         )
-        seen.causes = explain(prompt, seen.found, lookup)
+        seen.causes = explain(seen.entry, seen.found, lookup)
 
     def _why_off(self, request: Any) -> str:
         if not self.manager.enable_caching:
@@ -268,7 +267,7 @@ def _cut(causes: list[Cause], reused: int, total: int) -> list[Cause]:
         end = cause.start + cause.tokens
         start = max(cause.start, reused)
         if end > start:
-            kept.append(cause._replace(start=start, tokens=end - start, at=max(cause.at, start)))
+            kept.append(cause._replace(start=start, tokens=end - start, at=max(cause.at, reused)))
     first = kept[0].start if kept else total
     if first > reused:
         kept.insert(0, Cause(Reason.UNEXPLAINED, reused, first - reused, reused, {}))

@@ -21,9 +21,9 @@ class Facts:
         self.causes = [self._judged(cause, answers) for cause in outcome.causes]
 
     @property
-    def num_segments(self) -> int:
-        """About; a text between two images is one more."""
-        return len(self.asked.turns) + 2 * len(self.asked.spans) + 1
+    def num_parts(self) -> int:
+        """Segments and misses, about; a text between two images is one more."""
+        return len(self.asked.turns) + 2 * len(self.asked.spans) + 1 + len(self.causes)
 
     def source(self, image: int) -> str:
         """Where the features of an image came from."""
@@ -153,17 +153,22 @@ def _name(spans: Sequence[Span], index: int) -> str:
 
 
 def _sentence(reason: Reason, outcome: Outcome, at: int, where: str, token: int, details: dict[str, Any]) -> str:
-    other = details.get("other") or (outcome.nearest[0] if outcome.nearest else "an earlier request")
+    nearest, _, common, *_ = outcome.nearest or ("an earlier request", 0.0, 0)
+    other = details.get("other") or nearest
     place = f"token {token} of {where}"
     match reason:
         case Reason.NEW_CONTENT if outcome.nearest is None:
             return "New: no remembered request begins like this one."
+        case Reason.NEW_CONTENT if at > common:
+            return f"New from {place} on: {other} has no such content there."
         case Reason.NEW_CONTENT:
             return f"New from {place} on; up to there {other} is the same."
         case Reason.TEXT_DIFFERS if details.get("answer"):
             return f"The answer of {other} was sent back with another text, from {place} on."
         case Reason.TEXT_DIFFERS:
-            return f"The text differs from {other} at {place}; everything behind it must be computed again."
+            return f"The text differs from {other} at {place}; what both have behind it must be computed again."
+        case Reason.IMAGE_DIFFERS if details["what"] == "place":
+            return f"Images were added, removed or moved since {other}, from {place} on; others follow as before."
         case Reason.IMAGE_DIFFERS:
             what = {"bytes": "other bytes", "size": "another size", "settings": "other processor settings"}
             return f"Image {details['image']} has {what[str(details['what'])]} than the one of {other} at its place."

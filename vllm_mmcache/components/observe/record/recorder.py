@@ -27,7 +27,7 @@ from vllm_mmcache.components.observe.record.pending import PendingRequests
 from vllm_mmcache.components.observe.record.store import RecordStore
 from vllm_mmcache.metrics import counters, table_sizes
 
-RECORD_BYTES, SEGMENT_BYTES = 4096, 1024  # what a record that was read takes; test_recorder.py measures it
+RECORD_BYTES, PART_BYTES = 4096, 1024  # what a record that was read takes; test_recorder.py measures it
 LAG_S = 0.1  # from the first output to the record, unless somebody asks for it
 MOST_ARRIVED = 1024
 _ANSWER_COST_BYTES = 250
@@ -114,7 +114,7 @@ class Recorder:
         self.store.count(outcome.reused_tokens + sum(missed.values()), outcome.reused_tokens, missed, images)
         if facts is not None:
             recipe = partial(describe, facts, self.server, self.model)
-            self.store.add(outcome.id, _size_bytes(facts.num_segments), recipe, facts.asked.request_id)
+            self.store.add(outcome.id, _size_bytes(facts.num_parts), recipe, facts.asked.request_id)
             for file in self._files:
                 file.hand(recipe)
 
@@ -150,7 +150,9 @@ class Recorder:
                 missed = _sums((miss.reason.value, miss.tokens) for miss in record.misses)
                 images = _sums((segment.image.features, 1) for segment in record.segments if segment.image)
                 self.store.count(record.prompt_tokens, record.reused_tokens, missed, images)
-                self.store.add(record.id, _size_bytes(len(record.segments)), record, record.request_id)
+                self.store.add(
+                    record.id, _size_bytes(len(record.segments) + len(record.misses)), record, record.request_id
+                )
 
 
 def message_digest(role: str, text: str) -> int:
@@ -161,8 +163,8 @@ def message_digest(role: str, text: str) -> int:
         return xxhash.xxh3_64_intdigest(f"{role}\0{text}".encode(errors="replace"))
 
 
-def _size_bytes(num_segments: int) -> int:
-    return RECORD_BYTES + SEGMENT_BYTES * num_segments
+def _size_bytes(num_parts: int) -> int:
+    return RECORD_BYTES + PART_BYTES * num_parts
 
 
 def _sums(amounts: Iterable[tuple[str, int]]) -> dict[str, int]:

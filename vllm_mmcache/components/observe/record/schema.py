@@ -37,7 +37,7 @@ class Reason(StrEnum):
 MEANINGS: dict[Reason, str] = {
     Reason.NEW_CONTENT: "no remembered request has this content behind the same beginning",
     Reason.TEXT_DIFFERS: "an earlier part of the prompt differs from the nearest earlier request",
-    Reason.IMAGE_DIFFERS: "an image differs from the nearest earlier request's (bytes, size or processor settings)",
+    Reason.IMAGE_DIFFERS: "an image differs from that of the nearest earlier request: bytes, size, settings or place",
     Reason.TEMPLATE_REWROTE: "the chat template or the tokenizer wrote an earlier turn in another way than before",
     Reason.BLOCK_TAIL: "only whole blocks are kept, and this one was not full",
     Reason.LAST_TOKEN: "all is known, but the end of a prompt is always computed, to have something to answer from",

@@ -3,15 +3,17 @@
 
 import pytest
 
-from vllm_mmcache.components.observe.record.causes import GroupHit, Lookup, Lost, Prompt, explain
+from vllm_mmcache.components.observe.record.causes import GroupHit, Lookup, Lost, explain
 from vllm_mmcache.components.observe.record.history import Entry, HistoryMatch, Match
 from vllm_mmcache.components.observe.record.schema import Reason
 
 UNIT = 16
 
 
-def prompt(length: int) -> Prompt:
-    return Prompt(list(range(length)), Entry("new", 1, "", "", length))
+def prompt(length: int) -> Entry:
+    entry = Entry("new", 1, "", "", length)
+    entry.tokens.extend(range(length))
+    return entry
 
 
 def known(common: int, total: int = 1000, lora: str = "") -> Match:

@@ -6,11 +6,13 @@ import tracemalloc
 import msgspec
 import pytest
 
+from tests.support.observing import assert_whole
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.observe.record import pending, wire
 from vllm_mmcache.components.observe.record.pending import UNKNOWN, PendingRequests, RequestSnapshot
-from vllm_mmcache.components.observe.record.recorder import RECORD_BYTES, SEGMENT_BYTES, Recorder
+from vllm_mmcache.components.observe.record.recorder import PART_BYTES, RECORD_BYTES, Recorder, message_digest
 from vllm_mmcache.components.observe.record.schema import Reason
+from vllm_mmcache.components.observe.record.summary import summary
 from vllm_mmcache.metrics import counters
 
 
@@ -96,7 +98,7 @@ def test_what_a_record_takes() -> None:
         assert record is not None
         assert len(record.segments) >= 30
         assert 0.5 < recorder.store.size_bytes / taken < 2, (recorder.store.size_bytes, taken)
-        assert recorder.store.size_bytes >= RECORD_BYTES + SEGMENT_BYTES * 30
+        assert recorder.store.size_bytes >= RECORD_BYTES + PART_BYTES * 30
 
 
 @pytest.mark.parametrize("across_salts", [True, False])
@@ -116,3 +118,60 @@ def test_metrics_tell_no_reason_that_comes_from_other_salts(
     )
     assert told == [(16, "reused", ""), *reasons]
     assert recorder.store.totals().missed_tokens == {Reason.OTHER_SALT: 20, Reason.TEXT_DIFFERS: 44}, "behind the key"
+
+
+def test_the_record_and_all_sums_say_the_same_of_a_rewritten_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two causes of one reason, with what is new between them; the engine can't know that the answer came back."""
+    told = []
+    monkeypatch.setattr(counters.PROMPT_TOKENS, "add", lambda *values: told.append(values))
+    for echo in (True, False):
+        recorder = Recorder()
+        recorder.note_answer("", "Given." if echo else "Something else.")
+        request = RequestSnapshot(
+            request_id="r", time_s=1.0, prompt_tokens=1000, lora="", salt="", num_answers=1,
+            turns=[0, 100, 200, 900], roles=["user", "assistant", "user", "assistant"],
+            answers=[message_digest("assistant", "Given.")], spans=[(300, 500, "image")], layers=[UNKNOWN],
+        )  # fmt: skip
+        answer = {"turn": 1, "answer": True}
+        causes = [
+            wire.Cause(Reason.TEXT_DIFFERS, 104, 4, 104, answer),
+            wire.Cause(Reason.NEW_CONTENT, 108, 2, 108, {}),
+            wire.Cause(Reason.TEXT_DIFFERS, 110, 40, 104, answer),
+            wire.Cause(Reason.NEW_CONTENT, 150, 850, 150, {}),
+        ]
+        name = recorder.waiting.add(request)
+        given = wire.unpack_outcome(outcome(name, request))
+        near = ("old", 1.0, 104, True, True)
+        recorder.note(wire.pack_outcome(msgspec.structs.replace(given, reused_tokens=104, causes=causes, nearest=near)))
+        recorder.read_notes()
+        record = recorder.store.get(name)
+        assert record is not None
+        reason = Reason.TEMPLATE_REWROTE if echo else Reason.TEXT_DIFFERS
+        sums = {reason: 44, Reason.NEW_CONTENT: 852}
+        assert [(miss.reason, miss.start, miss.tokens) for miss in record.misses] == [
+            (reason, 104, 4), (Reason.NEW_CONTENT, 108, 2), (reason, 110, 40), (Reason.NEW_CONTENT, 150, 850),
+        ]  # fmt: skip
+        assert_whole(record)
+        first, new, again, rest = record.misses
+        assert (first.segment, first.token) == (again.segment, again.token) == (1, 4), "the cause of both lies there"
+        assert first.text == again.text
+        assert new.text == "New from token 8 of turn 1 (assistant) on: old has no such content there."
+        assert rest.segment == 1
+        assert record.segments[3].kind == "image"
+        assert record.misses[record.segments[3].miss or 0].reason is Reason.NEW_CONTENT
+        assert recorder.store.totals().missed_tokens == sums
+        assert summary(record)["missed_tokens"] == sums
+        assert summary(record)["reason"] == Reason.NEW_CONTENT, "not the answer, though it is what differs first"
+        assert told == [(104, "reused", ""), *((tokens, "computed", str(name)) for name, tokens in sums.items())]
+        told.clear()
+
+
+def test_what_many_causes_take() -> None:
+    """They are counted as segments are."""
+    recorder, request = Recorder(), asked(turns=2)
+    name = recorder.waiting.add(request)
+    causes = [wire.Cause(Reason.NEW_CONTENT, 16 + n, 1, 16 + n, {}) for n in range(request.prompt_tokens - 16)]
+    given = wire.unpack_outcome(outcome(name, request))
+    recorder.note(wire.pack_outcome(msgspec.structs.replace(given, causes=causes)))
+    recorder.read_notes()
+    assert recorder.store.size_bytes >= RECORD_BYTES + PART_BYTES * len(causes)

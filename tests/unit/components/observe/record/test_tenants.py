@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from vllm_mmcache.components.observe.observer import RequestState, _nearest
 from vllm_mmcache.components.observe.record import wire
-from vllm_mmcache.components.observe.record.causes import Lookup, Prompt, explain
+from vllm_mmcache.components.observe.record.causes import Lookup, explain
 from vllm_mmcache.components.observe.record.digests import salt_class
 from vllm_mmcache.components.observe.record.history import Entry, History
 from vllm_mmcache.components.observe.record.pending import UNKNOWN, RequestSnapshot
@@ -60,7 +60,7 @@ class Deployment:
         self.history.remember(entry, tokens, keys, found.num_known)
         self.history.finish(entry, [], keys, len(tokens))
         hit = min(found.num_known * BLOCK, (len(tokens) - 1) // BLOCK * BLOCK)
-        causes = explain(Prompt(tokens, entry), found, Lookup(hit, BLOCK, ""))
+        causes = explain(entry, found, Lookup(hit, BLOCK, ""))
         seen = RequestState(record_id, entry, found)
         outcome = wire.Outcome(record_id, record_id, hit, 0, BLOCK, 0, [], _nearest(seen), {}, causes)
         self.recorder.note(wire.pack_outcome(outcome))
