@@ -359,9 +359,9 @@ class Settings(BaseSettings):
         default=None,
         repr=False,  # a URL in it may hold a password
         description=(
-            "Where images are kept that clients upload to `/v1/files`: a directory (an absolute path), or a URL that "
-            "fsspec can write to, such as `s3://bucket/folder`. All replicas need the same. If unset, there is no "
-            "`/v1/files`. It needs `identity` and `lazy_media` to be on."
+            "Where images are kept that clients upload to `/v1/files`: a directory (an absolute path), a URL of Redis "
+            "or Valkey as in `store`, or one that fsspec can write to, such as `s3://bucket/folder`. All replicas need "
+            "the same. If unset, there is no `/v1/files`. It needs `identity` and `lazy_media` to be on."
         ),
     )
     files_ttl: Duration = Field(

@@ -13,7 +13,7 @@ from vllm_mmcache.base import key_file, remote_url
 from vllm_mmcache.base.durations import Duration
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.remote_url import SCHEMES
-from vllm_mmcache.base.store_url import KEY_CHARS, redact, store_places, with_password
+from vllm_mmcache.base.store_url import KEY_CHARS, REMOTE_SCHEMES, redact, store_places, with_password
 
 # Pairs that can't both be meant: (name, value), (name, value), and why.
 _APART = "nothing would keep tenants apart"
@@ -97,25 +97,33 @@ def check_together(settings: Any, spelled: Callable[[str], str]) -> None:
         key_file.read_32_bytes(settings.tenant_key_file, "tenant_key_file")
     if settings.store_key_file is not None:
         key_file.read_key(settings.store_key_file)
-    _, url = store_places(settings.store)
-    if url is not None:
+    for name, url in _remote_urls(settings).items():
         from vllm_mmcache.base.redis_connect import checked  # imports redis
 
         try:
-            checked(with_password(url, settings.store_password_file), 1.0)
+            checked(url, 1.0)
         except SettingsError as error:
-            raise SettingsError(f"{spelled('store')}: {error}") from None
+            raise SettingsError(f"{spelled(name)}: {error}") from None
 
 
 def why_exposed(settings: Any) -> str:
     """Who else may read and plant what is in Redis or Valkey, and what forbids it; empty where something does."""
+    if settings.store_key_file is not None or settings.store_trusted_network:
+        return ""
+    for url in _remote_urls(settings).values():
+        if lacks := remote_url.why_exposed(url):
+            what = "nothing encrypts: who reaches it can read what images show, and plant answers"
+            return f"{redact(url)} has {lacks}, and {what}"
+    return ""
+
+
+def _remote_urls(settings: Any) -> dict[str, str]:
+    """By setting, the URLs of Redis or Valkey, with their passwords."""
     _, url = store_places(settings.store)
-    if url is None or settings.store_key_file is not None or settings.store_trusted_network:
-        return ""
-    if not (lacks := remote_url.why_exposed(with_password(url, settings.store_password_file))):
-        return ""
-    shown = redact(url)
-    return f"{shown} has {lacks}, and nothing encrypts: who reaches it can read what images show, and plant answers"
+    found = {} if url is None else {"store": with_password(url, settings.store_password_file)}
+    if settings.files is not None and settings.files.startswith(REMOTE_SCHEMES):
+        found["files"] = settings.files
+    return found
 
 
 EXPOSED_CURE = (

@@ -1,35 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/files`: upload, list, look at, read and delete files, in OpenAI's form. API server process, event loop.
+"""`/v1/files`: upload, list, look at, read and delete files. API server process, event loop.
+
+Requests and answers have OpenAI's form or Anthropic's (forms.py).
 
 Whose files they are is said as everywhere: by a header or API key where the setting tenant_from says so, and otherwise
 by `cache_salt`, which is a field of the form that uploads a file, and else a parameter of the URL.
 """
 
-import re
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from vllm_mmcache.base.asgi import Message, path_of
+from vllm_mmcache.base.asgi import Message
 from vllm_mmcache.base.errors import FilesUnusable
-from vllm_mmcache.files.errors import MOST_SHOWN, Refusal, tenant_key, unknown
+from vllm_mmcache.files.errors import Refusal, tenant_key, unknown
+from vllm_mmcache.files.forms import form_of
 from vllm_mmcache.files.image_file import head_of
 from vllm_mmcache.files.store import FileInfo, FileStore, QuotaExceeded
+from vllm_mmcache.metrics import counters
 
 PATH = "/v1/files"
-PURPOSES = ("vision", "user_data")
-MOST_LISTED = 10_000
 _FORM_BYTES = 1 << 16
 """Of an upload, beside the file."""
 _NAME_CHARS = 255
-_EXPIRES_AFTER = "expires_after[seconds]"
-_LEAST_S, _MOST_S = 3600, 2_592_000
-"""Of OpenAI's expires_after."""
-
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -45,26 +41,23 @@ class FileEndpoints:
         """What an application has to have."""
         one = PATH + "/{file_id}"
         return [
-            Route(PATH, _answering(self.create), methods=["POST"]),
-            Route(PATH, _answering(self.list_files), methods=["GET"]),
-            Route(one, _answering(self.retrieve), methods=["GET"]),
-            Route(one, _answering(self.delete), methods=["DELETE"]),
-            Route(one + "/content", _answering(self.content), methods=["GET"]),
+            Route(PATH, _answering("create", self.create), methods=["POST"]),
+            Route(PATH, _answering("list", self.list_files), methods=["GET"]),
+            Route(one, _answering("retrieve", self.retrieve), methods=["GET"]),
+            Route(one, _answering("delete", self.delete), methods=["DELETE"]),
+            Route(one + "/content", _answering("content", self.content), methods=["GET"]),
         ]
 
     async def create(self, request: Request) -> Response:
-        """POST: a form with `file`, `purpose` and, if you like, `expires_after` and `cache_salt`."""
+        """POST: a form with `file`, what the API's form has beside it, and, if you like, `cache_salt`."""
         limited = Request(request.scope, _limited(request, self.max_bytes + _FORM_BYTES, self.max_bytes))
         try:
             async with limited.form(max_files=1, max_fields=16) as form:
-                file, purpose = form.get("file"), form.get("purpose")
+                file = form.get("file")
                 if file is None or isinstance(file, str):
                     raise Refusal(400, "The form has no field 'file' with a file.", "file")
-                if purpose not in PURPOSES:
-                    shown = str(purpose)[:MOST_SHOWN]
-                    raise Refusal(400, f"'purpose' is {shown!r}; it has to be 'vision' or 'user_data'.", "purpose")
+                purpose, lives_s = form_of(request).upload(form)
                 key = tenant_key(form.get("cache_salt"))
-                lives_s = _expires_after(form.get(_EXPIRES_AFTER))
                 content, filename = await file.read(), (file.filename or "image")[:_NAME_CHARS]
         except HTTPException as error:
             raise Refusal(400, f"The form can't be read: {error.detail}", "file") from error
@@ -77,40 +70,26 @@ class FileEndpoints:
                 key,
                 content,
                 filename=filename,
-                purpose=str(purpose),
+                purpose=purpose,
                 media_type=media_type,
                 expires_after_s=lives_s,
             )
 
         try:
-            return JSONResponse(_shown(await self.store.in_thread(keep)))
+            return JSONResponse(form_of(request).file(await self.store.in_thread(keep)))
         except QuotaExceeded as error:
             raise Refusal(413, f"The tenant's files take too much: {error}. Delete some first.", "file") from error
 
     async def list_files(self, request: Request) -> Response:
-        """GET: the latest first, with `limit`, `after`, `order` and `purpose` as OpenAI has them."""
+        """GET: the latest first."""
         wanted = request.query_params
         files = await self.store.in_thread(self.store.files_of, tenant_key(wanted.get("cache_salt")))
-        if wanted.get("order", "desc") == "asc":
-            files.reverse()
-        if "purpose" in wanted:
-            files = [info for info in files if info.purpose == wanted["purpose"]]
-        if "after" in wanted:
-            ids = [info.id for info in files]
-            if wanted["after"] not in ids:
-                raise unknown(wanted["after"])
-            files = files[ids.index(wanted["after"]) + 1 :]
-        limit = wanted.get("limit", str(MOST_LISTED))
-        if not re.fullmatch(r"[1-9][0-9]{0,4}", limit) or int(limit) > MOST_LISTED:
-            raise Refusal(400, f"'limit' is {limit[:MOST_SHOWN]!r}; it has to be 1 to {MOST_LISTED}.", "limit")
-        page = [_shown(info) for info in files[: int(limit)]]
-        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-        return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(files) > len(page)})
+        return JSONResponse(form_of(request).page(files, wanted))
 
     async def retrieve(self, request: Request) -> Response:
         """GET of one: what is said of it."""
         _, info = await self._found(request)
-        return JSONResponse(_shown(info))
+        return JSONResponse(form_of(request).file(info))
 
     async def content(self, request: Request) -> Response:
         """GET of its content."""
@@ -124,7 +103,7 @@ class FileEndpoints:
         key, file_id = tenant_key(request.query_params.get("cache_salt")), request.path_params["file_id"]
         if not await self.store.in_thread(self.store.delete, key, file_id):
             raise unknown(file_id)
-        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+        return JSONResponse(form_of(request).deleted(file_id))
 
     async def _found(self, request: Request) -> tuple[bytes | None, FileInfo]:
         key, file_id = tenant_key(request.query_params.get("cache_salt")), request.path_params["file_id"]
@@ -145,16 +124,20 @@ class FileEndpoints:
         return head.media_type
 
 
-def _answering(handler: Handler) -> Handler:
-    """A handler whose refusals are answers."""
+def _answering(operation: str, handler: Handler) -> Handler:
+    """A handler whose refusals are answers, and whose requests are counted."""
 
     async def answer(request: Request) -> Response:
         try:
-            return await handler(request)
+            response = await handler(request)
         except Refusal as refusal:
-            return refusal.response(path_of(request.scope))
+            counters.FILE_REQUESTS.add(1, operation, "refused")
+            return refusal.response(form_of(request).errors_as_at)
         except FilesUnusable as error:
-            return Refusal(503, str(error)).response(path_of(request.scope))
+            counters.FILE_REQUESTS.add(1, operation, "failed")
+            return Refusal(503, str(error)).response(form_of(request).errors_as_at)
+        counters.FILE_REQUESTS.add(1, operation, "done")
+        return response
 
     return answer
 
@@ -176,27 +159,3 @@ def _limited(request: Request, most: int, max_bytes: int) -> Callable[[], Awaita
 
 def _too_large(max_bytes: int) -> Refusal:
     return Refusal(413, f"The file is too large: at most {max_bytes} bytes are allowed (MMCACHE_FILE_BYTES).", "file")
-
-
-def _expires_after(text: Any) -> int | None:
-    if text is None:
-        return None
-    if not isinstance(text, str) or not re.fullmatch(r"[0-9]{1,9}", text) or not _LEAST_S <= int(text) <= _MOST_S:
-        shown = str(text)[:MOST_SHOWN]
-        raise Refusal(400, f"'{_EXPIRES_AFTER}' is {shown!r}; it has to be {_LEAST_S} to {_MOST_S}.", "expires_after")
-    return int(text)
-
-
-def _shown(info: FileInfo) -> dict[str, Any]:
-    """As OpenAI's File object."""
-    ends = {} if info.expires_s is None else {"expires_at": info.expires_s}
-    return {
-        "id": info.id,
-        "object": "file",
-        "bytes": info.num_bytes,
-        "created_at": info.created_s,
-        "filename": info.filename,
-        "purpose": info.purpose,
-        "status": "processed",
-        **ends,
-    }

@@ -31,6 +31,7 @@ from vllm_mmcache.files.errors import Refusal, salt_of, unknown
 from vllm_mmcache.files.named import NamedImages
 from vllm_mmcache.files.references import NamedImage, Reference, named_images, references
 from vllm_mmcache.files.store import FileInfo, FileStore
+from vllm_mmcache.metrics import counters
 
 MOST_FILES = 1024
 """That one request may name."""
@@ -103,8 +104,11 @@ class PutFilesMiddleware:
             await self._put_images(named, salt, key)
         except Refusal as refusal:
             if named.files:
+                counters.FILE_REQUESTS.add(1, "name", "failed" if refusal.status == 503 else "refused")
                 return await refusal.response(path)(scope, receive, send)
             return await self.app(scope, receive_again(messages, receive), send)  # vLLM and identity say what is wrong
+        if named.files:
+            counters.FILE_REQUESTS.add(1, "name", "done")
         if named.payloads:
             messages = as_message(json.dumps(named.request).encode())
         with placeholders.register(named.payloads):
@@ -138,6 +142,7 @@ class PutFilesMiddleware:
             found[file_id] = info.media_type, _lend(named, info, partial(self.store.read, key, info))
         for reference in named.files:
             reference.put(*found[reference.file_id])
+        counters.FILES_NAMED.add(len(named.files), "file_id")
 
     async def _put_images(self, named: Named, salt: str | None, key: bytes | None) -> None:
         """Puts images in the places of the uuids that other replicas know."""
@@ -145,6 +150,7 @@ class PutFilesMiddleware:
             for image, info in await self.named_images.find(named.images, salt, key):
                 name = _lend(named, info, partial(self.named_images.store.read, key, info, image.uuid))
                 image.put(info.media_type, name)
+                counters.FILES_NAMED.add(1, "uuid")
 
     def _saving(self, images: list[NamedImage], key: bytes | None) -> AbstractAsyncContextManager[None]:
         return nullcontext() if self.named_images is None else self.named_images.saving(images, key)

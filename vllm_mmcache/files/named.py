@@ -15,12 +15,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.base.failsafe import failsafe
-from vllm_mmcache.base.lru import Budget, LruTable
+from vllm_mmcache.base.lru import Budget, LruTable, Size
 from vllm_mmcache.content import placeholders
 from vllm_mmcache.content.base64_image import Base64Image
 from vllm_mmcache.files.image_file import head_of
 from vllm_mmcache.files.references import NamedImage
 from vllm_mmcache.files.store import FileInfo, FileStore, QuotaExceeded
+from vllm_mmcache.metrics import table_sizes
 
 PURPOSE = "uuid"
 MOST_UNWRITTEN = 64
@@ -51,6 +52,11 @@ class NamedImages:
             lambda: MOST_REMEMBERED, ENTRY_BYTES
         )
         self._num_unwritten = 0
+        table_sizes.of_server("file_uuids", self.size)
+
+    def size(self) -> Size:
+        """Of what this process has written."""
+        return self._written.size()
 
     async def find(
         self, images: list[NamedImage], salt: str | None, key: bytes | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of clients, in a directory, in S3 or wherever else fsspec can write. API server process, any thread.
+"""Files of clients, in a directory, S3, Redis, or wherever else fsspec can write. API server process, any thread.
 
 A file's id is the digest of its content under its tenant's key, so that the same bytes have the same id, and nobody can
 say what an id of another tenant stands for. It lies below its tenant's folder, in two objects:
@@ -22,13 +22,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
+import fsspec
 from blake3 import blake3
+from fsspec.implementations.local import LocalFileSystem
 from pydantic import TypeAdapter, ValidationError
 
 from vllm_mmcache.base import background, tenant
 from vllm_mmcache.base.errors import FilesUnusable, StoreCorrupt
 from vllm_mmcache.base.settings import Settings
+from vllm_mmcache.base.store_url import REMOTE_SCHEMES
 from vllm_mmcache.storage import encryption
 from vllm_mmcache.storage.breaker import CircuitBreaker
 
@@ -96,11 +100,14 @@ class FileStore:
 
         Raises: FilesUnusable for a place that can't be opened; SettingsError for a key that can't be used.
         """
-        import fsspec
-        from fsspec.implementations.local import LocalFileSystem
-
         assert settings.files is not None
         codec = encryption.of(settings.store_key_file)
+        if settings.files.startswith(REMOTE_SCHEMES):
+            from vllm_mmcache.files.redis_filesystem import RedisFileSystem
+
+            remote = RedisFileSystem(settings.files, int(settings.files_ttl))
+            root = f"files/{below}" if below else "files"
+            return cls(remote, root, codec=codec, ttl_s=int(settings.files_ttl), quota=settings.files_quota)
         try:
             options = {"use_listings_cache": False, "skip_instance_cache": True}
             filesystem, root = fsspec.core.url_to_fs(settings.files, **options)
@@ -264,10 +271,20 @@ class FileStore:
             return None
 
     def _write(self, path: str, content: bytes) -> None:
+        """Write an object as a whole: in a directory under another name first, which is its name once all is there."""
+        stored = self._codec.encrypt_bytes(_bound_to(path), content)
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        with self._files.open(path, "wb", autocommit=False) as file:
-            file.write(self._codec.encrypt_bytes(_bound_to(path), content))
-        file.commit()
+        if not isinstance(self._files, LocalFileSystem):
+            self._files.pipe_file(path, stored)
+            return
+        incoming = f"{path}.{uuid4().hex}"
+        try:
+            self._files.pipe_file(incoming, stored)
+            self._files.mv(incoming, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._files.rm_file(incoming)
+            raise
 
     def _remove(self, path: str) -> None:
         for one in (path + _INFO, path):

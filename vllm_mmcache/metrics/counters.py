@@ -253,6 +253,16 @@ RECORD_DISK_BYTES = Gauge("record_disk_bytes", "Bytes in use of the records' fil
 RECORD_DISK_BUDGET_BYTES = Gauge("record_disk_budget_bytes", "Bytes that the records' file may use.", "mostrecent")
 
 # With the setting observe. The values are those of components/observe/record/schema.py, so there are few.
+FILE_REQUESTS = LabelledCounter(
+    "file_requests",
+    "Requests to /v1/files, and requests that name files (name), by what became of them: done, refused or failed.",
+    ("operation", "result"),
+)
+FILES_NAMED = LabelledCounter(
+    "files_named",
+    "Images that requests named instead of sending them, by how (file_id, or uuid where another replica kept it).",
+    ("by",),
+)
 PROMPT_TOKENS = LabelledCounter(
     "prompt_tokens",
     "Prompt tokens by outcome (reused, computed) and by the reason for computing.",
@@ -315,7 +325,7 @@ def register() -> None:
     """Register all counters, so that those are shown, too, that are still zero. API server."""
     for counter in COUNTERS:
         counter.register()
-    for labelled in (*TIER_COUNTERS.values(), *RECORD_COUNTERS.values(), AUDIT):
+    for labelled in (*TIER_COUNTERS.values(), *RECORD_COUNTERS.values(), AUDIT, FILE_REQUESTS, FILES_NAMED):
         labelled.register()
     for gauge in (RECORD_DISK_BYTES, RECORD_DISK_BUDGET_BYTES):
         gauge.register()

@@ -158,7 +158,7 @@ def test_mixed_requests(pool: EnginePool, config: EngineConfig) -> None:
     counts = {name: count - before[name] for name, count in counters.totals().items() if count != before[name]}
     print(counts, rig.num_preemptions() - preempted, "preemptions")
     assert len(answers) == num_batches * BATCH
-    assert counts["checkpoints_made"] > len(answers) // 30
+    assert counts["checkpoints_made"] > len(answers) // 15
     assert counts["checkpoints_used"] > len(answers) // 30
     assert counts["checkpoints_evicted_unused"] > 0
     assert rig.num_preemptions() > preempted

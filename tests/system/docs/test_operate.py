@@ -96,6 +96,7 @@ def test_every_alert_is_on_the_page() -> None:
 def test_every_metric_is_on_the_page() -> None:
     labelled = [*counters.TIER_COUNTERS.values(), *counters.RECORD_COUNTERS.values()]
     labelled += [counters.PROMPT_TOKENS, counters.PROMPT_IMAGES, counters.AUDIT]
+    labelled += [counters.FILE_REQUESTS, counters.FILES_NAMED]
     plain = [*counters.COUNTERS, counters.ITEMS_PROCESSED, counters.ITEMS_DEFERRED]
     names = {f"{name}_total" for name in [*(one.name for one in labelled), *(one.name for one in plain)]}
     names |= {counters.RECORD_DISK_BYTES.name, counters.RECORD_DISK_BUDGET_BYTES.name}

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -236,6 +237,24 @@ class RoundRobin(httpx.BaseTransport):
 
     def close(self) -> None:
         self._inner.close()
+
+
+def test_the_client_of_anthropic(place: Place) -> None:
+    """It uploads at one replica, and names, lists and removes at the other."""
+    clients = [
+        anthropic.Anthropic(base_url=url, api_key="-", default_headers={TENANT: "claude"}, max_retries=0)
+        for url in place.urls
+    ]
+    file = clients[0].beta.files.upload(file=("a.png", picture("a")), expires_in_seconds=3600)
+    named = ways(file.id, picture("a"))["messages"].named
+    said = clients[1].beta.messages.create(model=MODEL, betas=["files-api-2025-04-14"], **named)
+    assert said.usage.output_tokens == 4
+    assert [one.id for one in clients[1].beta.files.list()] == [file.id]
+    assert clients[1].beta.files.retrieve_metadata(file.id) == file
+    assert clients[1].beta.files.download(file.id).read() == picture("a")
+    assert clients[1].beta.files.delete(file.id).type == "file_deleted"
+    with pytest.raises(anthropic.NotFoundError):
+        clients[0].beta.messages.create(model=MODEL, betas=["files-api-2025-04-14"], **named)
 
 
 TURNS = scaled(8)

@@ -7,12 +7,14 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
 import fsspec
 import pytest
 from PIL import Image
+from prometheus_client import REGISTRY
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -27,6 +29,7 @@ from vllm_mmcache.content import placeholders
 from vllm_mmcache.files.endpoints import FileEndpoints
 from vllm_mmcache.files.middleware import MOST_FILES, PutFilesMiddleware
 from vllm_mmcache.files.store import FileStore
+from vllm_mmcache.metrics import counters
 from vllm_mmcache.storage.encryption import PLAIN
 
 CHAT, ANTHROPIC = "/v1/chat/completions", "/v1/messages"
@@ -145,6 +148,69 @@ def test_pages_of_the_list(alice: Tenant) -> None:
     assert alice.call("GET", after="file-x").status_code == 404
     for limit in ("0", "-1", "x", "10001"):
         assert alice.call("GET", limit=limit).status_code == 400
+
+
+def test_the_form_of_anthropic(client: TestClient, source: tenant.TenantSource) -> None:
+    alice = Tenant(client, source, "alice")
+    alice._headers = {**alice._headers, "anthropic-version": "2023-06-01"}
+    data = {**alice._field, "expires_in_seconds": "7776000"}
+    sent = client.post("/v1/files", files={"file": ("a.png", picture())}, data=data, headers=alice._headers)
+    uploaded = sent.raise_for_status().json()
+    assert (uploaded["type"], uploaded["mime_type"], uploaded["size_bytes"]) == ("file", "image/png", len(picture()))
+    created, expires = (datetime.fromisoformat(uploaded[name]) for name in ("created_at", "expires_at"))
+    assert (expires - created).total_seconds() == 7776000
+    others = [alice.upload(picture(color=color)).json()["id"] for color in range(2)]
+    path = f"/{uploaded['id']}"
+    assert alice.call("GET", path).json() == uploaded
+    for cursor in ("page", "after_id"):
+        first = alice.call("GET", limit=2).json()
+        after = first["next_page"] if cursor == "page" else first["last_id"]
+        second = alice.call("GET", limit=2, **{cursor: after}).json()
+        assert {one["id"] for page in (first, second) for one in page["data"]} == {uploaded["id"], *others}
+        assert (len(second["data"]), second["has_more"], second["next_page"]) == (1, False, None)
+    assert [one["id"] for one in alice.call("GET", ids=others[0]).json()["data"]] == others[:1]
+    refused = [alice.call("GET", limit=1001), alice.call("GET", before_id=others[0]), alice.upload(b"no image")]
+    for answer in refused:
+        assert (answer.status_code, answer.json()["type"]) == (400, "error")
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert alice.call("DELETE", path).json() == {"id": uploaded["id"], "type": "file_deleted"}
+    gone = alice.call("GET", path)
+    assert (gone.status_code, gone.json()["error"]["type"]) == (404, "not_found_error")
+
+
+def test_requests_are_counted(alice: Tenant, tmp_path: Path) -> None:
+    def counted() -> dict[str, float]:
+        found = [sample for family in REGISTRY.collect() for sample in family.samples]
+        return {
+            "/".join(sample.labels.values()): sample.value
+            for sample in found
+            if sample.name in ("mmcache:file_requests_total", "mmcache:files_named_total")
+        }
+
+    counters.register()
+    before = counted()
+    file_id = alice.upload(picture()).json()["id"]
+    alice.upload(b"no image")
+    alice.chat(file_id, file_id)
+    alice.chat("file-x")
+    alice.call("GET", f"/{file_id}")
+    alice.call("DELETE", f"/{file_id}")
+    shutil.rmtree(tmp_path / "v1")
+    (tmp_path / "v1").write_text("no directory any more")
+    alice.call("GET")
+    alice.chat(file_id)
+    grown = {name: number - before.get(name, 0) for name, number in counted().items()}
+    assert {name: number for name, number in grown.items() if number} == {
+        "create/done": 1,
+        "create/refused": 1,
+        "name/done": 1,
+        "name/refused": 1,
+        "name/failed": 1,
+        "file_id": 2,
+        "retrieve/done": 1,
+        "delete/done": 1,
+        "list/failed": 1,
+    }
 
 
 @pytest.mark.parametrize("path", [CHAT, ANTHROPIC])

@@ -10,6 +10,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.base.settings import Settings
@@ -65,6 +66,30 @@ def test_kept_found_and_removed(store: FileStore, place: tuple[Any, str, PlainCo
     assert objects(place) == [], "nothing of it is left"
     with pytest.raises(FilesUnusable, match="is gone"):
         other.read(ALICE, info)
+
+
+def test_what_is_being_written_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a directory, objects come into their places whole, from beside them: not out of another file system."""
+    filesystem = LocalFileSystem(skip_instance_cache=True)
+    store = opened((filesystem, str(tmp_path), PLAIN))
+    info = kept(store)
+    moved: list[tuple[str, str]] = []
+
+    def move(source: str, target: str, **_: Any) -> None:
+        assert Path(source).parent == Path(target).parent
+        assert store.read(ALICE, info) == CONTENT
+        assert store.files_of(ALICE) == [info]
+        moved.append((source, target))
+        if len(moved) == 2:
+            raise OSError("no room")
+        Path(source).rename(target)
+
+    monkeypatch.setattr(filesystem, "mv", move)
+    with pytest.raises(FilesUnusable):
+        kept(store, content=CONTENT[::-1])
+    assert len(moved) == 2
+    assert len(objects((filesystem, str(tmp_path), PLAIN))) == 3, "nothing is left of what could not be moved"
+    assert not filesystem.transaction.files, "fsspec holds on to nothing"
 
 
 def test_the_same_bytes_have_the_same_name(store: FileStore) -> None:

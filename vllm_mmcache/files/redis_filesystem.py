@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Redis or Valkey as a file system of fsspec, as far as files of clients need one. API server process, any thread.
+
+A folder of files is one hash, whose fields are the files. So a tenant's files are listed without a look at other names
+of the server, and each change is done as a whole. A hash expires by itself when nothing was written to it for as long
+as its files may live.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fsspec import AbstractFileSystem
+
+from vllm_mmcache.base.store_url import error_without_secrets
+from vllm_mmcache.storage.redis_nodes import Nodes
+
+if TYPE_CHECKING:
+    import redis
+
+T = TypeVar("T")
+
+PREFIX = "mmcache:"
+TIMEOUT_S = 5.0
+"""The longest wait for a connection, and for the next bytes of a file."""
+AT_ONCE = 500  # names in one question of SCAN
+
+
+class RedisFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Paths are FOLDER/NAME, where a folder that holds files has no further folders. ttl_s: seconds, 0 for ever.
+
+    Raises: SettingsError for a URL that can't be used. All methods: OSError for what the server does not do; nothing
+    secret of the URL is in it.
+    """
+
+    protocol = "redis"
+    cachable = False
+
+    def __init__(self, url: str, ttl_s: int) -> None:
+        super().__init__()
+        self._url = url
+        self._nodes = Nodes(url, TIMEOUT_S, "files of clients")
+        self._ttl_s = ttl_s
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        """What lies in a folder: its files, or the folders below it. Raises: FileNotFoundError where there is none."""
+        key = PREFIX + path
+        sizes = self._run(key, lambda client: _sizes(client, key))
+        found = [{"name": f"{path}/{name}", "type": "file", "size": size} for name, size in sizes.items()]
+        found = found or [{"name": name, "type": "directory", "size": 0} for name in self._folders(path)]
+        if not found:
+            raise FileNotFoundError(path)
+        return found if detail else [one["name"] for one in found]
+
+    def exists(self, path: str, **_: Any) -> bool:
+        """Whether a folder has anything below it."""
+        try:
+            return bool(self.ls(path))
+        except FileNotFoundError:
+            return False
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        """The content of a file. Raises: FileNotFoundError."""
+        key, name = _key_and_field(path)
+        content = self._run(key, lambda client: client.hget(key, name))
+        if content is None:
+            raise FileNotFoundError(path)
+        return bytes(content)[start:end]  # type: ignore[arg-type]
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        """Write a file as a whole."""
+        key, name = _key_and_field(path)
+
+        def write(client: "redis.Redis") -> None:
+            with client.pipeline(transaction=False) as together:
+                together.hset(key, name, value)
+                _ = together.expire(key, self._ttl_s) if self._ttl_s else together.persist(key)
+                together.execute()
+
+        self._run(key, write)
+
+    def rm_file(self, path: str) -> None:
+        """Remove a file. Raises: FileNotFoundError."""
+        key, name = _key_and_field(path)
+        if not self._run(key, lambda client: client.hdel(key, name)):
+            raise FileNotFoundError(path)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Nothing: a folder is there while it has a file."""
+
+    def _run(self, key: str, ask: "Callable[[redis.Redis], T]") -> T:
+        try:
+            return self._nodes.run(key, ask)
+        except Exception as error:  # a server that is no Redis makes redis-py raise anything
+            raise OSError(error_without_secrets(error, self._url)) from None
+
+    def _folders(self, path: str) -> list[str]:
+        below = f"{PREFIX}{path}/"
+        names = {
+            name.decode().removeprefix(PREFIX)
+            for client in self._nodes.primaries()
+            for name in client.scan_iter(match=f"{below}*", count=AT_ONCE, _type="hash")
+        }
+        return sorted(names)
+
+
+def _sizes(client: "redis.Redis", key: str) -> dict[str, int]:
+    """The files of a folder and their bytes."""
+    names: Any = client.hkeys(key)
+    with client.pipeline(transaction=False) as together:
+        for name in names:
+            together.hstrlen(key, name)
+        return {name.decode(): size for name, size in zip(names, together.execute(), strict=True)}
+
+
+def _key_and_field(path: str) -> tuple[str, str]:
+    folder, _, name = path.rpartition("/")
+    return PREFIX + folder, name
