@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from vllm_mmcache.base.errors import RecordsError
 
 if TYPE_CHECKING:
     from vllm_mmcache.traffic.logs import Log
+    from vllm_mmcache.traffic.report import Result
     from vllm_mmcache.traffic.requests import Prompt
 
 
@@ -21,7 +23,10 @@ def estimate(
         list[Path],
         typer.Argument(
             metavar="LOG",
-            help="Files of requests in the order in which they were asked: JSON Lines, a JSON list or HAR; gzip, too.",
+            help=(
+                "Files of requests in the order in which they were asked: JSON Lines, a JSON list or HAR, or what "
+                "`--observe` has recorded; gzip, too."
+            ),
         ),
     ],
     model: Annotated[str, typer.Option(help="The model that is asked; a wrong name lists all.")] = "qwen3-vl-8b",
@@ -32,8 +37,15 @@ def estimate(
         int, typer.Option(min=1, help="Tokens that vLLM's encoder cache holds: those of a step, by default.")
     ] = 8_192,
     block_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of a block of the KV cache; vLLM's log says it where it is not 16.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            min=1,
+            help=(
+                "Tokens of a block of the KV cache; vLLM's log says it where it is not 16. [default: what a record "
+                "says, or 16]"
+            ),
+        ),
+    ] = None,
     processor_cache: Annotated[str, typer.Option(help="vLLM's --mm-processor-cache-gb.")] = "4GiB",
     features: Annotated[str, typer.Option(help="Features that the plugin may keep, in RAM and below.")] = "2GiB",
     chars_per_token: Annotated[float, typer.Option(min=0.1, help="Characters of text that make a token.")] = 4.0,
@@ -43,33 +55,52 @@ def estimate(
     prefill_tokens_s: Annotated[
         float | None, typer.Option(min=0.1, help="Tokens of prompts that your GPU computes in a second.")
     ] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write the result as a page to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Say from logs of requests what this plugin would save.
 
     Reads requests of OpenAI's chat completions and Responses and of Anthropic's messages, and plays them through the
-    caches of stock vLLM and of the plugin. Nothing is asked of a server, and nothing is kept of the requests.
+    caches of stock vLLM and of the plugin; also what a server has recorded with `--observe` in MMCACHE_OBSERVE_FILE.
+    Nothing is asked of a server, and nothing is kept of the requests.
     """
     from vllm_mmcache.traffic import models, report
     from vllm_mmcache.traffic.estimate import Estimate, Sizes
     from vllm_mmcache.traffic.logs import Log
 
+    log = Log([path.expanduser() for path in logs])
+    asked = models.named(model)
+    first = log.first_record()
+    if first is not None:
+        asked = replace(asked, keeps_all_kv=first.keeps_all_kv)
     sizes = Sizes(
         kv_tokens=kv_tokens,
         encoder_tokens=encoder_tokens,
         processor_bytes=_bytes(processor_cache, "--processor-cache"),
         feature_bytes=_bytes(features, "--features"),
         chars_per_token=chars_per_token,
-        block_tokens=block_tokens,
+        block_tokens=block_tokens or (first.block_tokens if first else 0) or Sizes.block_tokens,
     )
-    log, played = Log(logs), Estimate(models.named(model), sizes)
+    played = Estimate(asked, sizes)
     played.add_all(_with_progress(log))
-    speeds = report.Speeds(tower_tokens_s, prefill_tokens_s)
+    result = report.Result(played, log.unused, log.recorded, report.Speeds(tower_tokens_s, prefill_tokens_s))
+    if html is not None:
+        _write(html.expanduser(), result)
     if as_json:
-        print(json.dumps(report.as_json(played, log.unused, speeds)))
+        print(json.dumps(report.as_json(result)))
         return
-    for line in report.lines(played, log.unused, speeds):
+    for line in report.lines(result):
         print(line)
+
+
+def _write(path: Path, result: "Result") -> None:
+    """The page. Raises: RecordsError where it can't be written."""
+    from vllm_mmcache.traffic.page import page
+
+    try:
+        path.write_text(page(result), encoding="utf-8")
+    except OSError as error:
+        raise RecordsError(f"--html {path} can't be written: {error.strerror}") from error
 
 
 def _with_progress(log: "Log") -> "Iterator[Prompt]":

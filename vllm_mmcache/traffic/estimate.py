@@ -8,7 +8,7 @@ an earlier request with the same beginning has stopped to find it, and with the 
 """
 
 import sys
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.traffic.models import UNKNOWN_SIDE, Model
-from vllm_mmcache.traffic.requests import DIGEST_BYTES, Picture, Prompt, Words
+from vllm_mmcache.traffic.requests import DIGEST_BYTES, Part, Picture, Prompt, Words
 
 BLOCK_CHARS = 256
 TURN_TOKENS = 4
@@ -160,13 +160,17 @@ class Estimate:
             pieces = [piece for part in turn for piece in _pieces(part)]
             for number, piece in enumerate(pieces):
                 chain = blake3(chain + _digest(piece)).digest(DIGEST_BYTES)
-                tokens = TURN_TOKENS * (number == 0)
                 if isinstance(piece, Picture):
-                    tokens += self.model.tokens(piece.width, piece.height)
+                    tokens = self._image_tokens(piece)
+                elif piece.tokens is not None:
+                    tokens = piece.tokens
                 else:
-                    tokens += round(len(piece) / self.sizes.chars_per_token)
+                    tokens = TURN_TOKENS * (number == 0) + round(len(piece.text) / self.sizes.chars_per_token)
                 picture = piece if isinstance(piece, Picture) else None
                 yield _Unit(chain, tokens, picture, number == len(pieces) - 1)
+
+    def _image_tokens(self, picture: Picture) -> int:
+        return self.model.tokens(picture.width, picture.height) if picture.tokens is None else picture.tokens
 
     def _conversation(self, units: Sequence[_Unit], num_before: int) -> int:
         """The conversation that a request goes on with: that of the longest beginning in whole turns.
@@ -226,7 +230,7 @@ class Estimate:
         seen, digest = self.seen, picture.digest
         tenants = self._known.setdefault(digest, set())
         seen.images += 1
-        seen.image_tokens += self.model.tokens(picture.width, picture.height)
+        seen.image_tokens += self._image_tokens(picture)
         seen.file_bytes += picture.num_bytes
         seen.of_unknown_size += not picture.width
         if (conversation, digest) in self._in_conversation:
@@ -301,6 +305,14 @@ class Distances:
         ordered = sorted(self.needed)
         return ordered[max(0, min(len(ordered), round(share * len(ordered))) - 1)] if ordered else 0.0
 
+    def curve(self, most: int = 100) -> list[tuple[float, float]]:
+        """How large a cache is, in bytes, and which share of all uses it misses; about so many points at most."""
+        num_uses, ordered = len(self._tree) - 1, sorted(self.needed)
+        if not num_uses:
+            return []
+        chosen = {ordered[(number * len(ordered) - 1) // most] for number in range(1, most + 1)} if ordered else set()
+        return [(size, 1 - bisect_right(ordered, size) / num_uses) for size in (0.0, *sorted(chosen))]
+
     def _sum(self, place: int) -> float:
         total = 0.0
         while place > 0:
@@ -332,12 +344,15 @@ def _process(done: Done, num_pixels: int) -> None:
     done.processed_pixels += num_pixels
 
 
-def _pieces(part: Picture | Words) -> Iterator[Picture | str]:
-    if isinstance(part, Picture):
-        yield part
+def _pieces(part: Part) -> Iterator[Part]:
+    if isinstance(part, Words) and part.tokens is None:
+        starts = range(0, len(part.text) or 1, BLOCK_CHARS)
+        yield from (Words(part.text[start : start + BLOCK_CHARS]) for start in starts)
     else:
-        yield from (part.text[start : start + BLOCK_CHARS] for start in range(0, len(part.text) or 1, BLOCK_CHARS))
+        yield part
 
 
-def _digest(piece: Picture | str) -> bytes:
-    return b"i" + piece.digest if isinstance(piece, Picture) else b"t" + piece.encode("utf-8", "surrogatepass")
+def _digest(piece: Part) -> bytes:
+    if isinstance(piece, Picture):
+        return b"i" + piece.digest
+    return b"t" + piece.text.encode("utf-8", "surrogatepass")

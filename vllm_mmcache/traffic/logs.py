@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads requests from files: JSON Lines, a JSON array or a HAR file, plain or compressed with gzip.
 
-A line is a request's body, or holds one: as `body` or `request` (OpenAI's batch files, many gateways) or as text. What
-can't be used is counted by why, and the rest is used. Headers are not looked at.
+A line is a request's body, or holds one: as `body` or `request` (OpenAI's batch files, many gateways) or as text; or it
+is a record of a server's `--observe`. What can't be used is counted by why, and the rest is used. Headers are not
+looked at.
 """
 
 import gzip
@@ -10,6 +11,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +19,7 @@ from typing import IO, Any
 import msgspec
 
 from vllm_mmcache.base.errors import RecordsError
+from vllm_mmcache.traffic.records import Record, Recorded, is_record, older, read
 from vllm_mmcache.traffic.requests import NoPrompt, Prompt, prompt_of
 
 WRAPPERS = ("body", "request", "kwargs", "params", "postData", "text")
@@ -26,24 +29,36 @@ GZIP = b"\x1f\x8b"
 
 @dataclass
 class Log:
-    """Files of requests, in the order in which they were asked. unused: why -> how many."""
+    """Files of requests, in the order in which they were asked. unused: why -> how many.
+
+    A file of records is read behind the one that the server has turned over before it.
+    """
 
     paths: list[Path]
     unused: Counter[str] = field(default_factory=Counter)
+    recorded: Recorded = field(default_factory=Recorded)
+    """What those of the requests that are records say of their server."""
     num_bytes: int = 0
     """Read so far, uncompressed."""
 
     def prompts(self) -> Iterator[Prompt]:
         """Each request that can be used. Raises: RecordsError for a file that can't be read."""
+        for path in self._files():
+            with _opened(path) as file:
+                yield from self._prompts_in(file)
+
+    def first_record(self) -> Record | None:
+        """The first line of the first file, if it is a record. Raises: RecordsError for a file that can't be read."""
+        return next(map(_first_record, self._files()), None)
+
+    def _files(self) -> Iterator[Path]:
         for path in self.paths:
-            try:
-                with path.open("rb") as file:
-                    is_compressed = file.read(2) == GZIP
-                opener: Callable[..., Any] = gzip.open if is_compressed else open
-                with opener(path, "rb") as file:
-                    yield from self._prompts_in(file)
-            except (OSError, EOFError, zlib.error) as error:
-                raise RecordsError(f"{path} can't be read: {error}") from error
+            before = older(path)
+            if before not in self.paths and before.exists() and _first_record(before) is not None:
+                yield before
+                if not path.exists():  # it was turned over, and nothing was written since
+                    continue
+            yield path
 
     def _prompts_in(self, file: IO[bytes]) -> Iterator[Prompt]:
         first = True
@@ -68,9 +83,31 @@ class Log:
             return
         for one in requests_of(value):
             try:
-                yield prompt_of(_unwrapped(one))
+                yield self.recorded.prompt_of(one) if is_record(one) else prompt_of(_unwrapped(one))
             except NoPrompt as error:
                 self.unused[str(error)] += 1
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """A file as it is when it is not compressed. Raises: RecordsError where it can't be read."""
+    try:
+        with path.open("rb") as file:
+            is_compressed = file.read(2) == GZIP
+        opener: Callable[..., Any] = gzip.open if is_compressed else open
+        with opener(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, zlib.error) as error:
+        raise RecordsError(f"{path} can't be read: {error}") from error
+
+
+def _first_record(path: Path) -> Record | None:
+    with _opened(path) as file:
+        try:
+            value = msgspec.json.decode(file.readline())
+            return read(value) if is_record(value) else None
+        except (msgspec.DecodeError, RecursionError, NoPrompt):
+            return None
 
 
 def _requests_of_whole(value: Any) -> list[Any]:

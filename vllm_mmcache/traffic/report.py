@@ -2,14 +2,15 @@
 """An estimate in words and as JSON, with all that it assumes."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydantic import ByteSize
 
 from vllm_mmcache.traffic.estimate import BLOCK_CHARS, SIDES, TURN_TOKENS, Done, Estimate
 from vllm_mmcache.traffic.models import UNKNOWN_SIDE
+from vllm_mmcache.traffic.records import DIGEST_BITS, Recorded
 
 DECODE_S = {"JPEG": 5.2e-9, "PNG": 15.6e-9}
 """Seconds of one CPU core to decode a pixel; other formats are taken as JPEG. benchmarks/results/processor.json."""
@@ -18,6 +19,9 @@ PROCESS_S = 9.2e-9
 SHARES = (0.5, 0.8, 0.95, 1.0)
 LITTLE = 0.05
 """What saves less than this share is not worth running."""
+LIKELY = 0.5
+"""As many pairs of images with the same digest are worth a word."""
+NAMES = {"recorded": "recorded", "stock": "stock", "mmcache": "vllm-mmcache"}
 
 
 @dataclass(frozen=True)
@@ -28,73 +32,147 @@ class Speeds:
     prefill_tokens_s: float | None = None
 
 
-def as_json(estimate: Estimate, unused: Mapping[str, int], speeds: Speeds) -> dict[str, Any]:
-    """All numbers, what was assumed for them, and the verdict. unused: why -> how many lines."""
+@dataclass(frozen=True)
+class Result:
+    """An estimate, and what was read for it. unused: why -> how many lines. recorded: of lines that are records."""
+
+    estimate: Estimate
+    unused: Counter[str] = field(default_factory=Counter)
+    recorded: Recorded = field(default_factory=Recorded)
+    speeds: Speeds = Speeds()
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The columns: what the server has recorded, if it has, and the two sides that were played."""
+        return ("recorded", *SIDES) if self.recorded.requests else SIDES
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """All numbers, what was assumed for them, and the verdict."""
+    estimate, recorded = result.estimate, result.recorded
     seen = asdict(estimate.seen) | {"tenants": len(estimate.seen.tenants)}
-    sides = {side: asdict(done) | seconds(estimate, done, speeds) for side, done in estimate.done.items()}
+    sides = {side: asdict(done) | seconds(result, done) for side, done in estimate.done.items()}
+    of_server = {
+        "requests": recorded.requests,
+        "decoded": recorded.decoded,
+        "processed": recorded.processed,
+        "encoded": recorded.encoded,
+        "reused_tokens": recorded.reused_tokens,
+        "missed_tokens": dict(recorded.missed_tokens.most_common()),
+        "models": list(recorded.models),
+        "on_stock": recorded.on_stock,
+    }
     return {
         "model": estimate.model.name,
         "seen": seen,
-        "unused": dict(unused),
+        "unused": dict(result.unused),
+        **({"recorded": of_server} if recorded.requests else {}),
         **sides,
         "feature_bytes_for_share_of_hits": {str(share): estimate.distances.size_for(share) for share in SHARES},
+        "feature_miss_ratio_by_bytes": estimate.distances.curve(),
         "verdict": verdict(estimate),
-        "assumptions": list(assumptions(estimate, speeds)),
+        "assumptions": list(assumptions(result)),
+        "not_known": list(limits(result)),
     }
 
 
-def lines(estimate: Estimate, unused: Counter[str], speeds: Speeds) -> Iterator[str]:
+def lines(result: Result) -> Iterator[str]:
     """One screen: what the requests hold, what each side does, what memory is needed, assumptions, and a verdict."""
-    seen = estimate.seen
+    estimate = result.estimate
+    yield from summary(result)
+    if not estimate.seen.images:
+        yield verdict(estimate)
+        return
+    for what, number, share in repeats(estimate):
+        yield f"  {what:<40}{number:>12,}  {share:>5.0%}"
+    yield grown(estimate)
+    yield ""
+    yield f"{'':<42}" + "".join(f"{NAMES[side]:>14}" for side in result.sides)
+    for what, numbers in work(result):
+        yield f"{what:<42}" + "".join(f"{number:>14}" for number in numbers)
+    if result.recorded.missed_tokens:
+        yield ""
+        yield "why the server that recorded computed tokens of prompts, by the reason that docs/explain.md explains"
+        for reason, tokens in result.recorded.missed_tokens.most_common():
+            yield f"  {reason:<40}{tokens:>12,}  {tokens / result.recorded.prompt_tokens:>5.0%} of all"
+    yield ""
+    if estimate.distances.needed:
+        yield to_keep(estimate)
+    yield from (f"assumed: {one}" for one in assumptions(result))
+    yield from (f"not in the records: {one}" for one in limits(result))
+    yield ""
+    yield verdict(estimate)
+
+
+def summary(result: Result) -> Iterator[str]:
+    """What was read: requests, lines that could not be used, images, and the server that recorded."""
+    seen, recorded = result.estimate.seen, result.recorded
     yield (
         f"{_count(seen.requests, 'request')} in {_count(seen.conversations, 'conversation')}"
         f" of {_count(len(seen.tenants), 'tenant')}"
     )
-    if unused:
-        reasons = ", ".join(f"{why}: {number:,}" for why, number in unused.most_common())
-        yield f"not used: {_count(sum(unused.values()), 'line')} ({reasons})"
-    if not seen.images:
-        yield verdict(estimate)
-        return
-    yield (
-        f"{_count(seen.images, 'image')}, {shown(seen.file_bytes)} of files; {seen.image_tokens:,} of "
-        f"{seen.prompt_tokens:,} tokens of prompts"
-    )
+    if recorded.requests:
+        hours = (recorded.last_s - recorded.first_s) / 3600
+        models = ", ".join(model or "a model without a name" for model in recorded.models)
+        yield f"{recorded.requests:,} of them recorded by a server of {models} within {hours:,.1f} hours"
+    if result.unused:
+        reasons = ", ".join(f"{why}: {number:,}" for why, number in result.unused.most_common())
+        yield f"not used: {_count(sum(result.unused.values()), 'line')} ({reasons})"
+    if seen.images:
+        files = f", {shown(seen.file_bytes)} of files" if seen.file_bytes else ""
+        yield (
+            f"{_count(seen.images, 'image')}{files}; {seen.image_tokens:,} of {seen.prompt_tokens:,} tokens of prompts"
+        )
+
+
+def repeats(estimate: Estimate) -> Iterator[tuple[str, int, float]]:
+    """How many images came for the first time, and how many again, and from where; with their share of all."""
+    seen = estimate.seen
     for what, number in (
         ("new", seen.new),
         ("seen before in the same conversation", seen.in_conversation),
         ("seen before in another conversation", seen.across_conversations),
         ("seen before by other tenants alone", seen.across_tenants),
     ):
-        yield f"  {what:<40}{number:>12,}  {number / seen.images:>5.0%}"
-    yield f"conversations go on behind all that was asked {seen.grown:,} times, and change it {seen.rewritten:,} times"
-    yield ""
-    yield f"{'':<42}{'stock':>14}{'vllm-mmcache':>14}"
-    stock, ours = (estimate.done[side] for side in SIDES)
-    counts = {
-        "images decoded": (stock.decoded, ours.decoded),
-        "images processed": (stock.processed, ours.processed),
-        "runs of the vision tower, images": (stock.encoded, ours.encoded),
-        "tokens of prompts computed": (
-            seen.prompt_tokens - stock.reused_tokens, seen.prompt_tokens - ours.reused_tokens
-        ),
+        yield what, number, number / seen.images
+
+
+def grown(estimate: Estimate) -> str:
+    """How conversations went on."""
+    seen = estimate.seen
+    return f"conversations go on behind all that was asked {seen.grown:,} times, and change it {seen.rewritten:,} times"
+
+
+def work(result: Result) -> Iterator[tuple[str, list[str]]]:
+    """What is done on each of the sides of a result, a row for each kind of work."""
+    estimate, recorded = result.estimate, result.recorded
+    done = [estimate.done[side] for side in SIDES]
+    prompt_tokens = estimate.seen.prompt_tokens
+    rows = {
+        "images decoded": [recorded.decoded, *(side.decoded for side in done)],
+        "images processed": [recorded.processed, *(side.processed for side in done)],
+        "runs of the vision tower, images": [recorded.encoded, *(side.encoded for side in done)],
+        "tokens of prompts computed": [
+            recorded.prompt_tokens - recorded.reused_tokens, *(prompt_tokens - side.reused_tokens for side in done)
+        ],
     }  # fmt: skip
-    for what, (stock_count, our_count) in counts.items():
-        yield f"{what:<42}{stock_count:>14,}{our_count:>14,}"
-    our_s = seconds(estimate, ours, speeds)
-    for what, stock_s in seconds(estimate, stock, speeds).items():
-        yield f"{what.removesuffix('_s').replace('_', ' ') + ', seconds':<42}{stock_s:>14,.1f}{our_s[what]:>14,.1f}"
-    yield ""
-    if estimate.distances.needed:
-        sizes = ", ".join(f"{share:.0%}: {shown(estimate.distances.size_for(share))}" for share in SHARES)
-        yield f"features to keep, for so many of the hits that there could be: {sizes}"
-    yield from (f"assumed: {one}" for one in assumptions(estimate, speeds))
-    yield ""
-    yield verdict(estimate)
+    for what, counts in rows.items():
+        yield what, [f"{count:,}" for count in counts[-len(result.sides) :]]
+    by_side = [seconds(result, side) for side in done]
+    for what in by_side[0]:
+        name = what.removesuffix("_s").replace("_", " ") + ", seconds"
+        yield name, ["", *(f"{side[what]:,.1f}" for side in by_side)][-len(result.sides) :]
 
 
-def seconds(estimate: Estimate, done: Done, speeds: Speeds) -> dict[str, float]:
+def to_keep(estimate: Estimate) -> str:
+    """How large the store has to be for some shares of the hits."""
+    sizes = ", ".join(f"{share:.0%}: {shown(estimate.distances.size_for(share))}" for share in SHARES)
+    return f"features to keep, for so many of the hits that there could be: {sizes}"
+
+
+def seconds(result: Result, done: Done) -> dict[str, float]:
     """Of one CPU core, and of the GPU as far as its speeds are given."""
+    estimate, speeds = result.estimate, result.speeds
     decode_s = sum(DECODE_S.get(name, DECODE_S["JPEG"]) * pixels for name, pixels in done.decoded_pixels.items())
     found = {"CPU_s": decode_s + PROCESS_S * done.processed_pixels}
     mean_tokens = estimate.seen.image_tokens / (estimate.seen.images or 1)
@@ -105,12 +183,16 @@ def seconds(estimate: Estimate, done: Done, speeds: Speeds) -> dict[str, float]:
     return found
 
 
-def assumptions(estimate: Estimate, speeds: Speeds) -> Iterator[str]:
+def assumptions(result: Result) -> Iterator[str]:
     """What the numbers rest on, a sentence each."""
+    estimate, speeds, recorded = result.estimate, result.speeds, result.recorded
     sizes, model = estimate.sizes, estimate.model
-    yield (
-        f"model {model.name}; {sizes.chars_per_token:g} characters a token, {TURN_TOKENS} tokens more for each "
-        f"message; hits end at pieces of {BLOCK_CHARS} characters"
+    all_recorded = recorded.requests == estimate.seen.requests > 0
+    yield f"model {model.name}; " + (
+        f"tokens as they were recorded, hits in blocks of {sizes.block_tokens:,} tokens"
+        if all_recorded
+        else f"{sizes.chars_per_token:g} characters a token, {TURN_TOKENS} tokens more for each message; hits end at "
+        f"pieces of {BLOCK_CHARS} characters"
     )
     yield (
         f"KV cache of {sizes.kv_tokens:,} tokens, vLLM's encoder cache of {sizes.encoder_tokens:,} tokens and "
@@ -123,8 +205,30 @@ def assumptions(estimate: Estimate, speeds: Speeds) -> Iterator[str]:
             f"{_count(estimate.seen.of_unknown_size, 'image')} without a size in the log (URLs, names, broken files): "
             f"{UNKNOWN_SIDE}x{UNKNOWN_SIDE}"
         )
+    if recorded.requests and not recorded.on_stock:
+        yield (
+            "the server that recorded had components of the plugin on: its own column is not that of stock vLLM, and "
+            "with `identity` on, an image of two tenants counts as two images"
+        )
+    if len(recorded.engines) > 1:
+        yield f"the caches of {len(recorded.engines)} engines are taken as one"
     if speeds.tower_tokens_s is None or speeds.prefill_tokens_s is None:
         yield "no time of the GPU, unless --tower-tokens-s and --prefill-tokens-s say what yours computes in a second"
+
+
+def limits(result: Result) -> Iterator[str]:
+    """What records can't tell, a phrase each; nothing where none were read."""
+    recorded = result.recorded
+    if not recorded.requests:
+        return
+    yield "the size and format of the images' files: all are decoded as JPEG"
+    yield "requests that were refused or aborted, and those whose lines had to go (MMCACHE_OBSERVE_FILE_BYTES)"
+    yield "a beginning in common with requests that the engine had forgotten (MMCACHE_OBSERVE_BYTES): it counts as new"
+    if recorded.mistaken >= LIKELY:
+        yield (
+            f"which of two images with one digest of {DIGEST_BITS} bits it was: of {len(recorded.digests):,} images, "
+            f"about {recorded.mistaken:,.1f} pairs are taken for repeats"
+        )
 
 
 def verdict(estimate: Estimate) -> str:

@@ -30,13 +30,20 @@ class Picture:
     num_bytes: int = 0
     format: str = ""
     """As Pillow names it, such as JPEG."""
+    tokens: int | None = None
+    """In the prompt, where somebody has counted them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A piece of text, or the beginning of a message."""
+    """A piece of text, or the beginning of a message.
+
+    tokens: how many it has, where somebody has counted them. It is reused whole or not at all then, and `text` may be a
+    name that stands for it.
+    """
 
     text: str
+    tokens: int | None = None
 
 
 Part = Picture | Words
