@@ -3,11 +3,15 @@
 
 Runs in a short-lived process; `serve` turns that process into vLLM's API server. Verbs import what is heavy
 (vLLM, torch, the OpenAI client) when they run, so that `mmcache --help` answers at once. A mistake of the
-user is one line on stderr, `error: ...`, and exit status 2; only a bug of ours shows a traceback.
+user is one line on stderr, `error: ...`, and exit status 2; with --json it is `{"error": "..."}` on stdout as well.
+Only a bug of ours shows a traceback.
 """
 
+import itertools
+import json
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -20,7 +24,7 @@ app = typer.Typer(
     help=(
         "Exact, image-aware caching for vLLM.\n\n"
         "Every command ends with exit status 0 if all is well, with 1 if it has found something wrong, and with 2 if "
-        "it could not do what was asked."
+        "it could not do what was asked. With --json, what it could not do is a JSON object with the field `error`."
     ),
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -89,10 +93,26 @@ def main() -> None:
                 print(text)
             sys.exit(2)
         verb = getattr(getattr(error, "ctx", None), "command_path", app.info.name)
-        _fail(f"{error.format_message().removesuffix('.')} (see `{verb} --help`)")
+        _fail(f"{_said(error)} (see `{verb} --help`)")
     sys.exit(status if isinstance(status, int) else 0)
 
 
+def _said(error: Any) -> str:
+    """A usage error, with the options that may be meant in the words that typer has for commands."""
+    near = getattr(error, "possibilities", None)
+    if near:
+        return f"No such option: {error.option_name}. Did you mean {' or '.join(sorted(near))}?"
+    return str(error.format_message()).removesuffix(".")
+
+
 def _fail(message: str) -> None:
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    message = " ".join(message.split())
+    if is_json_asked(sys.argv[1:]):
+        print(json.dumps({"error": message}))
+    print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def is_json_asked(arguments: Sequence[str]) -> bool:
+    """Whether --json is among the arguments of the verb; what follows `--` is for vLLM."""
+    return "--json" in itertools.takewhile(lambda argument: argument != "--", arguments)
