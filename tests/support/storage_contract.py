@@ -753,7 +753,11 @@ class StorageContract:
         tier, other = opened(), opened()
         assert all(contents.put(tier, number) for number in range(3))
         assert contents.find(other, 0) == contents.content(0)
-        assert tier.backend.clear() >= 1
+        num, num_bytes = tier.backend.to_clear()
+        assert num_bytes >= 3 * len(contents.content(0))
+        assert contents.find(other, 0) == contents.content(0), "it has only been looked at"
+        assert tier.backend.clear() == num >= 1
+        assert tier.backend.to_clear() == (0, 0)
         for one in (tier, other):
             assert contents.find(one, 0) is None
         assert tier.backend.sizes()[0] == 0

@@ -8,6 +8,7 @@ uses then.
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ Place = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask on a terminal. Without a terminal nothing is asked.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")]
 
 
 @store_app.command("ls", short_help="List what is in the store.")
@@ -120,7 +123,7 @@ def check(place: Place = None, as_json: AsJson = False) -> None:
 
 
 @store_app.command("gc", short_help="Remove what is over its time or over the budgets.")
-def gc(place: Place = None, as_json: AsJson = False) -> None:
+def gc(place: Place = None, as_json: AsJson = False, dry_run: DryRun = False) -> None:
     """Remove what a killed writer left behind, what was not used for MMCACHE_STORE_TTL, and what is over the budgets.
 
     The budgets are MMCACHE_STORE_DISK_BYTES and MMCACHE_RECORDS_DISK_BYTES. Entries in Redis or Valkey expire by
@@ -130,6 +133,9 @@ def gc(place: Place = None, as_json: AsJson = False) -> None:
 
     packages = records = Usage(0)
     with opened(place) as store:
+        if dry_run:
+            tell_to_sweep(store, as_json)
+            return
         if store.directory is not None:
             with explained(store.packages) as tier:
                 packages = tier.sweep()
@@ -144,14 +150,36 @@ def gc(place: Place = None, as_json: AsJson = False) -> None:
         print(f"{records.num_evicted} records evicted, {records.held_bytes or 0} bytes in use")
 
 
+def tell_to_sweep(store: "Store", as_json: bool) -> None:
+    """Print what `gc` would remove now."""
+    found = [(0, 0), (0, 0)]
+    if store.directory is not None:
+        for place, part in enumerate((store.packages, store.records)):
+            with explained(part) as tier:
+                found[place] = tier.backend.to_sweep()
+    (files, file_bytes), (records, record_bytes) = found
+    if as_json:
+        of_records = {"would_remove": records, "would_remove_bytes": record_bytes}
+        print(json.dumps({"would_remove": files, "would_remove_bytes": file_bytes, "records": of_records}))
+        return
+    print(f"would remove {files} files, {file_bytes} bytes")
+    print(f"would remove about {records} records, {record_bytes} bytes")
+
+
 @store_app.command("clear", short_help="Empty the store.")
-def clear(place: Place = None, as_json: AsJson = False) -> None:
+def clear(place: Place = None, as_json: AsJson = False, yes: Yes = False, dry_run: DryRun = False) -> None:
     """Remove every package, every record, every file that was set aside, and the folders that are then empty.
 
-    It asks nothing. In Redis or Valkey it removes them for the other servers, too, that share it.
+    In Redis or Valkey it removes them for the other servers, too, that share it. On a terminal it asks before.
     """
     num_entries = 0
     with opened(place, may_be_empty=place is None) as store:
+        if dry_run or asks(yes):
+            there = to_clear(store)
+            if dry_run:
+                tell_to_clear(there, as_json)
+                return
+            confirm(" and ".join(there.sentences))
         num_files = cleared(store)
         for part in store.remote.values():
             with explained(part) as tier:
@@ -163,6 +191,64 @@ def clear(place: Place = None, as_json: AsJson = False) -> None:
         print(f"{num_files} files removed")
     if store.remote:
         print(f"{store.shown}: {num_entries} entries removed")
+
+
+def asks(yes: bool) -> bool:
+    """Whether a command that removes asks before: on a terminal, unless it was told not to. Scripts have none."""
+    return not yes and sys.stdin is not None and sys.stdin.isatty()
+
+
+def confirm(what: str) -> None:
+    """Ask on the terminal whether that may be removed. Raises: typer.Abort for anything but yes."""
+    typer.confirm(f"Remove {what}?", abort=True, err=True)
+
+
+@dataclass(frozen=True)
+class ToClear:
+    """What `clear` would remove of a store's directory, and of its Redis or Valkey: number and bytes."""
+
+    directory: str | None
+    files: tuple[int, int]
+    shown: str
+    entries: tuple[int, int] | None
+    """None without a Redis or Valkey."""
+
+    @property
+    def sentences(self) -> list[str]:
+        """Each place, with what is there."""
+        said = [f"{self.files[0]} files of {self.directory}, {self.files[1]} bytes"] if self.directory else []
+        if self.entries is not None:
+            said.append(f"{self.entries[0]} entries of {self.shown}, {self.entries[1]} bytes, also for other servers")
+        return said
+
+
+def to_clear(store: "Store") -> ToClear:
+    """What `clear` would remove now."""
+    files = counted(store.packages, store.records) if store.directory is not None else (0, 0)
+    if not store.remote:
+        return ToClear(store.directory, files, "", None)
+    return ToClear(store.directory, files, store.shown, counted(*store.remote.values()))
+
+
+def counted(*parts: "Tier | None") -> tuple[int, int]:
+    """How many files or entries these would lose together, and their bytes."""
+    found = []
+    for part in parts:
+        with explained(part) as tier:
+            found.append(tier.backend.to_clear())
+    return sum(num for num, _ in found), sum(num_bytes for _, num_bytes in found)
+
+
+def tell_to_clear(there: ToClear, as_json: bool) -> None:
+    """Print what would be removed."""
+    if not as_json:
+        for sentence in there.sentences:
+            print(f"would remove {sentence}")
+        return
+    found: dict[str, Any] = {"would_remove": there.files[0], "would_remove_bytes": there.files[1]}
+    if there.entries is not None:
+        found["remote"] = {"would_remove": there.entries[0], "would_remove_bytes": there.entries[1]}
+    print(json.dumps(found))
 
 
 @dataclass(frozen=True)

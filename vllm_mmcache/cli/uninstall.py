@@ -6,29 +6,71 @@ admin key that `mmcache serve --observe` has made, and what `python -m vllm_mmca
 Python environment. Redis or Valkey is others', too, and stays.
 """
 
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from vllm_mmcache.base.errors import StoreUnusable
+from vllm_mmcache.cli import store
+from vllm_mmcache.cli.store import DryRun, Yes
+
+MADE_KEY = "the admin key that `mmcache serve --observe` made"
 
 
-def uninstall() -> None:
+def uninstall(yes: Yes = False, dry_run: DryRun = False) -> None:
     """Remove what mmcache keeps on this machine for this user, before pip removes the package.
 
     That is stored features and records, proofs, the admin key that `mmcache serve` made, and the start-up hook of the
-    Python environment. What is left is named, with the way to remove it.
+    Python environment. What is left is named, with the way to remove it. On a terminal it asks before.
 
     Stop the servers first, since a running server makes its directory anew.
     """
-    from vllm_mmcache import environment
     from vllm_mmcache.base.settings import load_settings
-    from vllm_mmcache.base.store_url import default_directory, redact, state_directory, store_places
-    from vllm_mmcache.cli import store
-    from vllm_mmcache.lifecycle import user_proofs
+    from vllm_mmcache.base.store_url import default_directory, redact, store_places
 
     settings = load_settings()
     directory, url = store_places(settings.store)
-    for place in dict.fromkeys(filter(None, (directory, default_directory()))):
+    places = list(dict.fromkeys(filter(None, (directory, default_directory()))))
+    if dry_run or store.asks(yes):
+        found = [*to_remove(places)]
+        for thing in found:
+            print(f"would remove {thing}")
+        if dry_run:
+            if not found:
+                print("there is nothing to remove")
+            return
+        if found:
+            store.confirm("all of this")
+    remove(places)
+    if url is not None:
+        print(f"left {redact(url)}, which others may use: `mmcache store clear` removes what is ours there")
+    if settings.observe_file:
+        print(f"left {settings.observe_file}, the file of recorded requests, and the one before it")
+    print("the package itself goes with: pip uninstall vllm-mmcache")
+
+
+def to_remove(places: Sequence[str]) -> Iterator[str]:
+    """What would be removed now: of stores at these places, and of all else."""
+    from vllm_mmcache import environment
+    from vllm_mmcache.lifecycle import user_proofs
+
+    for place in places:
+        with suppress(StoreUnusable), store.opened(Path(place)) as kept:
+            yield from store.to_clear(kept).sentences
+    with suppress(RuntimeError):
+        if admin_key_file().exists():
+            yield MADE_KEY
+    if num_proofs := len(user_proofs.read()[0]):
+        yield f"{num_proofs} proofs"
+    yield from environment.to_take_back()
+
+
+def remove(places: Sequence[str]) -> None:
+    """Remove all that `to_remove` names, and say so."""
+    from vllm_mmcache import environment
+    from vllm_mmcache.lifecycle import user_proofs
+
+    for place in places:
         try:
             with store.opened(Path(place)) as kept:
                 print(f"removed {store.cleared(kept)} files of {place}")
@@ -36,14 +78,16 @@ def uninstall() -> None:
             if Path(place).exists():
                 print(f"left {place}: {error}")
     with suppress(FileNotFoundError, RuntimeError):
-        (state_directory() / "admin-key").unlink()
-        print("removed the admin key that `mmcache serve --observe` made")
+        admin_key_file().unlink()
+        print(f"removed {MADE_KEY}")
     if num_proofs := user_proofs.remove():
         print(f"removed {num_proofs} proofs")
     for thing in environment.take_back():
         print(f"removed {thing}")
-    if url is not None:
-        print(f"left {redact(url)}, which others may use: `mmcache store clear` removes what is ours there")
-    if settings.observe_file:
-        print(f"left {settings.observe_file}, the file of recorded requests, and the one before it")
-    print("the package itself goes with: pip uninstall vllm-mmcache")
+
+
+def admin_key_file() -> Path:
+    """Where `mmcache serve --observe` keeps the key that it made. Raises: RuntimeError without a home directory."""
+    from vllm_mmcache.base.store_url import state_directory
+
+    return state_directory() / "admin-key"

@@ -106,15 +106,17 @@ def stamp() -> None:
     stamp_path().write_text(json.dumps(fingerprint(), indent=1), encoding="utf-8")
 
 
+def to_take_back() -> list[str]:
+    """What `take_back` would remove now."""
+    found = ["the start-up hook for torchvision"] if any(path.exists() for path in hook_files()) else []
+    return [*found, "the verdict about this environment"] if stamp_path().exists() else found
+
+
 def take_back() -> list[str]:
     """Remove all that `repair` has written, and say what that was. Raises: EnvironmentProblem."""
-    done = []
+    done = to_take_back()
     try:
-        if any(path.exists() for path in hook_files()):
-            done.append("the start-up hook for torchvision")
         remove_hook()
-        if stamp_path().exists():
-            done.append("the verdict about this environment")
         stamp_path().unlink(missing_ok=True)
     except OSError as error:
         raise EnvironmentProblem(f"can't remove {error.filename}: {error.strerror}: run this as its owner") from None

@@ -179,6 +179,10 @@ class Backend(ABC):
         """
         return Usage()
 
+    def to_sweep(self) -> tuple[int, int]:
+        """About how many entries `sweep` would remove now, and their bytes. Raises: one of `failures`."""
+        return 0, 0
+
     @abstractmethod
     def scan(self) -> Iterator[EntryInfo]:
         """Every entry of this version's format, once, in any order. Raises: one of `failures`."""
@@ -209,6 +213,10 @@ class Backend(ABC):
 
         Returns how many files or entries there were. Raises: one of `failures`.
         """
+
+    def to_clear(self) -> tuple[int, int]:
+        """How many files or entries `clear` would remove now, and their bytes. Raises: one of `failures`."""
+        return self.sizes()
 
     def recover(self, error: Exception) -> str:
         """Called after each failure: let go of what it may have left behind. Returns the text for the log."""

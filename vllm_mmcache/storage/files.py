@@ -163,6 +163,11 @@ class FileBackend(Backend):
             _write_account(account, held)
         return Usage(held, evicted)
 
+    def to_sweep(self) -> tuple[int, int]:
+        """As Backend says; without the lock, so that it waits for nobody."""
+        files = self._too_much(0)[1] if self.is_there() else []
+        return len(files), sum(file.num_bytes for file in files)
+
     def clear(self) -> int:
         """Remove every entry and every file set aside, and all folders that hold nothing else then."""
         if not self.is_there():
@@ -178,6 +183,13 @@ class FileBackend(Backend):
             (self.root / "lock").unlink()
             _remove_folder(self.root)
         return num_files
+
+    def to_clear(self) -> tuple[int, int]:
+        """As Backend says, with the files set aside."""
+        if not self.is_there():
+            return 0, 0
+        files = [*self.files(), *self.aside()]
+        return len(files), sum(file.num_bytes for file in files)
 
     def scan(self) -> Iterator[EntryInfo]:
         """As Backend says."""
@@ -295,17 +307,25 @@ class FileBackend(Backend):
             raise
 
     def _sweep(self, needed_bytes: int) -> tuple[int, int]:
+        held, files = self._too_much(needed_bytes)
+        return held, sum(_remove(file.path) for file in files)
+
+    def _too_much(self, needed_bytes: int) -> tuple[int, list[File]]:
+        """The files that have to go to make room for so much, or since their time is over; and the bytes of the rest.
+
+        Reads alone.
+        """
         # Entries before aside: a file that is set aside meanwhile is counted twice rather than not at all.
         files = sorted(self.files(), key=lambda file: file.used_s)
         aside = list(self.aside())
         held = sum(file.num_bytes for file in (*files, *aside))
         limit = self.budget_bytes if held + needed_bytes <= self.budget_bytes else self.budget_bytes * (1 - SLACK)
-        evicted = 0
+        chosen = []
         for file in (*aside, *files):
             if held + needed_bytes > limit or self._is_over(file):
-                evicted += _remove(file.path)
+                chosen.append(file)
                 held -= file.num_bytes
-        return held, evicted
+        return held, chosen
 
     def _is_over(self, file: File) -> bool:
         return 0 < self.ttl_s < time.time() - file.used_s

@@ -130,6 +130,22 @@ class SqliteBackend(Backend):
                 sqlite_file.remove(self.folder / file)
         return swept
 
+    def to_sweep(self) -> tuple[int, int]:
+        """As Backend says, files of other versions left out. Pages may hold a little more than the entries' bytes."""
+
+        def work(connection: sqlite3.Connection) -> tuple[int, int]:
+            held, num, freed = held_bytes(connection), 0, 0
+            limit = self.budget_bytes * (1 - SLACK if held > self.budget_bytes else 1)
+            rows = f"SELECT written_s < ?, length({_FRAME}) FROM records ORDER BY written_s, rowid"
+            for is_over, num_bytes in connection.execute(rows, (over_s,)):
+                if held - freed <= limit and not (self.ttl_s and is_over):
+                    break
+                num, freed = num + 1, freed + (num_bytes or 0)
+            return num, freed
+
+        over_s = int(time.time() - self.ttl_s)
+        return self._run(work) or (0, 0)
+
     def scan(self) -> Iterator[EntryInfo]:
         """As Backend says. Raises: one of `failures`."""
         rows = self._run(
@@ -168,11 +184,20 @@ class SqliteBackend(Backend):
     def clear(self) -> int:
         """Remove all files, also under servers that use them, and the folder, if it holds nothing else then."""
         self.close()  # a file that is open takes its room still
-        names = [*sqlite_file.names(self.folder), *sqlite_file.names_of_others(self.folder)]
-        removed = sum(sqlite_file.remove(self.folder / name) for name in names)
+        removed = sum(sqlite_file.remove(path) for path in self._databases())
         with suppress(OSError):
             self.folder.rmdir()
         return removed
+
+    def to_clear(self) -> tuple[int, int]:
+        """As Backend says: files, those of other formats among them. Raises: OSError, StoreUnusable."""
+        self.close()  # takes away the files that SQLite has beside a database
+        sizes = [size for path in self._databases() for size in sqlite_file.sizes(path)]
+        return len(sizes), sum(sizes)
+
+    def _databases(self) -> list[Path]:
+        names = [*sqlite_file.names(self.folder), *sqlite_file.names_of_others(self.folder)]
+        return [self.folder / name for name in names]
 
     def close(self) -> None:
         """Close both connections; one that a thread uses for longer than its wait stays open."""

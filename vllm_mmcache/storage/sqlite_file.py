@@ -203,6 +203,15 @@ def remove(file: Path) -> int:
     return removed
 
 
+def sizes(file: Path) -> list[int]:
+    """The bytes of each file that `remove` would remove. Raises: OSError."""
+    found = []
+    for path in _with_own_files(file):
+        with suppress(FileNotFoundError):
+            found.append(path.stat().st_size)
+    return found
+
+
 def changed_s(file: Path) -> float:
     """When a database was last written to, in seconds since the epoch; 0 where it is gone. Raises: OSError."""
     last = 0.0

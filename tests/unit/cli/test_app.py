@@ -105,6 +105,8 @@ def test_what_is_for_vllm_asks_for_no_json() -> None:
         (["expalin"], "'explain'"),
         (["store", "cler"], "'clear'"),
         (["estimate", "log", "--modle", "x"], "--model"),
+        (["store", "clear", "--dryrun"], "--dry-run"),
+        (["uninstall", "--yse"], "--yes"),
         (["--verson"], "--version"),
     ],
 )
