@@ -92,6 +92,8 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
         if config is not None and chosen is not None:
             chosen = settings_here(findings, config_of(config))
         components = predict(config, chosen, left_out, findings) if chosen is not None and is_there else {}
+        if config is None and model is not None and any(state.state != "off" for state in components.values()):
+            components = {}  # what would be on depends on the model, which could not be read
         is_identity_on = "identity" in components and components["identity"].state == "on"
         findings += connectors.findings(config, facts["vllm"]["platform"], is_identity_on)
         facts["engine"] = engine_facts(config) if is_there else None

@@ -27,6 +27,12 @@ def show(facts: dict[str, Any], *, with_settings: bool) -> None:
     if facts["engine"]:
         console.print(escape(facts["engine"]["words"] + (f" ({vllm['device']})" if vllm["device"] else "")))
 
+    for finding in facts["findings"]:
+        console.print(f"[bold red]finding[/] in {escape(finding['where'])}: {escape(finding['seen'])}")
+        console.print("  cure:", finding["cure"], markup=False, soft_wrap=True)  # it may hold a command to copy
+    for note in facts["notes"]:
+        console.print("note:", note, markup=False)
+
     if facts["components"]:
         is_configured = facts["engine"]["runner"] is not None
         where = f"for {facts['model']}" if is_configured else "as far as is known without a model"
@@ -37,6 +43,9 @@ def show(facts: dict[str, Any], *, with_settings: bool) -> None:
         for component, said in facts["components"].items():
             components.add_row(component, f"[{COLOURS[said['state']]}]{said['state']}[/]", escape(said["reason"]))
         console.print(components)
+    else:
+        where = f" for {facts['model']}" if facts["model"] else ""
+        console.print(f"\n[bold]Nothing is predicted{escape(where)}[/], for the reasons above.")
     if facts["symbols"] is not None:
         console.print(_symbols(facts))
     if with_settings:
@@ -44,12 +53,9 @@ def show(facts: dict[str, Any], *, with_settings: bool) -> None:
         console.print(_layouts(facts))
 
     console.print()
-    for note in facts["notes"]:
-        console.print("note:", note, markup=False)
-    for finding in facts["findings"]:
-        console.print(f"[bold red]finding[/] in {escape(finding['where'])}: {escape(finding['seen'])}")
-        console.print("  cure:", finding["cure"], markup=False, soft_wrap=True)  # it may hold a command to copy
-    if not facts["findings"]:
+    if num := len(facts["findings"]):
+        console.print(f"[bold red]{num} finding{'s' * (num > 1)}[/], shown above with what to do")
+    else:
         console.print("[green]no findings[/]")
 
 

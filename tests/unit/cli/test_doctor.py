@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `mmcache doctor` ends."""
+"""What `mmcache doctor` shows, in which order, and how it ends."""
 
 import logging
+from typing import Any
 
 import pytest
 import typer
 
-from vllm_mmcache.cli import doctor, doctor_text
+from vllm_mmcache.base import settings
+from vllm_mmcache.base.status import State
+from vllm_mmcache.cli import doctor, doctor_text, plugins, preview
+
+FACTS: dict[str, Any] = {
+    "mmcache": "0.1", "python": "3.11", "model": "some/model",
+    "vllm": {"version": "0.32.0", "distribution": "vllm 0.32.0", "platform": "cpu", "device": None},
+    "packages": {"torch": "2.13", "transformers": "5"},
+    "engine": {"runner": 2, "scheduling": "async", "words": "vLLM 0.32"},
+    "components": {"features": {"state": "on", "reason": ""}},
+    "symbols": None, "settings": [], "notes": ["a note"], "findings": [], "block_keys": {},
+}  # fmt: skip
+FINDING = {"where": "here", "seen": "a fault", "cure": "a cure"}
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -21,3 +34,54 @@ def test_the_exit_status_says_whether_there_are_findings(
     with pytest.raises(typer.Exit) as ended:
         doctor.doctor(None, [], as_json=as_json)
     assert ended.value.exit_code == (1 if num_findings else 0)
+
+
+def shown(capsys: pytest.CaptureFixture[str], **more: Any) -> list[str]:
+    doctor_text.show(FACTS | more, with_settings=False)
+    return [line.strip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_findings_come_first_and_a_verdict_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = shown(capsys, findings=[FINDING, FINDING])
+    places = [
+        lines.index(line) for line in ("finding in here: a fault", "cure: a cure", "note: a note", "features  on")
+    ]
+    assert places == sorted(places)
+    assert lines[-1] == "2 findings, shown above with what to do"
+    assert shown(capsys, findings=[FINDING])[-1].startswith("1 finding,")
+    assert shown(capsys)[-1] == "no findings"
+
+
+def test_nothing_is_predicted_for_a_model_that_was_not_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    engine = {**FACTS["engine"], "runner": None}
+    lines = shown(capsys, components={}, engine=engine, findings=[FINDING])
+    assert "Nothing is predicted for some/model, for the reasons above." in lines
+    assert not any("on" in line.split() for line in lines[1:-1])
+    assert "Nothing is predicted, for the reasons above." in shown(capsys, components={}, model=None)
+
+
+@pytest.mark.parametrize(("is_disabled", "expected"), [(False, set()), (True, {"off"})])
+def test_what_is_said_of_a_model_that_was_not_read(
+    is_disabled: bool, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only that all is off, if it is off for every model."""
+    monkeypatch.setattr(doctor, "broken_packages", list)
+    monkeypatch.setattr(doctor, "vllm_facts", lambda findings: FACTS["vllm"])
+    monkeypatch.setattr(doctor, "engine_facts", lambda config: FACTS["engine"])
+    monkeypatch.setattr(doctor, "configuration", lambda model, arguments, findings: None)
+    monkeypatch.setattr(preview, "components", lambda config: {"metrics": State("on"), "features": State("off", "why")})
+    monkeypatch.setattr(doctor, "component_findings", lambda components, chosen: [])
+    monkeypatch.setattr(plugins, "why_left_out", lambda: "")
+    monkeypatch.setattr(settings, "use", lambda chosen: None)
+    monkeypatch.setenv("MMCACHE_DISABLE", str(int(is_disabled)))
+    states = doctor.examine("some/model", [], with_symbols=False)["components"].values()
+    assert {state["state"] for state in states} == expected
+    known = doctor.examine(None, [], with_symbols=False)["components"]
+    assert known["features"]["state"] == "off"
+    assert (known["metrics"]["state"] == "on") is not is_disabled
