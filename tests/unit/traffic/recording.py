@@ -9,7 +9,7 @@ import xxhash
 
 from tests.unit.traffic.logs import Request
 from vllm_mmcache.components.observe.record import wire
-from vllm_mmcache.components.observe.record.causes import Lookup, Prompt, explain
+from vllm_mmcache.components.observe.record.causes import Lookup, explain
 from vllm_mmcache.components.observe.record.digests import salt_class
 from vllm_mmcache.components.observe.record.file import RecordFile
 from vllm_mmcache.components.observe.record.history import Entry, History
@@ -103,7 +103,7 @@ class Server:
             ticket=ticket, id=name, reused_tokens=hit, external_tokens=0, block_tokens=self._block, engine=0,
             groups=[(0, "full_attention", self._block, hit, False)],
             nearest=(near.entry.id, 1.0, near.common_tokens, True, True) if near else None,
-            features=features, causes=explain(Prompt(tokens, entry), found, Lookup(hit, self._block, "")),
+            features=features, causes=explain(entry, found, Lookup(hit, self._block, "")),
         )  # fmt: skip
 
     def _keys(self, asked: RequestSnapshot, tokens: list[int]) -> list[bytes]:
