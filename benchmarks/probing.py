@@ -60,12 +60,13 @@ class Probed:
 
 
 @contextlib.contextmanager
-def probed_server(model: Path, side: str, images: int, args: Sequence[str], env: Mapping[str, str]) -> Iterator[Probed]:
-    with (
-        tempfile.TemporaryDirectory() as name,
-        zoo_server(model, side, images=images, args=(*OPTIONS, *args), env={FOLDER: name, **env}) as server,
-    ):
-        yield Probed(server, model, Path(name))
+def probed_server(
+    model: Path, side: str, images: int, args: Sequence[str], env: Mapping[str, str], log_path: Path | None = None
+) -> Iterator[Probed]:
+    with tempfile.TemporaryDirectory() as name:
+        given = {FOLDER: name, **env}
+        with zoo_server(model, side, images=images, args=(*OPTIONS, *args), env=given, log_path=log_path) as server:
+            yield Probed(server, model, Path(name))
 
 
 def read(folder: Path) -> dict[str, float]:

@@ -36,16 +36,22 @@ _numbers = itertools.count()
 
 
 def zoo_server(
-    model: Path, side: str, *, images: int, args: Sequence[str] = (), env: Mapping[str, str] | None = None
+    model: Path,
+    side: str,
+    *,
+    images: int,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    log_path: Path | None = None,
 ) -> AbstractContextManager[Server]:
-    """Serves `model` as `mmcache` or stock until its block ends, with `images` in a prompt; logs to MODEL.SIDE.log.
+    """Serves `model` as `mmcache` or stock until its block ends, with `images` in a prompt.
 
-    What is given in `args` wins over the benchmarks' own arguments.
+    What is given in `args` wins over the benchmarks' own arguments. Without a log_path it logs to MODEL.SIDE.log.
     """
     limits = ("--limit-mm-per-prompt", json.dumps({"image": images}))
     env = {"MMCACHE_DISABLE": "0" if side == "mmcache" else "1", **(env or {})}
     args = (*CPU_ARGS, "--served-model-name", MODEL, *limits, *args)
-    return serve(model, log_path=model.with_name(f"{model.name}.{side}.log"), env=env, args=args)
+    return serve(model, log_path=log_path or model.with_name(f"{model.name}.{side}.log"), env=env, args=args)
 
 
 @contextlib.contextmanager

@@ -99,11 +99,11 @@ class ByTurns(httpx.HTTPTransport):
 
 @contextlib.contextmanager
 def replicas(env: dict[str, str]) -> Iterator[tuple[Probed, Probed]]:
-    """Two servers of the same model, each in a folder of its own, with these settings."""
+    """Two servers of one model with these settings. The model has one path: what images are called depends on it."""
     with contextlib.ExitStack() as running, tempfile.TemporaryDirectory() as folder:
-        models = [build_cached("qwen3-vl", Path(folder) / name) for name in ("one", "other")]
-        more = {"XDG_CACHE_HOME": folder, **env}
-        one, other = (running.enter_context(probed_server(model, "mmcache", SHOWN, ARGS, more)) for model in models)
+        model, more = build_cached("qwen3-vl", Path(folder)), {"XDG_CACHE_HOME": folder, **env}
+        logs = (Path(folder) / f"{number}.log" for number in range(2))
+        one, other = (running.enter_context(probed_server(model, "mmcache", SHOWN, ARGS, more, log)) for log in logs)
         yield one, other
 
 
