@@ -52,6 +52,17 @@ def test_phases_switch_within_40_requests_in_both_directions(every: int) -> None
     assert all(phase(rates, 300, every)[40:])
 
 
+def test_what_was_not_reused_for_long_is_not_expected_whatever_it_saves() -> None:
+    rates = ReuseRates()
+    phase(rates, 40, every=2)
+    phase(rates, FORGOTTEN_AFTER - 1)
+    assert rates.expected(END_OF_IMAGE, "", "new") > 0, "the control"
+    phase(rates, 1)
+    assert rates.expected(END_OF_IMAGE, "", "new") == 0
+    phase(rates, 1, every=1)
+    assert rates.expected(END_OF_IMAGE, "", "new") > 0, "and one reuse is enough"
+
+
 def test_what_saves_much_is_made_for_a_rare_reuse() -> None:
     """The share at which it is given up is the one at which it costs what it saves."""
     assert pays(0.01, saved_tokens=100 * STEP_TOKENS, cost_tokens=STEP_TOKENS)
