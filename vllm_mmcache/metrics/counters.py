@@ -83,9 +83,18 @@ class LabelledCounter:
         """Count `amount` under these label values, in the order of the labels."""
         child = self._children.get(values)
         if child is None:
-            self.register()
-            child = self._children[values] = self._prometheus.labels(*values)
+            child = self._start(*values)
         child.inc(amount)
+
+    def show_zero(self, *values: str) -> None:
+        """Show 0 under these label values until something is counted. API server."""
+        if values not in self._children:
+            self._start(*values)
+
+    def _start(self, *values: str) -> Any:
+        self.register()
+        child = self._children[values] = self._prometheus.labels(*values)
+        return child
 
     def register(self) -> None:
         """Register the counter with prometheus_client, where it is shown, if it is not yet. API server."""
@@ -218,6 +227,9 @@ PIXELS_MADE = EngineCounter("pixels_made", "Images and videos whose pixels were 
 PIXELS_MADE_LATE = EngineCounter("pixels_made_late", "Those of them that were made in a step, which waited.")
 PIXELS_LATE_SECONDS = EngineCounter("pixels_late_seconds", "Seconds that steps waited for pixels.")
 
+PLACES = ("ram", "disk", "remote")
+"""Where packages and records may lie: the values of the labels `tier` and `place`."""
+
 TIER_COUNTERS = {
     count: TierCounter(f"features_{name}", meaning)
     for count, name, meaning in (
@@ -322,10 +334,17 @@ COUNTERS = (
 
 
 def register() -> None:
-    """Register all counters, so that those are shown, too, that are still zero. API server."""
+    """Register all counters, so that those are shown, too, that are still zero. API server.
+
+    A place's counters start at zero: Prometheus sees no increase in a series whose first value is 1, so an alert would
+    miss the first fault.
+    """
     for counter in COUNTERS:
         counter.register()
-    for labelled in (*TIER_COUNTERS.values(), *RECORD_COUNTERS.values(), AUDIT, FILE_REQUESTS, FILES_NAMED):
+    for labelled in (*TIER_COUNTERS.values(), *RECORD_COUNTERS.values()):
+        for place in PLACES:
+            labelled.show_zero(place)
+    for labelled in (AUDIT, FILE_REQUESTS, FILES_NAMED):
         labelled.register()
     for gauge in (RECORD_DISK_BYTES, RECORD_DISK_BUDGET_BYTES):
         gauge.register()

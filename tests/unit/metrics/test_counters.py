@@ -59,3 +59,20 @@ def test_a_worker_takes_its_counts_once_and_leaves_what_the_engine_noted(monkeyp
     assert transport.take_worker_counts() is None
     assert transport.take_feature_source("an image") == "ram"
     assert transport.take_feature_source("an image") == ""
+
+
+def test_what_places_count_starts_at_zero() -> None:
+    """Prometheus sees no increase in a series whose first value is 1, and an alert would miss the first fault."""
+    from prometheus_client import REGISTRY
+
+    counters.register()
+    for place in counters.PLACES:
+        for counter in counters.TIER_COUNTERS.values():
+            assert REGISTRY.get_sample_value(f"mmcache:{counter.name}_total", {"tier": place}) is not None
+        for of_records in counters.RECORD_COUNTERS.values():
+            assert REGISTRY.get_sample_value(f"mmcache:{of_records.name}_total", {"place": place}) is not None
+    name, labels = "mmcache:features_set_aside_total", {"tier": "a place that nobody knows"}
+    assert REGISTRY.get_sample_value(name, labels) is None, "negative control"
+    counters.TIER_COUNTERS["set_aside"].show(2, "disk")
+    counters.register()  # of one more API server in this process: what is counted stays
+    assert (REGISTRY.get_sample_value(name, {"tier": "disk"}) or 0) >= 2
