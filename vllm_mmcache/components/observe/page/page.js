@@ -21,9 +21,14 @@ const fromHash = () => {
 takeKey();
 const state = { key: sessionStorage.getItem("mmcache-key"), cursor: null, rows: new Map(), meanings: {}, open: null };
 const number = (value) => Math.round(value).toLocaleString("en");
-const percent = (part, whole) => (whole ? `${Math.floor((100 * part) / whole)}%` : "–");
+const percent = (part, whole) => {
+  if (!whole) return "–";
+  const floored = Math.floor((100 * part) / whole);
+  return part && !floored ? "<1%" : `${floored}%`;
+};
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
-const words = (name) => name.replace("tower_faster", "tower: faster").replaceAll("_", " ");
+const NAMES = { tower: "vision tower", ram: "RAM", other_lora: "other LoRA" };
+const words = (name) => NAMES[name] ?? name.replace("tower_faster", "vision tower: faster").replaceAll("_", " ");
 const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 
 function make(tag, text, className) {
@@ -112,6 +117,15 @@ async function sums() {
     `${plural(requests, "request")}, ${plural(all, "prompt token")}; ${number(reused)} (${percent(reused, all)}) were reused.`;
   shares($("by-reason"), { reused, ...totals.missed_tokens }, "tokens");
   shares($("by-tier"), totals.images, "images");
+  explain([...Object.keys(totals.missed_tokens), ...Object.keys(totals.images)]);
+}
+
+function explain(names) {
+  const known = names.filter((name) => state.meanings[name]);
+  $("words").hidden = !known.length;
+  $("meanings").replaceChildren(
+    ...known.flatMap((name) => [make("dt", words(name)), make("dd", `${state.meanings[name]}.`)]),
+  );
 }
 
 function components(report) {
@@ -186,7 +200,7 @@ function row(summary) {
     make("span", summary.request_id || summary.id),
     share,
     make("span", `${percent(reused, all)} of ${number(all)}${images ? ` ▣${images}` : ""}`, "number"),
-    make("span", summary.reason ? words(summary.reason) : "all reused"),
+    make("span", summary.reason ? words(summary.reason) : "all reused", "why"),
   );
   link.setAttribute(
     "aria-label",
@@ -288,10 +302,13 @@ function chart(id, rows, counts, unit) {
     caption.textContent = `No ${unit} yet.`;
     return;
   }
-  caption.replaceChildren(`${unit}, ${clock(from)} to ${clock(from + BUCKETS * width)}, bottom to top: `);
+  const span = `${clock(from)} to ${clock(from + BUCKETS * width)}`;
+  caption.replaceChildren(`${unit}, ${span}; the highest bar is ${number(most)} in ${number(width)} s. From the bottom: `);
   kinds.forEach((name, kind) => {
     const count = total(buckets.map((bucket) => bucket[kind]));
-    caption.append(make("i", null, `swatch c${kind}`), ` ${words(name)} ${number(count)}  `);
+    const entry = make("span", null, "entry"); // a colour stays on one line with its name
+    entry.append(make("i", null, `swatch c${kind}`), ` ${words(name)} ${number(count)}`);
+    caption.append(entry, " ");
   });
 }
 
@@ -334,7 +351,7 @@ function show(record, carriers) {
     );
   }
   if (record.external_tokens) facts.push(`${number(record.external_tokens)} came by a KV connector.`);
-  if (record.salt) facts.push(`Salt ${record.salt}.`);
+  if (record.salt) facts.push(`Its cache_salt is shown as ${record.salt}.`);
   if (record.lora) facts.push(`LoRA ${record.lora}.`);
   $("facts").textContent = facts.join(" ");
   bar(record);
@@ -349,18 +366,18 @@ function show(record, carriers) {
   if (!record.misses.length) $("misses").append(make("li", "Everything was reused."));
   table(
     $("segments"),
-    ["segment", "tokens", "reused", "layers", "why not"],
+    ["segment", "tokens", "reused", "done for the image", "why not reused"],
     record.segments.map((segment) => [
       title(segment),
       segment.tokens,
       segment.reused_tokens,
-      segment.image ? layers(segment.image) : "",
+      segment.image ? work(segment.image) : "",
       reason(record, segment),
     ]),
   );
   table(
     $("groups"),
-    ["group", "block tokens", "hit tokens", "vetoed"],
+    ["group", "tokens in a block", "tokens it could reuse", "state missing"],
     record.groups.map((g) => [`${g.index} ${words(g.kind)}`, g.block_tokens, g.hit_tokens, g.vetoed ? "yes" : "no"]),
   );
 }
@@ -399,12 +416,20 @@ function title(segment) {
     const { index, width, height, digest } = segment.image ?? {};
     return `image ${index ?? "?"}${width ? `, ${width}×${height}` : ""}${digest ? `, ${digest}` : ""}${where}`;
   }
+  if (segment.kind === "generation") return `opening of the answer${where}`;
   return `${segment.kind === "message" && segment.role ? segment.role : segment.kind}${where}`;
 }
 
-function layers(image) {
-  const told = { body: image.body, decode: image.decode, processor: image.processor, features: words(image.features) };
-  return Object.entries(told).filter(([, value]) => value !== "unknown").map(([name, value]) => `${name} ${value}`).join(", ");
+const WORK = {
+  body: { lifted: "taken out of the body", left: "left in the body" },
+  decode: { skipped: "not decoded", decoded: "decoded", late: "decoded late" },
+  processor: { hit: "processed before", run: "processed now", deferred: "sent to the engine without pixels" },
+};
+
+function work(image) {
+  const told = Object.entries(WORK).map(([step, outcomes]) => outcomes[image[step]]);
+  if (image.features !== "unknown") told.push(`features: ${words(image.features)}`);
+  return told.filter(Boolean).join(", ");
 }
 
 function reason(record, segment) {
@@ -414,7 +439,7 @@ function reason(record, segment) {
 
 function describe(record, segment) {
   const parts = [`${title(segment)}: ${number(segment.reused_tokens)} of ${plural(segment.tokens, "token")} reused.`];
-  if (segment.image && layers(segment.image)) parts.push(`Layers: ${layers(segment.image)}.`);
+  if (segment.image && work(segment.image)) parts.push(`The image: ${work(segment.image)}.`);
   const why = reason(record, segment);
   if (why) parts.push(`Not reused: ${why}`);
   return parts.join(" ");

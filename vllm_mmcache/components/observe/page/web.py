@@ -19,7 +19,7 @@ from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Route
 
 from vllm_mmcache.components.observe.page.admin import MISSING
-from vllm_mmcache.components.observe.record.schema import MEANINGS, Record, to_json
+from vllm_mmcache.components.observe.record.schema import FEATURE_MEANINGS, MEANINGS, Record, to_json
 from vllm_mmcache.components.observe.record.store import RecordStore
 from vllm_mmcache.components.observe.record.summary import summary
 
@@ -82,7 +82,7 @@ def routes(records: Callable[[], RecordStore | None], admin_key: str | None, com
 
     async def totals(_: Request, store: RecordStore) -> dict[str, Any]:
         sums = await run_in_threadpool(store.totals)
-        meanings = {str(reason): text for reason, text in MEANINGS.items()}
+        meanings = {str(reason): text for reason, text in MEANINGS.items()} | FEATURE_MEANINGS
         return {"totals": sums.model_dump(mode="json"), "meanings": meanings, **components()}
 
     return [

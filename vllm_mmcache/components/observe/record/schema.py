@@ -50,6 +50,19 @@ MEANINGS: dict[Reason, str] = {
     Reason.UNEXPLAINED: "none of the reasons that are known",
 }
 
+FEATURE_MEANINGS: dict[str, str] = {
+    "not_needed": "the tokens of the image were all reused, so nothing asked for its features",
+    "tower": "the vision tower computed the features",
+    "encoder_cache": "vLLM's encoder cache still had the features of an earlier request",
+    "ram": "the feature store had the features in RAM",
+    "disk": "the feature store had the features on disk",
+    "remote": "the feature store had the features in Redis or Valkey",
+    "tower_faster_than_disk": "the vision tower computed the features, since reading them from disk takes longer",
+    "tower_faster_than_remote": "the vision tower computed the features, since fetching them takes longer",
+    "unknown": "nobody has recorded where the features came from",
+}
+"""Of the values of `Image.features`."""
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")

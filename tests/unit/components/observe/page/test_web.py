@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.page_app import EXAMPLES, IN_FORCE, KEY, Server, add, filled
 from vllm_mmcache.components.observe.page import web
-from vllm_mmcache.components.observe.record.schema import MEANINGS, from_json
+from vllm_mmcache.components.observe.record.schema import FEATURE_MEANINGS, MEANINGS, from_json
 from vllm_mmcache.components.observe.record.summary import summary
 
 
@@ -45,7 +45,7 @@ def test_records(server: Server) -> None:
         facts = summary(record)
         assert sum(facts["missed_tokens"].values()) + facts["reused_tokens"] == facts["prompt_tokens"]
     assert body(server, "/totals")["totals"]["requests"] == len(EXAMPLES)
-    assert set(body(server, "/totals")["meanings"]) == set(MEANINGS)
+    assert set(body(server, "/totals")["meanings"]) == set(MEANINGS) | set(FEATURE_MEANINGS)
     assert {name: body(server, "/totals")[name] for name in IN_FORCE} == body(server, "/components") == IN_FORCE
 
 

@@ -3,12 +3,21 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from vllm_mmcache.base.lru import Budget
 from vllm_mmcache.components.observe.record.file import RecordFile, before, read_records
-from vllm_mmcache.components.observe.record.schema import MEANINGS, Reason, Record, from_json, to_json
+from vllm_mmcache.components.observe.record.schema import (
+    FEATURE_MEANINGS,
+    MEANINGS,
+    Image,
+    Reason,
+    Record,
+    from_json,
+    to_json,
+)
 from vllm_mmcache.components.observe.record.store import RecordStore
 
 EXAMPLES = [
@@ -31,6 +40,10 @@ def test_the_examples_are_whole_and_show_every_reason() -> None:
     for example in EXAMPLES:
         assert_whole(example)
         assert from_json(json.loads(json.dumps(to_json(example)))) == example
+
+
+def test_every_place_of_features_has_a_meaning() -> None:
+    assert set(FEATURE_MEANINGS) == set(get_args(Image.model_fields["features"].annotation))
 
 
 def test_another_format_is_refused() -> None:
