@@ -57,6 +57,8 @@ $(STAMP_033): pyproject.toml scripts/make_venv scripts/make_venv_033.py scripts/
 	@touch $@
 
 matrix: $(STAMP) $(STAMP_033)  ## all tests on vLLM 0.32 and 0.33, runners V1 and V2: writes docs/matrix.md (hours); ARGS for a part
+	@scripts/find_chromium
+	@scripts/find_programs
 	@$(BIN)/python -m scripts.matrix $(ARGS)
 
 lint: $(STAMP)  ## ruff check, ruff format --check, mypy over package, tools, tests, benchmarks and scripts
@@ -100,6 +102,12 @@ bench: $(STAMP)  ## most benchmarks in a short form: table, plot, JSON in .artif
 
 soak: $(STAMP)  ## larger random tests on all families, 5 minutes of load, memory over 2,000 images, a million fuzzed inputs and planted entries (over an hour)
 	@$(BIN)/python -m scripts.soak $(ARGS)
+
+.PHONY: screenshots
+screenshots: $(STAMP)  ## docs/images from a real server under load, and each query of docs/grafana.json (about 3 minutes)
+	@CI=1 scripts/find_chromium
+	@CI=1 scripts/find_programs
+	@$(BIN)/python -m scripts.screenshots $(ARGS)
 
 chaos: $(STAMP)  ## a server whose stores are damaged and taken away, and which is killed 20 times (15 to 20 minutes)
 	@$(BIN)/python -m benchmarks.run chaos $(ARGS)

@@ -79,7 +79,7 @@ def render(kind: Screenshot, numbers: Iterable[int], folder: Path) -> None:
 
     with sync_playwright() as playwright:
         # Containers have no user namespaces for chromium's own sandbox; the pages are ours.
-        browser = playwright.chromium.launch(executable_path=_browser(), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
         width, height = kind.size
         context = browser.new_context(viewport={"width": width, "height": height}, locale="en-GB", timezone_id="UTC")
         tab = context.new_page()
@@ -98,7 +98,7 @@ def render(kind: Screenshot, numbers: Iterable[int], folder: Path) -> None:
 
 def version() -> str:
     """Names what the screenshots are made of: the pages, their fonts and photographs, and the browser's version."""
-    return _version(_browser())
+    return _version(browser_path())
 
 
 @functools.cache
@@ -110,7 +110,7 @@ def _version(browser: str) -> str:
     return f"{said}, {digest.hexdigest()[:12]}"
 
 
-def _browser() -> str:
+def browser_path() -> str:
     """The browser that is there, or that root has installed now. Raises: RuntimeError where there is none."""
     path = _on_path()
     if path is None:

@@ -24,6 +24,7 @@ LEFT: dict[str, str] = {
     r"system/deployments/test_reference_attention\.py::": "the same in this process, tests/engine/reference_attention",
     r"system/kubernetes/test_server\.py::": "the files, and a pod's probes",
     r"system/planted/test_server\.py::": "the same packages and files without a server",
+    r"system/page/test_panels\.py::": "the dashboard's metrics on a real server, tests/system/page/test_server.py",
     r"system/page/test_server\.py::test_the_keys": "the page's keys without an engine",
     r"system/patches/test_patches\.py::test_(exact_without|the_plugin_steps)": "the patches apply and compile",
     r"system/test_wheels\.py::test_a_model_of_ones_own": "the wheels' content and imports",

@@ -78,9 +78,9 @@ def test_a_browser_is_installed_where_there_is_none(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(screenshots, "FIND", "/bin/true")
     with pytest.raises(RuntimeError, match="no browser for the screenshots: install chromium"):
-        screenshots._browser()
+        screenshots.browser_path()
     monkeypatch.setattr(screenshots, "FIND", installs)
-    assert screenshots._browser() == str(tmp_path / name)
+    assert screenshots.browser_path() == str(tmp_path / name)
 
 
 def test_every_page_is_measured() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/grafana.json: what Grafana asks of a dashboard is there, its queries are Prometheus's, and its metrics exist.
 
-No Grafana is run here. What it would show is asked of a real server in tests/system/page.
+No Grafana is run here. tests/system/page/test_panels.py asks a real Prometheus what it would show.
 """
 
 import json
@@ -63,6 +63,7 @@ def test_no_panel_hides_another() -> None:
 
 def test_its_metrics_exist() -> None:
     assert named(*queries()) <= exposed()
+    assert not named("rate(mmcache:tower_pictures_total[1m])") <= exposed(), "negative control"
 
 
 def test_every_table_drop_and_error_is_shown() -> None:

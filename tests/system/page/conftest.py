@@ -19,27 +19,33 @@ ARTEFACTS = Path(__file__).parents[3] / ".artifacts" / "page"
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator["Browser"]:
-    """Chromium without a window.
-
-    For one file at a time: as long as it is there, Playwright has an event loop in this thread, and asyncio.run fails.
-    """
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """Its path."""
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         why = "no chromium on PATH: the page's tests in a browser are left out (as root: apt-get install chromium)"
         if os.environ.get("CI"):
             pytest.fail(why)
         pytest.skip(why)
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator["Browser"]:
+    """Chromium without a window.
+
+    For one file at a time: as long as it is there, Playwright has an event loop in this thread, and asyncio.run fails.
+    """
     from playwright.sync_api import expect, sync_playwright
 
     expect.set_options(timeout=60_000)  # the machine may be busy; what comes never is told after a minute
     ARTEFACTS.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
         # Containers have no user namespaces for chromium's own sandbox; the pages are ours.
-        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
+        started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield started
+        started.close()
 
 
 @pytest.fixture
