@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real servers with one place for files, and the openai client: uploaded at one, named at both, answered alike."""
+"""Two real servers with one place for files and one store, and the clients of OpenAI and Anthropic.
+
+A file is uploaded at one, named at both, and answered alike; and what one knows of an image, the other one knows.
+"""
 
 import base64
 import itertools
+import re
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +25,7 @@ from openai import OpenAI
 from benchmarks.servers import counters
 from tests.support import files
 from tests.support.sizes import scaled
+from tests.support.store_server import PATIENCE_S, TIMEOUT_S, Server
 from vllm_mmcache.client import OnceTransport
 from vllm_mmcache.exactness.pictures import ellipses
 
@@ -59,13 +66,16 @@ class Place(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory, running_server: Server) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("files")
     model = build_cached("qwen3-vl", folder / "model")
     env = {
         "MMCACHE_FILES": str(folder / "files"),
         "MMCACHE_FILES_UUIDS": "1",
         "MMCACHE_TENANT_FROM": f"header:{TENANT}",
+        "MMCACHE_STORE": running_server.url,
+        "MMCACHE_STORE_REMOTE_TIMEOUT_S": str(TIMEOUT_S),
+        "MMCACHE_STORE_WAIT_S": str(PATIENCE_S),
     }
     with ExitStack() as stack:
         logs = [folder / f"{number}.log" for number in range(2)]
@@ -212,6 +222,41 @@ def test_a_foreign_file_is_as_unknown_as_any(place: Place, way: str) -> None:
     assert answers[0].text.replace(mine, "ID") == answers[1].text.replace(unknown, "ID")
     assert place.post(1, path, ways(mine)[way][1]).status_code == 200
     assert [one.id for one in place.client(1, "mallory").files.list()] == []
+
+
+def test_a_replica_that_has_not_seen_an_image_does_nothing_again(place: Place) -> None:
+    """It takes records and features from the store. The control: an image that nobody has seen."""
+    done = "images_decoded", "items_processed", "tower_images"
+    near, far = place.urls
+    found: dict[str, dict[str, float]] = {}
+    for name in ("seen elsewhere", "unseen"):
+        path, _, whole = ways(content=picture(name))["chat"]
+        before = saved(near)
+        answer = place.post(0, path, whole).raise_for_status().json() if name != "unseen" else None
+        until = time.monotonic() + 60
+        while answer is not None and not is_stored(before, saved(near)):
+            assert time.monotonic() < until, (before, saved(near))
+            place.post(0, path, {"messages": [user({"type": "text", "text": "Nothing to see."})], "max_tokens": 1})
+        did = counters(far)
+        again = place.post(1, path, whole).raise_for_status().json()
+        place.post(1, path, {"messages": [user({"type": "text", "text": "Nothing to see."})], "max_tokens": 1})
+        found[name] = {what: counters(far)[what] - did[what] for what in done}
+        assert answer is None or lasting(again) == lasting(answer)
+    assert found == {"seen elsewhere": dict.fromkeys(done, 0.0), "unseen": dict.fromkeys(done, 1.0)}
+
+
+def saved(url: str) -> dict[tuple[str, str], float]:
+    """How many records and packages of features a server has put into each place."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    counted = re.findall(r'^mmcache:(record|features)_saved_total{\w+="(\w+)"} (\S+)$', text, re.MULTILINE)
+    return {(what, place): float(number) for what, place, number in counted}
+
+
+def is_stored(before: dict[tuple[str, str], float], now: dict[tuple[str, str], float]) -> bool:
+    """Whether what came into RAM since then has come into the store, too; features and records."""
+    grown = {name: number - before[name] for name, number in now.items()}
+    return all(grown[what, "remote"] == grown[what, "ram"] > 0 for what in ("record", "features"))
 
 
 class RoundRobin(httpx.BaseTransport):
