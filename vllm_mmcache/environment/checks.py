@@ -6,7 +6,7 @@ all on two cores). It changes nothing; `repair` does.
 """
 
 import ctypes
-import importlib.util
+import importlib.machinery
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +35,12 @@ class Problem:
 
 
 def import_error(package: str) -> str | None:
-    """What importing a package in a fresh process raises; None when it works or is not installed."""
-    if importlib.util.find_spec(package) is None:
+    """What importing a package in a fresh process raises; None when it works or is not installed.
+
+    Runs beside a thread that imports torch. So no finder of this process is asked: the hook's imports torch, too, and
+    the two threads would wait for each other for ever.
+    """
+    if importlib.machinery.PathFinder.find_spec(package) is None:
         return None
     try:
         outcome = subprocess.run(
