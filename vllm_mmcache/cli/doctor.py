@@ -22,7 +22,7 @@ import typer
 
 from vllm_mmcache.base.errors import EnvironmentProblem, MMCacheError
 from vllm_mmcache.base.versions import installed
-from vllm_mmcache.cli import connectors, doctor_text, plugins, preflight, preview
+from vllm_mmcache.cli import connectors, doctor_text, plugins, preflight, preview, ray_nodes
 from vllm_mmcache.lifecycle.config_rules import NO_PYTHON, RUST_FRONTEND, WAYS_OUT, has_rust_frontend, wrong_in_vllm
 
 if TYPE_CHECKING:
@@ -50,6 +50,14 @@ def doctor(
     settings: Annotated[
         bool, typer.Option("--settings", help="Also show all settings, and the layouts of block keys.")
     ] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Also look at each node of the Ray cluster at ADDRESS, as for `ray.init`. `auto` is the one here.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Show which components will be on for MODEL on this machine, why the others will not, and what is wrong.
@@ -65,6 +73,9 @@ def doctor(
     logging.disable(logging.CRITICAL)  # the report is to be alone
     with contextlib.redirect_stdout(sys.stderr):
         facts = examine(model, rest, with_symbols=symbols or as_json)
+        if ray is not None:
+            facts["ray_nodes"] = ray_nodes.nodes(ray)
+            facts["findings"] += ray_nodes.findings(facts["ray_nodes"])
     if as_json:
         print(json.dumps(facts, indent=2))
     else:

@@ -48,6 +48,8 @@ def show(facts: dict[str, Any], *, with_settings: bool) -> None:
         console.print(f"\n[bold]Nothing is predicted{escape(where)}[/], for the reasons above.")
     if facts["symbols"] is not None:
         console.print(_symbols(facts))
+    if "ray_nodes" in facts:
+        console.print(_ray_nodes(facts))
     if with_settings:
         console.print(_settings(facts))
         console.print(_layouts(facts))
@@ -63,6 +65,14 @@ def _symbols(facts: dict[str, Any]) -> "Table":
     made = _table("Replaced vLLM symbols", "group", "process", "target", "body", "why it does not fit")
     for row in facts["symbols"]:
         made.add_row(*(str(row[key]) for key in ("group", "process", "target", "body", "misfit")))
+    return made
+
+
+def _ray_nodes(facts: dict[str, Any]) -> "Table":
+    made = _table("Nodes of the Ray cluster", "node", "mmcache", "vLLM", "settings")
+    for row in facts["ray_nodes"]:
+        settings = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
+        made.add_row(row["node"], str(row["mmcache"]), str(row["vllm"]), settings)
     return made
 
 
