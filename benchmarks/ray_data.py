@@ -3,7 +3,8 @@
 
 Sides, each a job in a process of its own: `stock` is vLLM alone with Ray's stage that prepares images, `mmcache` has
 rows that carry the pictures as files. Then the same job once more with the same store, and one with an actor killed.
-What all of them must answer is what LLM() answers in one process, without the plugin.
+What all of them must answer is what LLM() answers in one process, without the plugin. A last job has many rows, each a
+new question about one of a few small pictures, and says how the memory of its processes grows.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from mmcache_tools.harness.server import CPU_ENV
 from mmcache_tools.zoo import build_cached
 
 from benchmarks import probing
-from benchmarks.pictures import PHOTOGRAPH, data_url, picture
+from benchmarks.pictures import PHOTOGRAPH, SMALL, data_url, picture
 from benchmarks.results import Result
 
 QUESTIONS = ("What is in this picture?", "Which colors do you see?")
@@ -35,7 +36,11 @@ ENGINE = {
     "enable_prefix_caching": True, "limit_mm_per_prompt": {"image": 1}, "seed": 0,
 }  # fmt: skip
 FIRST, AGAIN, KILLED = "a job", "the same job again, one store", "a job, an actor killed"
-JOB_S = 900.0
+MANY = "many rows"
+MANY_PICTURES = 20
+MOMENTS = {"start": 0.1, "middle": 0.5, "end": 0.95}
+"""When memory is looked at, by the share of rows that the engines have been asked: caches are full by the first."""
+JOB_S = 3600.0
 LOOK_S = 0.05
 
 Answers = dict[str, list[int]]
@@ -64,15 +69,30 @@ def measure(options: Namespace) -> Result:
         if "stock" in found:
             found["stock"] |= {(AGAIN, what): n for (case, what), n in found["stock"].items() if case == FIRST}
         result.add_sides(found)
+        if options.rows:
+            add_many(result, model, folder, options.actors, options.rows)
     return result
 
 
+def add_many(result: Result, model: Path, folder: Path, actors: int, rows: int) -> None:
+    """How the memory of a job of so many rows grows; a problem where rows are lost."""
+    files = folder / "small"
+    files.mkdir()
+    for number in range(MANY_PICTURES):
+        (files / f"{number:05}.png").write_bytes(picture(SMALL, number))
+    _, numbers = job(MANY, "mmcache", model, files, folder, actors, store=folder / "many", rows=rows)
+    for what, amount in numbers.items():
+        result.add(MANY, what, {"mmcache": amount})
+    if numbers["rows"] != rows:
+        result.problems.append(f"{MANY}: {numbers['rows']:.0f} of {rows} rows came back")
+
+
 def job(
-    case: str, side: str, model: Path, files: Path, folder: Path, actors: int, store: Path | None = None
+    case: str, side: str, model: Path, files: Path, folder: Path, actors: int, store: Path | None = None, rows: int = 0
 ) -> tuple[Answers, dict[str, float]]:
     """Answers by picture and question, and numbers, of a job in a process of its own. Raises: CalledProcessError."""
     with tempfile.TemporaryDirectory() as probe:
-        given = {"case": case, "side": side, "model": str(model), "files": str(files), "actors": actors}
+        given = {"case": case, "side": side, "model": str(model), "files": str(files), "actors": actors, "rows": rows}
         out = folder / "out.json"
         command = [sys.executable, "-m", "benchmarks.ray_data", json.dumps({**given, "store": str(store)}), str(out)]
         env = {"MMCACHE_DISABLE": "0" if side == "mmcache" else "1", probing.FOLDER: probe}
@@ -87,7 +107,7 @@ def job(
                 raise
         found: dict[str, Any] = json.loads(out.read_text())
         numbers: dict[str, float] = found["numbers"]
-        if case != "offline":
+        if case not in ("offline", MANY):
             pictures = len(list(files.iterdir()))
             spent = probing.read(Path(probe))
             numbers |= {f"{what}_a_picture": spent[what] / pictures for what in ("decodes", "tower_runs")}
@@ -116,6 +136,42 @@ def ask_offline(given: dict[str, Any]) -> dict[str, Any]:
 def ask_with_ray(given: dict[str, Any]) -> dict[str, Any]:
     """All answers of a job, and what it took: from the first request to the last row, and with the engines' start."""
     import ray
+
+    process = processor_of(given)
+    rows = rows_of(Path(given["files"]))
+    start = time.perf_counter()
+    with Watch(kills=given["case"] == KILLED) as watch:
+        done = process(ray.data.from_items(rows)).materialize()
+        end = time.perf_counter()
+    answered = done.take_all()
+    times = {"time_s": end - watch.first_request, "with_start_s": end - start}
+    numbers = {"rows": len(answered), **times, "bytes_a_row": most_bytes(done.stats()) / len(rows)}
+    ray.shutdown()
+    return {"answers": {row["name"]: [int(token) for token in row["tokens"]] for row in answered}, "numbers": numbers}
+
+
+def ask_many(given: dict[str, Any]) -> dict[str, Any]:
+    """The memory of a job whose rows are made, asked and dropped one after the other."""
+    import ray
+
+    process, paths, num_rows = processor_of(given), sorted(Path(given["files"]).iterdir()), int(given["rows"])
+
+    def row(numbered: dict[str, Any]) -> dict[str, Any]:
+        number = int(numbered["id"])
+        path = paths[number // 2 % len(paths)]
+        return {"name": str(number), "path": str(path), "question": f"Question {number}: what is it?", "max_tokens": 1}
+
+    numbered = [{"id": number} for number in range(num_rows)]
+    asked = ray.data.from_items(numbered, override_num_blocks=max(num_rows // 64, 1)).map(row, num_cpus=0.25)
+    with Sizes(num_rows) as sizes:
+        num_done = sum(1 for _ in process(asked).iter_rows())
+    ray.shutdown()
+    return {"answers": {}, "numbers": {"rows": num_done, **sizes.numbers()}}
+
+
+def processor_of(given: dict[str, Any]) -> Any:
+    """Connects to a cluster of its own, and makes what asks the rows of a dataset."""
+    import ray
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
     is_stock, actors = given["side"] == "stock", int(given["actors"])
@@ -141,21 +197,11 @@ def ask_with_ray(given: dict[str, Any]) -> dict[str, Any]:
         tokenize_stage={"enabled": False},
         detokenize_stage={"enabled": False},
     )  # fmt: skip
-    process = build_processor(
+    return build_processor(
         config,
         preprocess=stock_row if is_stock else our_row,
         postprocess=lambda row: {"name": row["name"], "tokens": [int(token) for token in row["generated_tokens"]]},
     )
-    rows = rows_of(Path(given["files"]))
-    start = time.perf_counter()
-    with Watch(kills=given["case"] == KILLED) as watch:
-        done = process(ray.data.from_items(rows)).materialize()
-        end = time.perf_counter()
-    answered = done.take_all()
-    times = {"time_s": end - watch.first_request, "with_start_s": end - start}
-    numbers = {"rows": len(answered), **times, "bytes_a_row": most_bytes(done.stats()) / len(rows)}
-    ray.shutdown()
-    return {"answers": {row["name"]: [int(token) for token in row["tokens"]] for row in answered}, "numbers": numbers}
 
 
 def set_up() -> None:
@@ -183,7 +229,8 @@ def our_row(row: dict[str, Any]) -> dict[str, Any]:
     """The picture as the bytes of its file, so that what travels can be compared."""
     from vllm_mmcache.batch import question
 
-    return {**question([Path(row["path"]).read_bytes()], row["question"]), "sampling_params": dict(SAMPLING)}
+    sampling = {**SAMPLING, "max_tokens": row.get("max_tokens", SAMPLING["max_tokens"])}
+    return {**question([Path(row["path"]).read_bytes()], row["question"]), "sampling_params": sampling}
 
 
 def most_bytes(stats: str) -> float:
@@ -221,10 +268,54 @@ class Watch:
             worker.parents()[1].kill()  # its parent is the engine's process, whose parent is the actor
 
 
+class Sizes:
+    """Memory of this process and of the engines' actors with all below them, when shares of the rows have been asked.
+
+    Units: MiB of resident memory, as numbers have it.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._at = {moment: share * num_rows for moment, share in MOMENTS.items()}
+        self._seen: dict[str, dict[str, int]] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def numbers(self) -> dict[str, float]:
+        """By process and moment, and what has grown from the first to the last. Raises: KeyError for a missed one."""
+        found: dict[str, float] = {}
+        for who in ("driver", "engines"):
+            sizes = {moment: self._seen[moment][who] / 2**20 for moment in MOMENTS}
+            found |= {f"{who}_{moment}_mib": size for moment, size in sizes.items()}
+            found[f"{who}_growth_mib"] = sizes["end"] - sizes["start"]
+        return found
+
+    def _look(self) -> None:
+        folder = Path(os.environ[probing.FOLDER])
+        while not self._ended.wait(LOOK_S):
+            with contextlib.suppress(RuntimeError, ValueError, psutil.Error):  # not all have begun, or some have ended
+                num_asked = probing.read(folder)["requests"]
+                for moment, number in self._at.items():
+                    if moment not in self._seen and num_asked >= number:
+                        workers = [int(path.name.rpartition("-")[2]) for path in folder.glob("worker-*")]
+                        actors = {psutil.Process(worker).parents()[1] for worker in workers}
+                        tree = {process for actor in actors for process in (actor, *actor.children(recursive=True))}
+                        engines = sum(process.memory_info().rss for process in tree)
+                        self._seen[moment] = {"driver": psutil.Process().memory_info().rss, "engines": engines}
+
+
 def main() -> None:
     """The job that is described on the command line; its answers and numbers go into a file."""
     given = json.loads(sys.argv[1])
-    found = ask_offline(given) if given["case"] == "offline" else ask_with_ray(given)
+    asking = {"offline": ask_offline, MANY: ask_many}.get(given["case"], ask_with_ray)
+    found = asking(given)
     Path(sys.argv[2]).write_text(json.dumps(found))
 
 
