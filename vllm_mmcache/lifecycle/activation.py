@@ -83,8 +83,9 @@ def activate(role: Role, vllm_config: Any) -> None:
     for component in parts(role).values():
         name = component.name
         state = State("off", absent) if absent else decide(name, engine, vllm_config, own)
-        if state == ON and (needed := component.needs) and status.of(role).get(needed, ON) != ON:
-            state = State("off", f"needs {needed}, which is {status.of(role)[needed].state}")
+        if state == ON and (needed := component.needs):
+            other = status.of(role).get(needed) or decide(needed, engine, vllm_config, own)  # of another process
+            state = state if other == ON else State("off", f"needs {needed}, which is {other.state}")
         if state == ON:
             state = _switch_on(component, role, vllm_config, version)
         status.put(role, name, state)
