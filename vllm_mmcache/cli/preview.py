@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a start with MODEL and vLLM's arguments would give, for `mmcache doctor`.
 
-In a process of its own, which imports vLLM and lets it make the VllmConfig that `vllm serve` would make: no engine, no
-weights, and nothing replaced.
+In a process of its own, which imports vLLM and lets it make the VllmConfig that `mmcache serve` would make: no engine,
+no weights, and nothing replaced.
 """
 
 import os
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from vllm_mmcache.base.errors import EnvironmentProblem
-from vllm_mmcache.base.status import ON, State, combine
-from vllm_mmcache.cli import plugins
+from vllm_mmcache.base.errors import CausalImages, EnvironmentProblem, UnschedulableImage
+from vllm_mmcache.base.status import State, combine
+from vllm_mmcache.cli import plugins, serve
 from vllm_mmcache.lifecycle.config_rules import NO_PYTHON, has_rust_frontend
 
 
 def configuration(model: str, arguments: Sequence[str]) -> Any:
-    """The VllmConfig that vLLM itself makes for `vllm serve MODEL ARGUMENTS`.
+    """The VllmConfig that vLLM itself makes for `mmcache serve MODEL ARGUMENTS`.
 
     Raises: EnvironmentProblem for arguments that vLLM does not take; whatever vLLM raises for a model or a value.
     """
@@ -30,7 +30,7 @@ def configuration(model: str, arguments: Sequence[str]) -> Any:
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
     parser.error = _refuse
-    given = parser.parse_args([model, *arguments])
+    given = parser.parse_args([model, *serve.with_defaults(arguments)])
     given.model = given.model_tag or given.model
     return AsyncEngineArgs.from_cli_args(given).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
 
@@ -52,13 +52,38 @@ def components(vllm_config: Any) -> dict[str, State]:
     """What each component will be; of a whole deployment that is started from here. None: without a configuration."""
     from vllm_mmcache.lifecycle import activation
     from vllm_mmcache.lifecycle.registry import parts
+    from vllm_mmcache.lifecycle.report import with_renderer
 
     found = activation.predict(vllm_config)
-    if not has_rust_frontend():
-        return found
-    behind = {**parts("engine"), **parts("worker")}
-    for component in parts("api"):
-        if found[component] == ON:
-            places = [("API server", State("off", NO_PYTHON)), *([("engine", ON)] if component in behind else [])]
-            found[component] = combine(places)
+    on = {component: state for component, state in found.items() if state.state == "on"}
+    if has_rust_frontend():
+        behind = {**parts("engine"), **parts("worker")}
+        for component in parts("api"):
+            if component in on:
+                engine = [("engine", on[component])] if component in behind else []
+                found[component] = combine([("API server", State("off", NO_PYTHON)), *engine])
+    elif vllm_config is not None:
+        off = with_renderer(_renderer_of(vllm_config))
+        found |= {component: state for component, state in off.items() if component in on}
     return found
+
+
+def why_refused(vllm_config: Any) -> str:
+    """Why a server in which image_spans is on would not start with this model; empty where it would."""
+    from vllm_mmcache.components.image_spans.hooks_api import refuse_unservable
+
+    try:
+        refuse_unservable(vllm_config)
+    except (CausalImages, UnschedulableImage) as error:
+        return str(error)
+    return ""
+
+
+def _renderer_of(vllm_config: Any) -> type:
+    """The class of the renderer that vLLM takes from its registry."""
+    from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.tokenizers.registry import tokenizer_args_from_config
+
+    mode, *_ = tokenizer_args_from_config(vllm_config.model_config)
+    renderer: type = RENDERER_REGISTRY.load_renderer_cls(mode)
+    return renderer

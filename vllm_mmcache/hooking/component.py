@@ -41,6 +41,8 @@ class Component:
     proven_per: Literal["", "engine", "device"] = ""
     """Where it must have been shown to be exact to be on by default: on each kind of engine, and, where it reads or
     writes tensors on the device, on each platform. Empty for one that works everywhere."""
+    on_if: str = ""
+    """"if ...": what is known of it only when an engine has loaded its model, for whoever asks before."""
     superseded_by: tuple[str, ...] = ()
     """Symbols of a vLLM that does the same by itself: it steps aside where all of them are there."""
     superseded_if_reads: tuple[str, str] | None = None

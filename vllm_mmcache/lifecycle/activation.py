@@ -39,6 +39,7 @@ from vllm_mmcache.models import vllm_registry
 
 logger = logging.getLogger("vllm.mmcache")
 
+IF_TRIED = "if its trial passes while the engine starts"
 WITHOUT_IDENTITY = "uuids of clients are trusted, and images are not apart by cache_salt"
 
 
@@ -173,7 +174,8 @@ def own_proofs(engine: Served, vllm_config: Any) -> tuple[frozenset[str], list[s
 def predict(vllm_config: Any = None) -> dict[str, State]:
     """What each component will be over all processes, as far as is known before there is an engine. Installs nothing.
 
-    Without a configuration: what it will be unless one says otherwise.
+    The reason of one that is on says under which condition, where only a start can tell. Without a configuration: what
+    it will be unless one says otherwise.
     """
     version, engine = vllm_version(), engine_here(vllm_config)
     own, _ = own_proofs(engine, vllm_config)
@@ -188,12 +190,14 @@ def predict(vllm_config: Any = None) -> dict[str, State]:
                 state = State("off", absent) if absent else decide(name, engine, vllm_config, own)
             if state == ON and (needed := component.needs) and found[needed] != ON:
                 state = State("off", f"needs {needed}, which is {found[needed].state}")
-            if state == ON and (reason := incompatibility(component.hooks_in(role), version)):
+            if state == ON and (reason := incompatibility(_needed(component, role, vllm_config), version)):
                 state = State("off", reason)
             found[name] = state
-    for name in on_trial(vllm_config, own) if vllm_config is not None else ():
-        if found[name] == ON:
-            found[name] = State("on", "if its trial passes while the engine starts")
+    if vllm_config is not None:
+        tried = on_trial(vllm_config, own)
+        for name in [name for name, state in found.items() if state == ON]:
+            ifs = [COMPONENTS[name].on_if, IF_TRIED if name in tried else ""]
+            found[name] = State("on", ", and ".join(filter(None, ifs)))
     return {name: found[name] for name in COMPONENT_NAMES}
 
 
@@ -272,9 +276,8 @@ def words(states: Iterable[tuple[str, State]]) -> str:
 
 def _switch_on(component: Component, role: Role, vllm_config: Any, version: str) -> State:
     """Install what a component has in this role. Returns on, or off and why."""
-    needed = [hook for hook in component.hooks_in(role) if config_rules.needs_hook(vllm_config, hook.only)]
     group = _group(component.name, role)
-    outcome = _install(group, needed, version)
+    outcome = _install(group, _needed(component, role, vllm_config), version)
     if outcome.state != "on":
         return State("off", outcome.reason)
     try:
@@ -284,6 +287,12 @@ def _switch_on(component: Component, role: Role, vllm_config: Any, version: str)
         installer.undo(group)
         return State("off", str(error))
     return ON
+
+
+def _needed(component: Component, role: Role, vllm_config: Any) -> list[Hook]:
+    """The hooks that a component needs in this configuration; all of them where there is none."""
+    hooks = component.hooks_in(role)
+    return [hook for hook in hooks if vllm_config is None or config_rules.needs_hook(vllm_config, hook.only)]
 
 
 def _install_what_is_asked_for(vllm_config: Any, version: str) -> None:

@@ -110,25 +110,33 @@ def no_python(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _found_here(llm: Any) -> dict[str, State]:
     """What is known of this process's components only when its renderer is there."""
-    from vllm.renderers.base import BaseRenderer
-    from vllm.renderers.hf import HfRenderer
-
-    found, renderer = {}, subclasses.base_of(llm.renderer)
-    name = renderer.__qualname__
+    is_ours = isinstance(llm.renderer, subclasses.RendererMixin)
+    found = with_renderer(subclasses.base_of(llm.renderer), is_ours=is_ours)
     if not llm.log_stats:
         found["metrics"] = State("unneeded", "vLLM's own statistics are off here")
     if not hasattr(llm, "generate"):
         found["image_extraction"] = State("unneeded", "no server here")
-    elif renderer is not HfRenderer:
+    on = status.of("api")
+    return {component: state for component, state in found.items() if on.get(component) == status.ON}
+
+
+def with_renderer(renderer: type, *, is_ours: bool = True) -> dict[str, State]:
+    """What is off in an API server whose renderer is of this class, as it is without us.
+
+    is_ours: whether it was made from our subclass of it, as it is where vLLM takes it from its registry.
+    """
+    from vllm.renderers.base import BaseRenderer
+    from vllm.renderers.hf import HfRenderer
+
+    found, name = {}, renderer.__qualname__
+    if renderer is not HfRenderer:
         found["image_extraction"] = State("off", f"not shown to be right with the renderer {name}")
     hooked = [installer.resolve_owner(member.target) for member in parts("api")["identity"].hooks_in("api")]
     methods = [attribute for owner, attribute in hooked if owner is BaseRenderer and attribute.startswith("_")]
     above = [one for one in renderer.__mro__ if not one.__module__.startswith("vllm.")]
-    is_ours = isinstance(llm.renderer, subclasses.RendererMixin)
     if not is_ours or any(method in vars(one) for one in above for method in methods):
         found["identity"] = State("off", f"the renderer {name} is not vLLM's and may go past it")
-    on = status.of("api")
-    return {component: state for component, state in found.items() if on.get(component) == status.ON}
+    return found
 
 
 def _show(here: dict[str, State], engines: Mapping[int, Any]) -> None:

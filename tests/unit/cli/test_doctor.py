@@ -2,6 +2,8 @@
 """What `mmcache doctor` shows, in which order, and how it ends."""
 
 import logging
+import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import typer
 
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.status import State
-from vllm_mmcache.cli import doctor, doctor_text, plugins, preview
+from vllm_mmcache.cli import connectors, doctor, doctor_text, plugins, preview
 
 FACTS: dict[str, Any] = {
     "mmcache": "0.1", "python": "3.11", "model": "some/model",
@@ -85,3 +87,53 @@ def test_what_is_said_of_a_model_that_was_not_read(
     known = doctor.examine(None, [], with_symbols=False)["components"]
     assert known["features"]["state"] == "off"
     assert (known["metrics"]["state"] == "on") is not is_disabled
+
+
+@pytest.mark.parametrize("place", ["option", "after MODEL", "not given"])
+def test_observe_is_the_servers_option(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMCACHE_OBSERVE", "0")
+    given = []
+
+    def examine(model: str, arguments: list[str], *, with_symbols: bool) -> dict[str, Any]:
+        given.append((arguments, os.environ["MMCACHE_OBSERVE"]))
+        return {"findings": []}
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    monkeypatch.setattr(doctor_text, "show", lambda facts, with_settings: None)
+    monkeypatch.setattr(logging, "disable", lambda level: None)
+    after = ["--observe"] if place == "after MODEL" else []
+    with pytest.raises(typer.Exit):
+        doctor.doctor("some/model", [*after, "--port", "1"], observe=place == "option")
+    assert given == [(["--port", "1"], "0" if place == "not given" else "1")]
+
+
+def test_other_nodes_are_a_note() -> None:
+    def noted(**parallel: int) -> bool:
+        alone = {"nnodes": 1, "data_parallel_size": 2, "data_parallel_size_local": 2}
+        config = SimpleNamespace(parallel_config=SimpleNamespace(**{**alone, **parallel}))
+        return any(note.startswith("several nodes:") for note in doctor.notes([], config))
+
+    assert not noted()
+    assert noted(nnodes=2)
+    assert noted(data_parallel_size_local=1)
+
+
+@pytest.mark.parametrize(
+    ("why", "is_on"), [("", True), ("images would be wrong", True), ("images would be wrong", False)]
+)
+def test_a_refused_model_is_a_finding(why: str, is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the server, where image_spans refuses it: not where that is off."""
+    monkeypatch.setattr(doctor, "broken_packages", list)
+    monkeypatch.setattr(doctor, "vllm_facts", lambda findings: FACTS["vllm"])
+    monkeypatch.setattr(doctor, "engine_facts", lambda config: FACTS["engine"])
+    parallel = SimpleNamespace(nnodes=1, data_parallel_size=1, data_parallel_size_local=1)
+    config = SimpleNamespace(parallel_config=parallel, additional_config={})
+    monkeypatch.setattr(doctor, "configuration", lambda model, arguments, findings: config)
+    monkeypatch.setattr(doctor, "predict", lambda *args: {"image_spans": State("on" if is_on else "off")})
+    monkeypatch.setattr(doctor, "wrong_in_vllm", lambda config: "")
+    monkeypatch.setattr(connectors, "findings", lambda *args: [])
+    monkeypatch.setattr(preview, "why_refused", lambda config: why)
+    monkeypatch.setattr(plugins, "why_left_out", lambda: "")
+    monkeypatch.setattr(settings, "use", lambda chosen: None)
+    found = doctor.examine("some/model", [], with_symbols=False)["findings"]
+    assert [finding["seen"] for finding in found] == ([why] if why and is_on else [])

@@ -18,13 +18,11 @@ from vllm_mmcache.base.role import ROLES
 from vllm_mmcache.base.status import ON, State
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle import activation, config_rules, tested_engines, user_proofs
+from vllm_mmcache.lifecycle.activation import IF_TRIED
 from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, COMPONENTS, parts
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Engine, Row, Served
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_installed", "no_role")
-
-IF_TRIED = "if its trial passes while the engine starts"
-"""What is said of a component that is on until the engine has tried it."""
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +128,9 @@ def test_what_is_not_proven_is_tried(
     monkeypatch.setattr(tested_engines, "TABLE", [])
     config = configurations["gemma3"]
     assert decide("features", configurations) == ON
-    assert activation.predict(config)["features"] == State("on", IF_TRIED)
+    said = activation.predict(config)
+    assert said["block_keys"] == State("on", IF_TRIED)
+    assert said["features"] == State("on", f"{COMPONENTS['features'].on_if}, and {IF_TRIED}")
     assert set(activation.on_trial(config)) == set(ENGINE_COMPONENTS)
     user_proofs.add(user_proofs.ProofScope.of(config), ["features"], "a test", [])
     assert set(activation.on_trial(config)) == set(ENGINE_COMPONENTS) - {"features"}
@@ -198,7 +198,7 @@ def test_the_users_proofs_are_read_once(
         assert reads.pop() == "read"
         assert not reads
     assert status.of("worker")["features"] == ON == status.of("api")["metrics"]
-    assert activation.predict(configurations["gemma3"])["features"] == ON
+    assert activation.predict(configurations["gemma3"])["features"] == State("on", COMPONENTS["features"].on_if)
     assert reads == ["read"]
 
 
@@ -314,6 +314,48 @@ def test_a_component_needs_another(configurations: dict[str, Any], monkeypatch: 
     assert predicted["image_extraction"] == ON, "which fits here"
 
 
+def test_a_component_needs_another_of_another_process(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All processes have the same reason, without a place; nothing is off where the other one is on."""
+    install(monkeypatch)
+    monkeypatch.setitem(COMPONENTS, "metrics", replace(COMPONENTS["metrics"], needs="block_keys"))
+    for is_on, expected in ((True, ON), (False, State("off", "needs block_keys, which is off"))):
+        monkeypatch.setattr(settings, "_current", chosen({"block_keys": is_on, "metrics": True}))
+        for role in ROLES:
+            activation.activate(role, configurations["gemma3"])
+            assert status.of(role)["metrics"] == expected
+
+
+def test_what_is_foreseen_leaves_out_hooks_that_are_not_needed(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those for pipeline stages may not fit where there are none."""
+
+    def misfit(members: Any, version: str) -> str:
+        return "symbol changed" if any(hook.only == "pipeline stages" for hook in members) else ""
+
+    monkeypatch.setattr(activation, "incompatibility", misfit)
+    monkeypatch.setattr(settings, "_current", chosen({"metrics": True}))
+    config = copy.deepcopy(configurations["gemma3"])
+    assert activation.predict(config)["metrics"] == ON
+    config.parallel_config.pipeline_parallel_size = 2
+    assert activation.predict(config)["metrics"] == State("off", "symbol changed")
+    assert activation.predict()["metrics"] == State("off", "symbol changed"), "not known to be unneeded"
+
+
+def test_what_only_a_start_can_tell_is_said(configurations: dict[str, Any]) -> None:
+    """With a configuration, of what is on; the same component that is off has its own reason alone."""
+    with_condition = {name: component.on_if for name, component in COMPONENTS.items() if component.on_if}
+    assert set(with_condition) == {"features", "image_checkpoints", "inner_checkpoints"}
+    found = activation.predict(configurations["qwen3-vl"])
+    assert found["features"].reason.startswith(with_condition["features"])
+    assert found["image_checkpoints"].reason.startswith(with_condition["image_checkpoints"])
+    assert found["inner_checkpoints"] == State("unneeded", "this model has no Mamba layers")
+    assert found["identity"] == ON
+    assert activation.predict()["features"].reason == ""
+
+
 def test_nothing_is_on_where_nobody_could_say_so(
     configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,7 +368,7 @@ def test_what_is_foreseen_comes_true(configurations: dict[str, Any], monkeypatch
     install(monkeypatch)
     for vllm_config in configurations.values():
         foreseen = activation.predict(vllm_config)
-        predicted = {name: ON if state == State("on", IF_TRIED) else state for name, state in foreseen.items()}
+        predicted = {name: ON if state.state == "on" else state for name, state in foreseen.items()}
         for role in ROLES:
             activation.activate(role, vllm_config)
         found = {

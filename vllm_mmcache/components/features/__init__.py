@@ -15,4 +15,5 @@ COMPONENT = Component(
     rule="rules:state_in",
     images_only=True,
     proven_per="device",
+    on_if="if the vision tower passes its trial when the model is loaded",
 )

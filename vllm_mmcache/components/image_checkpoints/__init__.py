@@ -17,6 +17,7 @@ COMPONENT = Component(
     rule="rules:state_in",
     images_only=True,
     proven_per="engine",
+    on_if="if the model, when it is loaded, has layers that don't keep every block: sliding windows or Mamba",
     # The proposal 56818 has the last multimodal feature's end on the request, under a name that isn't settled.
     superseded_if_reads=("vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split", "mm_"),
 )

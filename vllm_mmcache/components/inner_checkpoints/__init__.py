@@ -18,4 +18,5 @@ COMPONENT = Component(
     needs="image_checkpoints",
     images_only=True,
     proven_per="device",
+    on_if="if the model, when it is loaded, has Qwen's GDN as its only kind of Mamba layers",
 )
