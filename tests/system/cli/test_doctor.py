@@ -40,6 +40,7 @@ with contextlib.redirect_stdout(sys.stderr):
         os.environ |= before
 print(json.dumps(said))
 """
+FAMILIES = ("gemma3", "qwen3-vl", "qwen3.5", "paligemma")
 BROKEN = next(member for member in table() if member.name == "lazy_media.mm_hash")
 
 
@@ -84,6 +85,16 @@ CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
         "",
     ),
     "store without a name": (None, [], {"MMCACHE_STORE": "redis+sentinel://10.0.0.1"}, ""),
+    "another renderer": (
+        "qwen3-vl",
+        ["--tokenizer-mode", "deepseek_v32", "--prefix-caching-hash-algo", "xxhash_cbor"],
+        {},
+        "",
+    ),
+    "pooling": ("qwen3-vl", ["--runner", "pooling", "--pooler-config.seq_pooling_type", "CLS"], {}, ""),
+    "refused": ("paligemma", [], {}, ""),
+    "refused, allowed": ("paligemma", [], {"MMCACHE_ALLOW_CAUSAL_IMAGES": "1"}, ""),
+    "two nodes": ("qwen3-vl", ["--data-parallel-size", "2", "--data-parallel-size-local", "1"], {}, ""),
     "hooks broken": (None, [], {}, "vllm.v1.worker.worker_base:WorkerBase.__init__"),
 }
 
@@ -91,7 +102,7 @@ CASES: dict[str, tuple[str | None, list[str], dict[str, str], str]] = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, str | None]:
     zoo = tmp_path_factory.mktemp("zoo")
-    built = {family: str(build_cached(family, zoo)) for family in ("gemma3", "qwen3-vl", "qwen3.5")}
+    built = {family: str(build_cached(family, zoo)) for family in FAMILIES}
     return {None: None, "none": str(zoo / "none")} | dict(built)
 
 
@@ -275,6 +286,35 @@ def test_checkpoints_beside_a_kv_connector(reports: dict[str, dict[str, Any]]) -
         assert sliding["state"] == "on"
     else:
         assert "model runner V2" in sliding["reason"]
+
+
+@pytest.mark.process
+def test_what_a_start_finds_out_is_foreseen(reports: dict[str, dict[str, Any]]) -> None:
+    """The renderer, the layout of block keys, and the prefix caching that `mmcache serve` switches on."""
+    said = reports["another renderer"]["components"]
+    assert said["image_extraction"]["reason"] == "not shown to be right with the renderer DeepseekV32Renderer"
+    assert said["block_keys"]["state"] == "off"
+    assert said["block_keys"]["reason"] == reports["another renderer"]["block_keys"]["xxhash_cbor"]["why"]
+    assert states(reports["qwen3-vl"])["image_extraction"] == states(reports["qwen3-vl"])["block_keys"] == "on"
+    assert states(reports["pooling"])["block_keys"] == "on", "vLLM's own default is none for this pooling"
+
+
+@pytest.mark.process
+def test_what_only_a_start_finds_out_is_said(reports: dict[str, dict[str, Any]]) -> None:
+    for family, on in (("gemma3", {"features", "image_checkpoints"}), ("hybrid", {"features"})):
+        components = reports[family]["components"]
+        assert {name for name, one in components.items() if one["reason"].startswith("if ")} == on
+        assert all(components[name]["state"] == "on" for name in on)
+    assert [note for note in reports["two nodes"]["notes"] if note.startswith("several nodes:")]
+    assert reports["qwen3-vl"]["notes"] == []
+
+
+@pytest.mark.process
+def test_a_model_that_no_server_starts_with(reports: dict[str, dict[str, Any]]) -> None:
+    ((where, seen),) = findings(reports["refused"]).items()
+    assert "paligemma" in where
+    assert "on the CPU answers would be wrong" in seen
+    assert findings(reports["refused, allowed"]) == {}
 
 
 @pytest.mark.process

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_mmcache.base.errors import CausalImages
 from vllm_mmcache.base.status import ON, State
-from vllm_mmcache.cli import preview
+from vllm_mmcache.cli import plugins, preview
 from vllm_mmcache.components.image_spans import hooks_api
 from vllm_mmcache.lifecycle import activation
 from vllm_mmcache.lifecycle.config_rules import NO_PYTHON, RUST_FRONTEND
@@ -20,6 +20,23 @@ CONFIG = SimpleNamespace(model_config=None)
 
 def predicted(monkeypatch: pytest.MonkeyPatch, **states: State) -> None:
     monkeypatch.setattr(activation, "predict", lambda config: dict.fromkeys(COMPONENT_NAMES, ON) | states)
+
+
+@pytest.mark.parametrize(("arguments", "is_cached"), [([], True), (["--no-enable-prefix-caching"], False)])
+def test_arguments_are_completed_as_mmcache_serve_does(
+    arguments: list[str], is_cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own default differs with the model."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    def args_of(given: Any) -> Any:
+        return SimpleNamespace(create_engine_config=lambda usage_context: given)
+
+    monkeypatch.setenv(plugins.VARIABLE, "none")
+    monkeypatch.setattr(AsyncEngineArgs, "from_cli_args", args_of)
+    given = preview.configuration("some/model", arguments)
+    assert given.model == "some/model"
+    assert given.enable_prefix_caching is is_cached
 
 
 def test_the_rust_frontend_and_what_a_start_decides(monkeypatch: pytest.MonkeyPatch) -> None:
