@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Rust frontend of vLLM: no Python of ours is between clients and engines, and the report says so."""
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,6 @@ from tests.support.deployment import deployed, refused
 from vllm_mmcache.lifecycle.registry import parts
 
 pytestmark = pytest.mark.engine
-
-WHEELS = Path(__file__).parents[3] / ".artifacts" / "wheels"
-
-
-@pytest.fixture(scope="module")
-def rust(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Variables that choose it. Wheels for the CPU are without the program; that of the CUDA wheel runs here."""
-    wheels = sorted(WHEELS.glob("vllm-0.32.0-*.whl"))
-    if not wheels:
-        pytest.skip("no wheel of vLLM 0.32.0 here; `make check-upstream` fetches it")
-    with zipfile.ZipFile(wheels[0]) as archive:
-        program = Path(archive.extract("vllm/vllm-rs", tmp_path_factory.mktemp("rust")))
-    program.chmod(0o755)
-    return {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(program)}
 
 
 def test_components_of_the_api_are_off(model: Path, rust: dict[str, Any], tmp_path: Path) -> None:
