@@ -216,7 +216,7 @@ def disagreements(
     where MAY_BE has that for this condition.
     """
     differ = {}
-    is_one_node = any(note.startswith("several nodes:") for note in said["notes"])
+    is_one_of_several = any(note.startswith("several nodes:") for note in said["notes"])
     for name in COMPONENT_NAMES:
         state, reason = foreseen = (said["components"][name]["state"], said["components"][name]["reason"])
         is_agreed = found[name] == foreseen
@@ -226,7 +226,7 @@ def disagreements(
             may_be = expected == ("on", "") or any(re.match(MAY_BE[one], expected[1]) for one in conditions)
             is_agreed = bool(conditions) and may_be and found[name] == expected
         behind = name in {**parts("engine"), **parts("worker")}
-        if not is_agreed and is_one_node and behind and ON_ANOTHER_NODE in found[name][1]:
+        if not is_agreed and is_one_of_several and behind and ON_ANOTHER_NODE in found[name][1]:
             continue
         if not is_agreed:
             differ[name] = (foreseen, found[name])
