@@ -97,16 +97,18 @@ def _open(vllm_config: Any, told: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _settle(executor: Any, trial: Trial) -> tuple[dict[int, dict[str, State]], list[Mapping[str, Any]]]:
-    """Ask all workers, and switch off in all what is off in one. Returns the states by rank, and what told features."""
+    """Ask all workers, and switch off in all what is off in one. Returns the states by rank, and what told features.
+
+    What is off has one reason in the engine and in all ranks, so that the report says it once.
+    """
     found, features = _ask(executor, {}, trial)
     off = {}
     for component in dict.fromkeys([*parts("engine"), *parts("worker")]):
-        places = [(f"worker {rank}", states[component]) for rank, states in found.items() if component in states]
-        if component in status.of("engine"):
-            places.append(("engine", status.of("engine")[component]))
-        if reason := status.why_off(places):
+        ours = status.of("engine").get(component)
+        of_workers = {f"worker {rank}": states[component] for rank, states in found.items() if component in states}
+        if reason := _why_off(ours, of_workers):
             off[component] = reason
-            if status.of("engine").get(component) == ON:
+            if ours is not None and ours.state != "unneeded":
                 status.put("engine", component, State("off", reason))
     some = [component for component in off if any(states.get(component) == ON for states in found.values())]
     if some:
@@ -114,7 +116,24 @@ def _settle(executor: Any, trial: Trial) -> tuple[dict[int, dict[str, State]], l
             "mmcache: off in all ranks: %s", "; ".join(f"{component}: {off[component]}" for component in some)
         )
         found, _ = _ask(executor, off, NOT_YET)
+    for states in found.values():
+        states |= {
+            component: State("off", reason)
+            for component, reason in off.items()
+            if component in states
+            and states[component].state != "unneeded"
+            and states[component].reason != NO_MMCACHE  # which the report looks for
+        }
     return found, features
+
+
+def _why_off(ours: State | None, of_workers: Mapping[str, State]) -> str:
+    """Why a component is off in the engine or in a worker; empty if it is in none. ours: what it is in the engine."""
+    if ours is None or ours.state != "off":
+        return status.why_off(of_workers.items())
+    if all(one.reason in ours.reason for one in of_workers.values() if one.state == "off"):
+        return ours.reason  # what the ranks say was agreed on before, or they say nothing
+    return status.why_off([*of_workers.items(), ("engine", ours)])
 
 
 def switch_off_in_ranks(executor: Any, off: Mapping[str, str]) -> None:

@@ -34,3 +34,53 @@ def test_a_rank_is_told_what_is_off_in_another_one() -> None:
     told = State("off", "a reason (worker 1)")
     assert status.of("worker")["metrics"] == told == status.of("engine")["metrics"] == found[0]["metrics"]
     assert status.of("worker")["features"] == NOTHING
+
+
+SOME, OTHER = "two images could not be tried", "no memory is shared"
+
+
+@pytest.mark.parametrize(
+    ("engine", "rank_0", "rank_1", "said"),
+    [
+        (ON, State("off", SOME), None, SOME),
+        (ON, State("off", SOME), State("off", SOME), SOME),
+        (ON, ON, State("off", SOME), f"{SOME} (worker 1)"),
+        (ON, State("off", SOME), State("off", OTHER), f"{SOME} (worker 0); {OTHER} (worker 1)"),
+        (State("off", OTHER), ON, ON, OTHER),
+        (State("off", OTHER), State("off", SOME), ON, f"{SOME} (worker 0); {OTHER} (engine)"),
+    ],
+    ids=["one worker", "all workers", "one of two", "different reasons", "the engine", "both"],
+)
+@pytest.mark.parametrize("is_told", [True, False], ids=["ranks with us", "ranks that can't be told"])
+def test_the_report_says_a_reason_once(
+    engine: State, rank_0: State, rank_1: State | None, said: str, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it was asked again. The control: before they agree, the processes are not alike."""
+    ranks = {rank: state for rank, state in enumerate([rank_0, rank_1]) if state is not None}
+    status.begin("engine")
+    status.put("engine", "features", engine)
+
+    def ask(executor: Any, off: dict[str, str], trial: Any) -> tuple[dict[int, dict[str, State]], list[Any]]:
+        for rank in [rank for rank, state in ranks.items() if "features" in off and (is_told or state == ON)]:
+            ranks[rank] = State("off", off["features"])
+        return {rank: {"features": state} for rank, state in ranks.items()}, []
+
+    def reported(found: dict[int, dict[str, State]]) -> State:
+        places = [(f"worker {rank} of engine 0", states["features"]) for rank, states in found.items()]
+        return status.combine([("engine 0", status.of("engine")["features"]), *places])
+
+    monkeypatch.setattr(rank_sync, "_ask", ask)
+    assert reported(ask(None, {}, rank_sync.NOT_YET)[0]).state == "mixed"
+    for _ in range(3):
+        found, _ = rank_sync._settle(None, rank_sync.NOT_YET)
+        assert reported(found) == State("off", said)
+
+
+def test_the_report_can_tell_a_rank_without_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    status.begin("engine")
+    status.put("engine", "features", ON)
+    without = State("off", rank_sync.NO_MMCACHE)
+    answers = {0: {"features": ON}, 1: {"features": without}}
+    monkeypatch.setattr(rank_sync, "_ask", lambda *_: (answers, []))
+    found, _ = rank_sync._settle(None, rank_sync.NOT_YET)
+    assert found == {0: {"features": State("off", f"{without.reason} (worker 1)")}, 1: {"features": without}}
