@@ -29,6 +29,8 @@ PAGE = REPO / "docs" / "matrix.md"
 ENVIRONMENTS = {"0.32": ".venv", "0.33": ".venv-0.33"}
 ENGINES = {"v1": ("V1", "synchronous"), "v2": ("V2", "synchronous"), "v2-async": ("V2", "async")}
 DEFAULT_ENGINES = ("v1", "v2-async")
+# Folders whose tests run on all of them by default: a trial has to find what is planted on each.
+ON_EVERY_ENGINE = ("tests/engine/trial",)
 OVERLAY = "0.33.0's Python over 0.32.0's CPU kernels"
 # Tests that can't hold where the Python code and the kernels are of two versions, with the reason.
 NOT_ON_THE_OVERLAY: dict[str, str] = {}
@@ -44,7 +46,9 @@ component that works in the engine is on by default only where the tests about i
 
 ## Run it
 
-`make matrix` runs all tests, which takes hours. `ARGS` chooses a part, which replaces only its own rows of the results:
+`make matrix` runs all tests, which takes hours. Those of [the trial at start](trial.md), which has to find planted
+faults on four model families, it also runs on model runner V2 with synchronous scheduling. `ARGS` chooses a part, which
+replaces only its own rows of the results:
 
 ```bash
 make matrix ARGS="--vllm 0.33 --engine v2-async --tests tests/engine/exactness"
@@ -219,11 +223,24 @@ def folders() -> list[str]:
     return sorted({"/".join(file.parts[:3]) if len(file.parts) > 3 else f"{file.parent}/test_*.py" for file in files})
 
 
+def planned(engines: Sequence[str] | None, tests: Sequence[str]) -> list[tuple[str, str]]:
+    """The engine and the tests of each run. Without engines, those that users get most, and all for ON_EVERY_ENGINE."""
+    folders = [one.rstrip("/") for one in tests]
+    return [
+        (engine, name)
+        for engine in engines or ENGINES
+        for name in folders
+        if engines or engine in DEFAULT_ENGINES or name in ON_EVERY_ENGINE
+    ]
+
+
 def main() -> int:
     """Run the cells that were asked for; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m scripts.matrix", description=__doc__)
     parser.add_argument("--vllm", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
-    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(DEFAULT_ENGINES))
+    parser.add_argument(
+        "--engine", nargs="+", choices=ENGINES, help="default: v1 and v2-async; the trial's tests on all"
+    )
     parser.add_argument("--tests", nargs="+", default=folders(), help="folders of tests, or patterns")
     parser.add_argument("--scenarios", choices=("all", "ci"), default="all", help="ci: what CI runs on that engine")
     parser.add_argument("--page-only", action="store_true", help="run nothing, write the page from the results")
@@ -233,16 +250,15 @@ def main() -> int:
         return 0
     failed = 0
     for vllm in options.vllm:
-        for engine in options.engine:
-            for tests in options.tests:
-                print(f"matrix: vLLM {vllm}, {engine}, {tests}", flush=True)
-                if (row := run(vllm, engine, tests.rstrip("/"), options.scenarios)) is None:
-                    print("matrix: none of them is about this engine")
-                    continue
-                rows = replaced(read(), row)
-                RESULTS.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
-                PAGE.write_text(page(rows))
-                failed += len(row.failed)
+        for engine, tests in planned(options.engine, options.tests):
+            print(f"matrix: vLLM {vllm}, {engine}, {tests}", flush=True)
+            if (row := run(vllm, engine, tests, options.scenarios)) is None:
+                print("matrix: none of them is about this engine")
+                continue
+            rows = replaced(read(), row)
+            RESULTS.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+            PAGE.write_text(page(rows))
+            failed += len(row.failed)
     return 1 if failed else 0
 
 

@@ -76,6 +76,26 @@ def _forgotten_image(set_: Set) -> None:
     set_(BlockHasher, "__call__", wrong)
 
 
+def _window_of_a_block_before(set_: Set) -> None:
+    """What is kept of a sliding window at a checkpoint is the window of a block before."""
+    from vllm_mmcache.components.image_checkpoints.vllm_underway import Underway
+
+    keeping = Underway._keeping
+
+    def wrong(self: Any, manager: Any, cache_blocks: Callable[..., Any], checkpoints: Any) -> Callable[..., Any]:
+        def cache_others(request: Any, *args: Any, **kwargs: Any) -> Any:
+            held = manager.req_to_blocks[request.request_id]
+            manager.req_to_blocks[request.request_id] = [*held[:1], *held[:-1]]
+            try:
+                return cache_blocks(request, *args, **kwargs)
+            finally:
+                manager.req_to_blocks[request.request_id] = held
+
+        return keeping(self, manager, cache_others, checkpoints)
+
+    set_(Underway, "_keeping", wrong)
+
+
 def _state_of_a_block_before(set_: Set) -> None:
     """A state that is kept inside a step is that of half a block before."""
     from vllm_mmcache.components.inner_checkpoints.vllm_blocks import InnerBlocks
@@ -112,6 +132,7 @@ FAULTS: dict[str, Fault] = {
     "feature_shifted_by_a_row": Fault("features", ALL, _changed(lambda features: features.roll(1, 0))),
     "feature_of_other_weights": Fault("features", ALL, _changed(lambda features: features * 1.2)),
     "keys_forget_the_second_image": Fault("block_keys", ALL, _forgotten_image),
+    "checkpoint_off_by_a_block": Fault("image_checkpoints", ("gemma3", "gemma4"), _window_of_a_block_before),
     "inner_checkpoint_off": Fault("inner_checkpoints", ("qwen3.5",), _state_of_a_block_before),
     "span_cut_in_the_middle": Fault("image_spans", ("gemma3", "gemma4"), _cut_span),
     "causal_images": Fault("image_spans", ("gemma3", "gemma4"), _causal_images),

@@ -23,7 +23,12 @@ pytestmark = pytest.mark.engine
 FAMILIES = ("qwen3-vl", "gemma3", "gemma4", "qwen3.5")
 FIRST = {
     "qwen3-vl": ("feature_of_another_image", "feature_shifted_by_a_row", "feature_of_other_weights"),
-    "gemma3": ("keys_forget_the_second_image", "span_cut_in_the_middle", "causal_images"),
+    "gemma3": (
+        "checkpoint_off_by_a_block",
+        "keys_forget_the_second_image",
+        "span_cut_in_the_middle",
+        "causal_images",
+    ),
     "qwen3.5": ("keys_forget_the_second_image", "inner_checkpoint_off"),
 }
 """What is planted in each run of the tests; the other families and faults in the larger ones."""

@@ -84,3 +84,16 @@ def test_what_proves_a_component() -> None:
     assert matrix.proves(["features", "metrics"], "0.33", "v1", [whole])
     assert not matrix.proves(["features"], "0.33", "v1", [*rows, dataclasses.replace(whole, failed=["a test"])])
     assert set(matrix.EVIDENCE) == set(ENGINE_COMPONENTS)
+
+
+def test_the_trial_runs_on_every_engine() -> None:
+    tests = ["tests/engine/exactness", "tests/engine/trial/"]
+    assert matrix.planned(None, tests) == [
+        ("v1", "tests/engine/exactness"),
+        ("v1", "tests/engine/trial"),
+        ("v2", "tests/engine/trial"),
+        ("v2-async", "tests/engine/exactness"),
+        ("v2-async", "tests/engine/trial"),
+    ]
+    assert matrix.planned(["v1"], tests) == [("v1", one.rstrip("/")) for one in tests]
+    assert set(matrix.ON_EVERY_ENGINE) <= set(matrix.folders())
