@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 
+from tests.support.sizes import larger
 from tests.support.towers import ask_about, question, slots, spoil
 from vllm_mmcache.audit import hooks
 from vllm_mmcache.audit.auditor import Auditor
@@ -24,6 +25,9 @@ from vllm_mmcache.prove.checks import words_before
 pytestmark = pytest.mark.engine
 
 FAMILIES = ("qwen3-vl", "gemma3")
+NUM_REQUESTS = 100
+MOST_STEPS = 6
+"""Of an audit that finds a match: two questions, and what a step needs to end."""
 
 
 class Audited:
@@ -80,6 +84,18 @@ def audited(alone: EnginePool, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return start
 
 
+def steps_of(on: Audited, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of steps that the engine has begun from now on, in a list of one."""
+    schedule, steps = on.core.scheduler.schedule, [0]
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        steps[0] += 1
+        return schedule(*args, **kwargs)
+
+    monkeypatch.setattr(on.core.scheduler, "schedule", counting)
+    return steps
+
+
 def kept(on: Audited) -> dict[str, Any]:
     """All that the engine keeps for later requests."""
     scheduler = on.core.scheduler
@@ -130,9 +146,10 @@ def test_a_right_engine_matches_and_nothing_is_kept(audited: Callable[..., Audit
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_spoiled_features_are_found_and_switched_off(
-    audited: Callable[..., Audited], log: pytest.LogCaptureFixture, family: str
+    audited: Callable[..., Audited], request: pytest.FixtureRequest, family: str
 ) -> None:
     on = audited(family)
+    log: pytest.LogCaptureFixture = request.getfixturevalue("log")  # the process's first engine takes handlers away
     for number in range(3):
         assert status.is_on("features")
         on.ask([question(number)])
@@ -170,13 +187,7 @@ def test_spoiled_kv_is_found(audited: Callable[..., Audited], family: str, compo
 def test_users_notice_nothing(audited: Callable[..., Audited], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same answers, hits and steps with the audit and without; a request that arrives ends the audit's."""
     on = audited("qwen3-vl")
-    schedule, steps = on.core.scheduler.schedule, [0]
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        steps[0] += 1
-        return schedule(*args, **kwargs)
-
-    monkeypatch.setattr(on.core.scheduler, "schedule", counting)
+    steps = steps_of(on, monkeypatch)
 
     def talk(*, is_audited: bool, is_cut: bool) -> list[Any]:
         found = []
@@ -212,3 +223,47 @@ def test_users_notice_nothing(audited: Callable[..., Audited], monkeypatch: pyte
     assert [one[1:] for one in cut] == [one[1:] for one in without]
     # A step that only tells the workers that the audit's request has ended may come before.
     assert all(abs(one[0] - other[0]) <= 1 for one, other in zip(cut, without, strict=True))
+
+
+@larger
+def test_what_a_share_costs_in_steps(audited: Callable[..., Audited], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 requests a share of 0.01 has one audited, and one of 0.1 ten; no user's request takes a step more.
+
+    An audit's steps do not depend on the share: 0.001 has one in 1,000 requests.
+    """
+    on = audited("qwen3-vl")
+    steps = steps_of(on, monkeypatch)
+    asked: Counter[str] = Counter()
+    ask = on.auditor._engine.ask
+    monkeypatch.setattr(
+        on.auditor._engine, "ask", lambda sample, run, **how: (asked.update([run]), ask(sample, run, **how))[1]
+    )
+    ask_about(on.rig, 0, 1, 2)
+
+    def talk(share: float, num_requests: int) -> tuple[set[int], int]:
+        """The steps of a user's request, all that there are, and those of the audit.
+
+        After each user's request one step tells the workers that it has ended; the audit's first one does it, too.
+        """
+        monkeypatch.setenv("MMCACHE_AUDIT", f"{share}")
+        monkeypatch.setattr(settings, "_current", settings.load_settings())
+        monkeypatch.setattr(on.auditor, "_draw", (number / num_requests for number in range(num_requests)).__next__)
+        of_users, of_audit = set(), 0
+        for number in range(num_requests):
+            on.auditor.on_work()
+            before = steps[0]
+            one(on.rig, question(number % 3), max_tokens=1)
+            of_users.add(steps[0] - before)
+            of_audit += on.idle() - 1
+        return of_users, of_audit
+
+    talk(0.0, 3)
+    without, nothing = talk(0.0, 30)
+    assert (nothing, asked) == (0, {})
+    for share, num_audits in {0.01: 1, 0.1: 10}.items():
+        asked.clear()
+        of_users, of_audit = talk(share, NUM_REQUESTS)
+        print(f"share {share}: a user's request {of_users} steps, audit {dict(asked)} questions, {of_audit} steps")
+        assert of_users == without
+        assert asked == {"warm": num_audits, "cold": num_audits}
+        assert 0 < of_audit <= MOST_STEPS * num_audits
