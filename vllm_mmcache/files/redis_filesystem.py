@@ -26,27 +26,32 @@ AT_ONCE = 500  # names in one question of SCAN
 
 
 class RedisFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Paths are FOLDER/NAME, where a folder that holds files has no further folders. ttl_s: seconds, 0 for ever.
+    """Paths are TOP/FOLDER/NAME. Each folder below `top` is a hash; folders do not nest.
 
-    Raises: SettingsError for a URL that can't be used. All methods: OSError for what the server does not do; nothing
-    secret of the URL is in it.
+    ttl_s: seconds after the last write to a folder, at which all of it expires; 0 for never.
+
+    Raises: SettingsError for a URL that can't be used. All methods: OSError when the server fails or refuses; its
+    message contains no secret of the URL.
     """
 
     protocol = "redis"
     cachable = False
 
-    def __init__(self, url: str, ttl_s: int) -> None:
+    def __init__(self, url: str, top: str, ttl_s: int) -> None:
         super().__init__()
         self._url = url
+        self._top = top
         self._nodes = Nodes(url, TIMEOUT_S, "files of clients")
         self._ttl_s = ttl_s
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """What lies in a folder: its files, or the folders below it. Raises: FileNotFoundError where there is none."""
-        key = PREFIX + path
-        sizes = self._run(key, lambda client: _sizes(client, key))
-        found = [{"name": f"{path}/{name}", "type": "file", "size": size} for name, size in sizes.items()]
-        found = found or [{"name": name, "type": "directory", "size": 0} for name in self._folders(path)]
+        if path == self._top:
+            found = [{"name": name, "type": "directory", "size": 0} for name in self._call(self._folders)]
+        else:
+            key = PREFIX + path
+            sizes = self._run(key, lambda client: _sizes(client, key))
+            found = [{"name": f"{path}/{name}", "type": "file", "size": size} for name, size in sizes.items()]
         if not found:
             raise FileNotFoundError(path)
         return found if detail else [one["name"] for one in found]
@@ -67,14 +72,17 @@ class RedisFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has n
         return bytes(content)[start:end]  # type: ignore[arg-type]
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
-        """Write a file as a whole."""
+        """Write a file as a whole, over one that is there, whatever `mode` says."""
         key, name = _key_and_field(path)
 
         def write(client: "redis.Redis") -> None:
-            with client.pipeline(transaction=False) as together:
-                together.hset(key, name, value)
-                _ = together.expire(key, self._ttl_s) if self._ttl_s else together.persist(key)
-                together.execute()
+            with client.pipeline(transaction=False) as pipeline:
+                pipeline.hset(key, name, value)
+                if self._ttl_s:
+                    pipeline.expire(key, self._ttl_s)
+                else:
+                    pipeline.persist(key)
+                pipeline.execute()
 
         self._run(key, write)
 
@@ -88,13 +96,16 @@ class RedisFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has n
         """Nothing: a folder is there while it has a file."""
 
     def _run(self, key: str, ask: "Callable[[redis.Redis], T]") -> T:
+        return self._call(lambda: self._nodes.run(key, ask))
+
+    def _call(self, ask: "Callable[[], T]") -> T:
         try:
-            return self._nodes.run(key, ask)
+            return ask()
         except Exception as error:  # a server that is no Redis makes redis-py raise anything
             raise OSError(error_without_secrets(error, self._url)) from None
 
-    def _folders(self, path: str) -> list[str]:
-        below = f"{PREFIX}{path}/"
+    def _folders(self) -> list[str]:
+        below = f"{PREFIX}{self._top}/"
         names = {
             name.decode().removeprefix(PREFIX)
             for client in self._nodes.primaries()
@@ -106,10 +117,10 @@ class RedisFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has n
 def _sizes(client: "redis.Redis", key: str) -> dict[str, int]:
     """The files of a folder and their bytes."""
     names: Any = client.hkeys(key)
-    with client.pipeline(transaction=False) as together:
+    with client.pipeline(transaction=False) as pipeline:
         for name in names:
-            together.hstrlen(key, name)
-        return {name.decode(): size for name, size in zip(names, together.execute(), strict=True)}
+            pipeline.hstrlen(key, name)
+        return {name.decode(): size for name, size in zip(names, pipeline.execute(), strict=True)}
 
 
 def _key_and_field(path: str) -> tuple[str, str]:

@@ -48,6 +48,8 @@ THREADS = 16
 _UNREACHABLE = "files can't be reached now: ask again later"
 _COMMON = bytes(32)
 _INFO = ".json"
+_VERSION = "v1"
+"""Of how files are kept: the folder that holds the tenants' folders."""
 _ABANDONED_S = 86400.0
 """How old content is, of which nothing is said, when it is taken for what a server has left that was ended."""
 
@@ -85,7 +87,7 @@ class FileStore:
 
     def __init__(self, filesystem: Any, root: str, *, codec: encryption.PlainCodec, ttl_s: int, quota: int) -> None:
         self._files = filesystem
-        self._root = f"{root.rstrip('/')}/v1"
+        self._root = f"{root.rstrip('/')}/{_VERSION}"
         self._codec = codec
         self._ttl_s = ttl_s
         self._quota = quota
@@ -105,8 +107,8 @@ class FileStore:
         if settings.files.startswith(REMOTE_SCHEMES):
             from vllm_mmcache.files.redis_filesystem import RedisFileSystem
 
-            remote = RedisFileSystem(settings.files, int(settings.files_ttl))
             root = f"files/{below}" if below else "files"
+            remote = RedisFileSystem(settings.files, f"{root}/{_VERSION}", int(settings.files_ttl))
             return cls(remote, root, codec=codec, ttl_s=int(settings.files_ttl), quota=settings.files_quota)
         try:
             options = {"use_listings_cache": False, "skip_instance_cache": True}

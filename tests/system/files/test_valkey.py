@@ -52,6 +52,20 @@ def test_kept_found_and_removed(server: Server) -> None:
     assert len(server.client.keys("*")) == 2, "the named one's hash, and somebody else's"
 
 
+def test_other_names_of_the_server_are_not_looked_at(server: Server) -> None:
+    """Only a sweep asks for all of them, also where a tenant has no file yet."""
+
+    def num_scans() -> int:
+        return int(server.client.info("commandstats").get("cmdstat_scan", {}).get("calls", 0))
+
+    before, store = num_scans(), opened(server)
+    assert store.files_of(BOB) == []
+    kept(store)
+    assert num_scans() == before
+    store.sweep()
+    assert num_scans() > before, "the control"
+
+
 def test_quota(server: Server) -> None:
     store = opened(server, files_quota=2 * (len(CONTENT) + ENTRY_BYTES) + 100)
     first = kept(store)
