@@ -44,6 +44,8 @@ def _by_process(server: Server, measure: Callable[[Process], float]) -> dict[str
 class Sampler:
     """Calls `look` again and again in a thread, within the block."""
 
+    interval_s = INTERVAL_S
+
     def __init__(self) -> None:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -59,7 +61,7 @@ class Sampler:
     def _run(self) -> None:
         while not self._ended.is_set():
             self.look()
-            self._ended.wait(INTERVAL_S)
+            self._ended.wait(self.interval_s)
 
     def look(self) -> None:
         """Take a sample."""

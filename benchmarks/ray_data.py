@@ -15,11 +15,10 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 from mmcache_tools.harness.server import CPU_ENV
@@ -27,6 +26,7 @@ from mmcache_tools.zoo import build_cached
 
 from benchmarks import probing
 from benchmarks.pictures import PHOTOGRAPH, SMALL, data_url, picture
+from benchmarks.processes import MIB, Sampler
 from benchmarks.results import Result
 
 QUESTIONS = ("What is in this picture?", "Which colors do you see?")
@@ -239,76 +239,69 @@ def most_bytes(stats: str) -> float:
     return max(map(float, sizes))
 
 
-class Watch:
+class Watch(Sampler):
     """Sees when the engines get their first request; then kills the actor of one of them, if asked to."""
 
+    interval_s = LOOK_S
+
     def __init__(self, kills: bool) -> None:
+        super().__init__()
         self.first_request = 0.0
         self._kills = kills
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Note the moment of the first request."""
         folder = Path(os.environ[probing.FOLDER])
-        while not self._ended.wait(LOOK_S):
-            with contextlib.suppress(RuntimeError, ValueError):  # not all processes have begun to write
-                if probing.read(folder)["requests"]:
-                    break
-        self.first_request = time.perf_counter()
-        if self._kills and not self._ended.is_set():
-            worker = psutil.Process(min(int(path.name.rpartition("-")[2]) for path in folder.glob("worker-*")))
-            worker.parents()[1].kill()  # its parent is the engine's process, whose parent is the actor
+        with contextlib.suppress(RuntimeError, ValueError):  # not all processes have begun to write
+            if not self.first_request and probing.read(folder)["requests"]:
+                self.first_request = time.perf_counter()
+                if self._kills:
+                    actor_of(min(workers(folder))).kill()
 
 
-class Sizes:
+class Sizes(Sampler):
     """Memory of this process and of the engines' actors with all below them, when shares of the rows have been asked.
 
     Units: MiB of resident memory, as numbers have it.
     """
 
+    interval_s = LOOK_S
+
     def __init__(self, num_rows: int) -> None:
+        super().__init__()
         self._at = {moment: share * num_rows for moment, share in MOMENTS.items()}
         self._seen: dict[str, dict[str, int]] = {}
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
 
     def numbers(self) -> dict[str, float]:
         """By process and moment, and what has grown from the first to the last. Raises: KeyError for a missed one."""
         found: dict[str, float] = {}
         for who in ("driver", "engines"):
-            sizes = {moment: self._seen[moment][who] / 2**20 for moment in MOMENTS}
+            sizes = {moment: self._seen[moment][who] / MIB for moment in MOMENTS}
             found |= {f"{who}_{moment}_mib": size for moment, size in sizes.items()}
             found[f"{who}_growth_mib"] = sizes["end"] - sizes["start"]
         return found
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Take the sizes of each moment that has come."""
         folder = Path(os.environ[probing.FOLDER])
-        while not self._ended.wait(LOOK_S):
-            with contextlib.suppress(RuntimeError, ValueError, psutil.Error):  # not all have begun, or some have ended
-                num_asked = probing.read(folder)["requests"]
-                for moment, number in self._at.items():
-                    if moment not in self._seen and num_asked >= number:
-                        workers = [int(path.name.rpartition("-")[2]) for path in folder.glob("worker-*")]
-                        actors = {psutil.Process(worker).parents()[1] for worker in workers}
-                        tree = {process for actor in actors for process in (actor, *actor.children(recursive=True))}
-                        engines = sum(process.memory_info().rss for process in tree)
-                        self._seen[moment] = {"driver": psutil.Process().memory_info().rss, "engines": engines}
+        with contextlib.suppress(RuntimeError, ValueError, psutil.Error):  # not all have begun, or some have ended
+            num_asked = probing.read(folder)["requests"]
+            for moment, number in self._at.items():
+                if moment not in self._seen and num_asked >= number:
+                    actors = {actor_of(worker) for worker in workers(folder)}
+                    tree = {process for actor in actors for process in (actor, *actor.children(recursive=True))}
+                    engines = sum(process.memory_info().rss for process in tree)
+                    self._seen[moment] = {"driver": psutil.Process().memory_info().rss, "engines": engines}
+
+
+def workers(folder: Path) -> list[int]:
+    """The process ids of the engines' workers, by the numbers that they write."""
+    return [int(path.name.rpartition("-")[2]) for path in folder.glob("worker-*")]
+
+
+def actor_of(worker: int) -> psutil.Process:
+    """The actor of a worker's engine: the worker's parent is the engine's process, whose parent is the actor."""
+    return psutil.Process(worker).parents()[1]
 
 
 def main() -> None:
