@@ -5,7 +5,6 @@ A file is uploaded at one, named at both, and answered alike; and what one knows
 """
 
 import base64
-import itertools
 import re
 import time
 import urllib.request
@@ -23,6 +22,7 @@ from mmcache_tools.zoo import build_cached
 from openai import OpenAI
 
 from benchmarks.servers import counters
+from benchmarks.strange_replica import ByTurns
 from tests.support import files
 from tests.support.sizes import scaled
 from tests.support.store_server import PATIENCE_S, TIMEOUT_S, Server
@@ -259,31 +259,6 @@ def is_stored(before: dict[tuple[str, str], float], now: dict[tuple[str, str], f
     return all(grown[what, "remote"] == grown[what, "ram"] > 0 for what in ("record", "features"))
 
 
-class RoundRobin(httpx.BaseTransport):
-    """A transport that sends each request to the next replica, as a balancer does, and notes the answers' statuses."""
-
-    def __init__(self, urls: tuple[str, str]) -> None:
-        self._inner = httpx.HTTPTransport()
-        self._urls = itertools.cycle([httpx.URL(url) for url in urls])
-        self.statuses: list[int] = []
-
-    def handle_request(self, request: Any) -> Any:
-        url = next(self._urls)
-        there = httpx.Request(
-            request.method,
-            str(request.url.copy_with(host=url.host, port=url.port)),
-            headers=[(name, value) for name, value in request.headers.raw if name.lower() != b"host"],
-            content=request.read(),
-        )
-        answer = self._inner.handle_request(there)
-        answer.read()
-        self.statuses.append(answer.status_code)
-        return answer
-
-    def close(self) -> None:
-        self._inner.close()
-
-
 def test_the_client_of_anthropic(place: Place) -> None:
     """It uploads at one replica, and names, lists and removes at the other."""
     clients = [
@@ -307,7 +282,7 @@ TURNS = scaled(8)
 
 def test_turns_that_alternate_between_replicas_are_never_refused(place: Place) -> None:
     """The transport sends each image once: the other replica finds it by its uuid."""
-    balancer = RoundRobin(place.urls)
+    balancer = ByTurns(*place.urls)
     messages: list[Json] = []
     with httpx.Client(transport=cast("Any", OnceTransport(balancer)), timeout=120) as client:
         for turn in range(TURNS):
