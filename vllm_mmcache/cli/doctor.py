@@ -228,12 +228,9 @@ def configuration(model: str, arguments: Sequence[str], findings: Findings) -> A
 
 def refusal(model: str, config: Any) -> Findings:
     """A model about whose images no answer could be right: the server refuses it, and says the way out."""
-    seen = preview.why_refused(config)
-    return (
-        [{"where": f"model {model}", "seen": seen, "cure": "no server starts with that: do one of these"}]
-        if seen
-        else []
-    )
+    if not (seen := preview.why_refused(config)):
+        return []
+    return [{"where": f"model {model}", "seen": seen, "cure": "no server starts with that: do one of these"}]
 
 
 def predict(config: Any, chosen: "Settings", left_out: str, findings: Findings) -> "dict[str, State]":

@@ -149,29 +149,29 @@ class Checkpoints:
             counters.CHECKPOINT_REQUESTS_BACKED_OFF.add(kinds != KINDS or refused > 0)
         setattr(request, PLAN, Plan(self, hit_tokens, kinds, chosen))
 
-    def cost_tokens(self, prefill: Prefill, by_vllm: Collection[int], tokens: int, chosen: Sequence[int]) -> float:
-        """What a checkpoint at `tokens` costs beside those chosen before, in tokens: its steps, and its memory.
+    def cost_tokens(self, prefill: Prefill, stops: Collection[int], tokens: int, chosen: Sequence[int]) -> float:
+        """What a checkpoint at `tokens` costs in addition to those already chosen, in tokens: its steps, its memory.
 
-        by_vllm: where chunks end anyway.
+        stops: where chunks of the prefill end without any checkpoint.
         """
         cost = self._displaced_tokens(prefill, tokens, len(chosen))
         if self.ends_chunks and self.budget_tokens:
-            cost += prefill.extra_steps({*by_vllm, *chosen}, tokens) * self.step_cost.tokens
+            cost += prefill.extra_steps({*stops, *chosen}, tokens) * self.step_cost.tokens
         return cost
 
     def _displaced_tokens(self, prefill: Prefill, tokens: int, num_chosen: int) -> float:
-        """What the memory of a checkpoint costs, in tokens that other requests will compute again.
+        """What the memory of a checkpoint at `tokens` costs, in tokens that other requests will compute again.
 
-        Nothing while enough blocks hold nothing. Else it displaces as many blocks as it takes, each of them worth as
-        many tokens as a block of this prompt holds, as often as tokens of prompts are reused.
+        Zero while enough blocks are unused. Otherwise the checkpoint displaces as many blocks as it takes. Each is
+        worth the tokens that a block of this prompt holds on average, times the share of a prompt that is reused.
         """
-        of_prompt = blocks_to_resume(self._managers, prefill.end)
-        of_checkpoint = blocks_to_resume(self._sparse, tokens)
-        unused = self.pool.num_gpu_blocks - len(self._cached)
-        to_come = of_prompt - blocks_to_resume(self._dense, prefill.start) + num_chosen * of_checkpoint
-        if unused >= to_come + of_checkpoint:
+        checkpoint_blocks = blocks_to_resume(self._sparse, tokens)
+        prompt_blocks = blocks_to_resume(self._managers, prefill.end)
+        cached_blocks = blocks_to_resume(self._dense, prefill.start)  # a sparse group still needs blocks of its own
+        needed_blocks = prompt_blocks - cached_blocks + (num_chosen + 1) * checkpoint_blocks
+        if self.pool.num_gpu_blocks - len(self._cached) >= needed_blocks:
             return 0.0
-        return self.reused.expected() * prefill.end * of_checkpoint / of_prompt
+        return self.reused.expected() * prefill.end * checkpoint_blocks / prompt_blocks
 
     def _kept_by_vllm(self, num_prompt_tokens: int) -> set[int]:
         """Where the same prompt, or a longer one, resumes; a block earlier where one is matched and dropped."""
@@ -225,11 +225,16 @@ def _image_of(request: Any, checkpoint: Checkpoint | None) -> str:
 
 
 def blocks_to_resume(managers: Sequence[Any], tokens: int) -> int:
-    """Blocks that these groups keep so that a request can resume behind so many tokens: all, a window's, or a state."""
+    """Blocks that these groups keep so that a request can resume after `tokens` tokens.
+
+    That is every block of full attention, the blocks of a sliding window, and the one that holds a Mamba state.
+    """
     count = 0
     for manager in managers:
-        window = getattr(manager.kv_cache_spec, "sliding_window", 2) if is_sparse(manager) else tokens + 1
-        count += -(-min(window - 1, tokens) // manager.block_size)
+        kept_tokens = tokens
+        if is_sparse(manager):
+            kept_tokens = min(tokens, getattr(manager.kv_cache_spec, "sliding_window", 2) - 1)  # 1 of a Mamba state
+        count += -(-kept_tokens // manager.block_size)
     return count
 
 

@@ -30,9 +30,9 @@ class _Difference(NamedTuple):
 
 
 def behind(prompt: Entry, earlier: Entry | None, start: int) -> list[Cause]:
-    """The causes of all from `start` on, where the prompt is no longer known to be that of the nearest earlier request.
+    """Why each token from `start` on is not known to be that of the nearest earlier request, in the prompt's order.
 
-    Both are read from `start` on.
+    Tokens that are the same again after a difference have the difference's reason: they are computed because of it.
     """
     if earlier is None or start >= earlier.total:
         return [Cause(Reason.NEW_CONTENT, start, prompt.prompt_tokens - start, start, {})]
@@ -47,7 +47,7 @@ def behind(prompt: Entry, earlier: Entry | None, start: int) -> list[Cause]:
             break
         at, (reason, details, onward, in_place) = place.ours, found
         replaced = min(onward.ours - at, onward.theirs - place.theirs) if in_place else 0
-        replaced = resync.take(place, replaced)
+        replaced = resync.take(place, replaced)  # what another difference has taken is not charged twice
         same = resync.go_on(onward)
         _add(causes, Cause(reason, at, replaced, at, details))
         _add(causes, Cause(Reason.NEW_CONTENT, at + replaced, onward.ours - at - replaced, at + replaced, {}))
