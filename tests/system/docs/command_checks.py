@@ -452,11 +452,12 @@ def setting_problems(code: str) -> Iterator[str]:
 
 @functools.cache
 def written_options() -> set[str]:
-    """All options that are written in a source, a script or the Makefile of this repository."""
+    """All options written in a source, a script or the Makefile of this repository, and those of benchmarks."""
     places = [*(REPO / "scripts").iterdir(), REPO / "Makefile", REPO / "patches" / "apply"]
     for folder in ("vllm_mmcache", "tools", "scripts", "benchmarks"):
         places += (REPO / folder).rglob("*.py")
     written = {option for path in places if path.is_file() for option in re.findall(r"--[a-z][\w-]+", path.read_text())}
+    written |= {f"--{option.replace('_', '-')}" for benchmark in BENCHMARKS.values() for option in benchmark.options}
     root = typer.main.get_command(app)
     groups: list[Any] = [root]
     for command in groups:
