@@ -6,12 +6,15 @@ anything else of this process: a node may lack the plugin, or have another versi
 (`runtime_env`, `engine_kwargs`) is not seen.
 """
 
+import socket
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from vllm_mmcache.base.errors import EnvironmentProblem
 
 TIMEOUT_S = 120
+CONNECT_TIMEOUT_S = 5
 COMPARED = ("mmcache", "vllm", "settings")
 
 
@@ -26,6 +29,7 @@ def nodes(address: str) -> list[dict[str, Any]]:
     except ModuleNotFoundError as error:
         raise EnvironmentProblem(f"--ray needs Ray: pip install '.[ray]' in a clone ({error})") from error
     try:
+        _reach(address)
         ray.init(address, log_to_driver=False, logging_level="ERROR")
     except Exception as error:  # other versions of Ray or Python there, nobody at the address
         raise EnvironmentProblem(f"no Ray cluster at {address}: {type(error).__name__}: {error}") from error
@@ -68,6 +72,13 @@ def nodes(address: str) -> list[dict[str, Any]]:
         return rows
     finally:
         ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raise OSError where nobody listens at `HOST:PORT` or `ray://HOST:PORT`: Ray itself asks for minutes."""
+    place = urlsplit(address if "://" in address else f"//{address}")
+    if place.hostname and place.port:
+        socket.create_connection((place.hostname, place.port), CONNECT_TIMEOUT_S).close()
 
 
 def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

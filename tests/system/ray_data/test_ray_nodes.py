@@ -7,6 +7,7 @@ Needs `pip install '.[ray]'`.
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,3 +95,13 @@ def test_nodes_unlike(tmp_path: Path) -> None:
 def test_no_cluster() -> None:
     with pytest.raises(EnvironmentProblem, match="no Ray cluster at nowhere"):
         ray_nodes.nodes("nowhere")
+
+
+def test_nobody_listens() -> None:
+    """Said at once: Ray itself would ask for minutes."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # nobody listens, and nobody else gets it
+        port = bound.getsockname()[1]
+        for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
+            with pytest.raises(EnvironmentProblem, match="ConnectionRefusedError"):
+                ray_nodes.nodes(address)

@@ -179,6 +179,18 @@ def test_sweep_removes_content_of_which_nothing_is_said(place: tuple[Any, str, P
     assert objects(place) == []
 
 
+def test_sweep_leaves_what_is_uploaded_while_it_looks(place: tuple[Any, str, PlainCodec], monkeypatch: Any) -> None:
+    """Another server says something of old content after the sweep has listed it."""
+    store = opened(place)
+    info = kept(store)
+    (said,) = (path for path in objects(place) if path.endswith(".json"))
+    place[0].rm_file(said)
+    monkeypatch.setattr(file_store, "_age_s", lambda entry: kept(opened(place)) and 2 * 86400.0)
+    assert store.sweep() == 0
+    assert store.read(ALICE, info) == CONTENT
+    assert store.find(ALICE, info.id) is not None
+
+
 def test_quota(place: tuple[Any, str, PlainCodec]) -> None:
     store = opened(place, quota=2 * (len(CONTENT) + ENTRY_BYTES) + 100)
     first = kept(store)
