@@ -56,6 +56,9 @@ def estimate(
         float | None, typer.Option(min=0.1, help="Tokens of prompts that your GPU computes in a second.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Also write the result as a page to this file.")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Also draw how large the store should be to this file; needs matplotlib.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Say from logs of requests what this plugin would save.
@@ -86,6 +89,10 @@ def estimate(
     result = report.Result(played, log.unused, log.recorded, report.Speeds(tower_tokens_s, prefill_tokens_s))
     if html is not None:
         _write(html.expanduser(), result)
+    if png is not None:
+        from vllm_mmcache.traffic.png import write
+
+        write(png.expanduser(), played.distances.curve(), sizes.feature_bytes)
     if as_json:
         print(json.dumps(report.as_json(result)))
         return
