@@ -6,11 +6,13 @@ processes (PROMETHEUS_MULTIPROC_DIR) after plugins are loaded. Counting must nev
 """
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+from vllm_mmcache.base import settings
 from vllm_mmcache.metrics import transport
 
 
@@ -308,6 +310,12 @@ AUDIT = EngineLabelledCounter(
     ("component", "result"),
 )
 
+AUDITED = (
+    "features", "resumed_images", "inner_checkpoints", "image_checkpoints", "block_keys", "image_spans",
+)  # fmt: skip
+AUDIT_RESULTS = ("match", "mismatch", "cut", "unavailable")
+"""The values of its labels."""
+
 _TRAVELLERS: dict[str, Any] = {
     **ENGINE_COUNTERS,
     **{counter.name: counter for counter in (*TIER_COUNTERS.values(), AUDIT)},
@@ -336,8 +344,8 @@ COUNTERS = (
 def register() -> None:
     """Register all counters, so that those are shown, too, that are still zero. API server.
 
-    A place's counters start at zero: Prometheus sees no increase in a series whose first value is 1, so an alert would
-    miss the first fault.
+    Those of places start at zero, and those of the audit where there is one: Prometheus sees no increase in a series
+    whose first value is 1, so an alert would miss the first fault.
     """
     for counter in COUNTERS:
         counter.register()
@@ -346,6 +354,9 @@ def register() -> None:
             labelled.show_zero(place)
     for labelled in (AUDIT, FILE_REQUESTS, FILES_NAMED):
         labelled.register()
+    if settings.current().audit:
+        for component, result in itertools.product(AUDITED, AUDIT_RESULTS):
+            AUDIT.show_zero(component, result)
     for gauge in (RECORD_DISK_BYTES, RECORD_DISK_BUDGET_BYTES):
         gauge.register()
 

@@ -26,6 +26,11 @@ REASON = "3 answers in the audit were not those of cold runs"
 
 def results(server: Deployment) -> dict[tuple[str, ...], float]:
     """What the audit has counted, by component and result."""
+    return {labels: value for labels, value in shown(server).items() if value}
+
+
+def shown(server: Deployment) -> dict[tuple[str, ...], float]:
+    """What /metrics has of it, with what was never counted."""
     return {labels: value for (name, labels), value in server.metrics().items() if name == "mmcache:audit_total"}
 
 
@@ -45,6 +50,7 @@ def wait(is_reached: Callable[[], bool]) -> None:
 def test_a_right_server_matches(model: Path, stock: list[Answer], tmp_path: Path) -> None:
     with deployed(model, tmp_path / "log", MMCACHE_AUDIT="1", MMCACHE_AUDIT_TIME="100") as server:
         assert results(server) == {}
+        assert {("features", "mismatch"), ("block_keys", "mismatch")} <= shown(server).keys(), "before the first"
         for turn in range(4):
             number = turn % 2
             before = sum(results(server).values())

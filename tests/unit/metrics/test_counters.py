@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from vllm_mmcache.base import status
+from vllm_mmcache.base import settings, status
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.metrics import counters, transport
 
@@ -76,3 +76,13 @@ def test_what_places_count_starts_at_zero() -> None:
     counters.TIER_COUNTERS["set_aside"].show(2, "disk")
     counters.register()  # of one more API server in this process: what is counted stays
     assert (REGISTRY.get_sample_value(name, {"tier": "disk"}) or 0) >= 2
+
+
+@pytest.mark.parametrize("audit", [0.0, 0.001])
+def test_what_the_audit_counts_starts_at_zero_where_there_is_one(audit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, ...]] = []
+    monkeypatch.setattr(counters.AUDIT, "show_zero", lambda *values: shown.append(values))
+    monkeypatch.setattr(settings, "_current", settings.Settings(audit=audit))
+    counters.register()
+    assert (("block_keys", "mismatch") in shown) == bool(audit)
+    assert len(shown) == len(set(shown)) == len(counters.AUDITED) * len(counters.AUDIT_RESULTS) * bool(audit)
