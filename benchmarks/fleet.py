@@ -6,8 +6,7 @@ router does without the header of the client transport (side `without`) and with
 replicas: requests, and images that the vision tower ran for.
 
 Dynamo's selection service is asked, too, at which of two replicas it finds the blocks of a prompt with a picture, from
-the KV events that the replicas publish. And two replicas that share a store are asked about images that only one of
-them has seen, and get turns of one conversation by turns (strange_replica.py).
+the KV events that the replicas publish.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from mmcache_tools.harness.server import Server, failure, free_port, started
 from mmcache_tools.zoo import build_cached
 from openai import OpenAI, OpenAIError
 
-from benchmarks import dynamo, strange_replica
+from benchmarks import dynamo
 from benchmarks.pictures import SMALL, url_of
 from benchmarks.results import Result
 from benchmarks.servers import MODEL, counters, zoo_server
@@ -91,12 +90,6 @@ def measure(options: Namespace) -> Result:
         with tempfile.TemporaryDirectory() as folder:
             for what, number in found_by_dynamo(Path(folder)).items():
                 result.add("Dynamo's selection service", what, {"mmcache": number})
-    for case, found_by, size in (
-        ("a replica that has not seen an image", strange_replica.first_turns, options.strange),
-        ("turns that alternate", strange_replica.refusals, options.turns),
-    ):
-        for what, number in found_by(size).items() if size else ():
-            result.add(case, what, {"mmcache": number})
     return result
 
 
