@@ -29,7 +29,7 @@ BLAMED_FIRST = ("resumed_images", "inner_checkpoints", "image_checkpoints", "blo
 """Of several that gave a request KV, the one that is nearest to what was reused."""
 
 Which = Literal["warm", "cold", "cold_again", "features"]
-Result = Literal["match", "mismatch", "cut", "unavailable"]
+Result = counters.AuditResult
 
 
 class Engine(Protocol):

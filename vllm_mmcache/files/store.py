@@ -203,8 +203,8 @@ class FileStore:
                         info = self._info(path)
                         is_over = info is not None and _is_over(info)
                     else:
-                        is_over = path + _INFO not in objects and _age_s(entry) > _ABANDONED_S
-                        is_over = is_over and self._info(path + _INFO) is None  # uploaded since they were listed
+                        is_abandoned = path + _INFO not in objects and _age_s(entry) > _ABANDONED_S
+                        is_over = is_abandoned and self._info(path + _INFO) is None  # nor uploaded since the listing
                     if is_over:
                         self._remove(path.removesuffix(_INFO))
                         removed += 1

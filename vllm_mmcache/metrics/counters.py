@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from vllm_mmcache.base import settings
 from vllm_mmcache.metrics import transport
@@ -313,8 +313,9 @@ AUDIT = EngineLabelledCounter(
 AUDITED = (
     "features", "resumed_images", "inner_checkpoints", "image_checkpoints", "block_keys", "image_spans",
 )  # fmt: skip
-AUDIT_RESULTS = ("match", "mismatch", "cut", "unavailable")
-"""The values of its labels."""
+"""The values of its label `component`."""
+AuditResult = Literal["match", "mismatch", "cut", "unavailable"]
+AUDIT_RESULTS: tuple[AuditResult, ...] = get_args(AuditResult)
 
 _TRAVELLERS: dict[str, Any] = {
     **ENGINE_COUNTERS,

@@ -12,6 +12,9 @@ from vllm_mmcache.traffic.report import Result
 
 WIDTH, HEIGHT = 480, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 16, 44
+MARGIN = 1.05
+"""How far the plot goes, by the size at which the curve ends."""
+PLOT_TITLE = "Share of features that are not stored, by the size of the store"
 _MARKS = 4
 """Labels of an axis, besides that of its start."""
 
@@ -79,7 +82,7 @@ def _page(result: Result) -> Iterator[str]:
 
 def plot(curve: Sequence[tuple[float, float]], chosen_bytes: float) -> str:
     """The share of features that a store of a size lacks, as SVG; chosen_bytes is marked where it lies in the plot."""
-    most_bytes = curve[-1][0] * 1.05
+    most_bytes = curve[-1][0] * MARGIN
     wide, high = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
     def place(size: float, share: float) -> tuple[float, float]:
@@ -106,10 +109,9 @@ def plot(curve: Sequence[tuple[float, float]], chosen_bytes: float) -> str:
         parts.append(f'<text x="{x + 6}" y="{_TOP + 12}">--features</text>')
     middle = _LEFT + wide / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">size of the store</text>')
-    label = "Share of features that are not stored, by the size of the store"
     return (
-        f'<figure style="margin:0"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
-        f"{''.join(parts)}</svg><figcaption>{label}.</figcaption></figure>"
+        f'<figure style="margin:0"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{PLOT_TITLE}">'
+        f"{''.join(parts)}</svg><figcaption>{PLOT_TITLE}.</figcaption></figure>"
     )
 
 

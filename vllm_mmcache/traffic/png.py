@@ -6,6 +6,7 @@ from pathlib import Path
 
 from vllm_mmcache.base.errors import RecordsError
 from vllm_mmcache.traffic import report
+from vllm_mmcache.traffic.page import MARGIN, PLOT_TITLE
 
 
 def write(path: Path, curve: Sequence[tuple[float, float]], chosen_bytes: float) -> None:
@@ -20,7 +21,7 @@ def write(path: Path, curve: Sequence[tuple[float, float]], chosen_bytes: float)
         raise RecordsError("--png needs matplotlib: pip install matplotlib; --html has the same plot") from error
     if not curve:
         raise RecordsError("--png: these requests have no images, so there is nothing to plot")
-    most_bytes = curve[-1][0] * 1.05
+    most_bytes = curve[-1][0] * MARGIN
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
     sizes, shares = zip(*curve, (most_bytes, curve[-1][1]), strict=True)
@@ -29,7 +30,7 @@ def write(path: Path, curve: Sequence[tuple[float, float]], chosen_bytes: float)
         axes.axvline(chosen_bytes, color="black", linestyle="--", linewidth=1)
         axes.annotate(" --features", (chosen_bytes, 1), va="top")
     axes.set(xlim=(0, most_bytes), ylim=(0, 1), xlabel="size of the store")
-    axes.set_title("Share of features that are not stored, by the size of the store", fontsize=11)
+    axes.set_title(PLOT_TITLE, fontsize=11)
     axes.xaxis.set_major_formatter(lambda size, _: report.shown(size))
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.grid(linewidth=0.3)
