@@ -5,6 +5,8 @@ Sides, each a job in a process of its own: `stock` is vLLM alone with Ray's stag
 rows that carry the pictures as files. Then the same job once more with the same store, and one with an actor killed.
 What all of them must answer is what LLM() answers in one process, without the plugin. A last job has many rows, each a
 new question about one of a few small pictures, and says how the memory of its processes grows.
+
+A job's first request waits until all engines are there: Ray would start one of them, and the others beside its work.
 """
 
 import contextlib
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import wrapt
 from mmcache_tools.harness.server import CPU_ENV
 from mmcache_tools.zoo import build_cached
 
@@ -38,9 +41,13 @@ ENGINE = {
 FIRST, AGAIN, KILLED = "a job", "the same job again, one store", "a job, an actor killed"
 MANY = "many rows"
 MANY_PICTURES = 20
+MANY_BLOCKS = 1024
+"""Blocks of an engine's KV cache in that job: all of its pages are in memory long before the first look at it."""
 MOMENTS = {"start": 0.25, "middle": 0.5, "end": 0.95}
-"""When memory is looked at, by the share of rows that the engines have been asked: all engines have begun long ago."""
-JOB_S = 3600.0
+"""When memory is looked at, by the share of rows that the engines have been asked."""
+START_S, JOB_S = 600, 3600.0
+IDLE_MS = 600_000
+"""How long Ray keeps a worker that does nothing: a new one imports vLLM, which takes as long as 100 rows on 2 cores."""
 LOOK_S = 0.05
 
 Answers = dict[str, list[int]]
@@ -163,7 +170,7 @@ def ask_many(given: dict[str, Any]) -> dict[str, Any]:
 
     numbered = [{"id": number} for number in range(num_rows)]
     asked = ray.data.from_items(numbered, override_num_blocks=max(num_rows // 64, 1)).map(row, num_cpus=0.25)
-    with Sizes(num_rows, int(given["actors"])) as sizes:
+    with Sizes(num_rows) as sizes:
         num_done = sum(1 for _ in process(asked).iter_rows())
     ray.shutdown()
     return {"answers": {}, "numbers": {"rows": num_done, **sizes.numbers()}}
@@ -179,16 +186,19 @@ def processor_of(given: dict[str, Any]) -> Any:
         num_cpus=2 * actors + 2,
         include_dashboard=False,
         object_store_memory=1 << 30,
+        _system_config={"idle_worker_killing_time_threshold_ms": IDLE_MS},
         runtime_env={"worker_process_setup_hook": set_up},
     )
+    ray.data.DataContext.get_current().wait_for_min_actors_s = START_S
+    blocks = {"num_gpu_blocks_override": MANY_BLOCKS} if given["case"] == MANY else {}
     store = {} if is_stock else {"additional_config": {"mmcache": {"store": given["store"]}}}
     config = vLLMEngineProcessorConfig(
         model_source=given["model"],
         engine_kwargs={
-            **ENGINE, **store, "scheduler_cls": "benchmarks.probing.Scheduler",
+            **ENGINE, **blocks, **store, "scheduler_cls": "benchmarks.probing.Scheduler",
             "worker_extension_cls": "benchmarks.probing.Extension",
         },
-        concurrency=actors,
+        concurrency=(actors, actors),
         batch_size=16,
         log_engine_metrics=False,
         placement_group_config={"bundles": [{"CPU": 1}]},
@@ -205,11 +215,11 @@ def processor_of(given: dict[str, Any]) -> Any:
 
 
 def set_up() -> None:
-    """In each of Ray's workers."""
+    """In each of Ray's workers: those that import vLLM's code for images are measured, the others do not import it."""
     from vllm_mmcache.batch.ray_worker import find_chat_utils
 
     find_chat_utils()
-    probing.install(probing.API)
+    wrapt.when_imported("vllm.multimodal")(lambda _: probing.install(probing.API))
 
 
 def rows_of(files: Path) -> list[dict[str, Any]]:
@@ -262,16 +272,13 @@ class Watch(Sampler):
 class Sizes(Sampler):
     """Memory of this process and of the engines' actors with all below them, when shares of the rows have been asked.
 
-    A moment waits until all engines have begun, since each of them takes gigabytes.
-
     Units: MiB of resident memory, as numbers have it.
     """
 
     interval_s = LOOK_S
 
-    def __init__(self, num_rows: int, num_engines: int) -> None:
+    def __init__(self, num_rows: int) -> None:
         super().__init__()
-        self._num_engines = num_engines
         self._at = {moment: share * num_rows for moment, share in MOMENTS.items()}
         self._seen: dict[str, dict[str, int]] = {}
 
@@ -292,8 +299,6 @@ class Sizes(Sampler):
             for moment, number in self._at.items():
                 if moment not in self._seen and num_asked >= number:
                     actors = {actor_of(worker) for worker in workers(folder)}
-                    if len(actors) < self._num_engines:
-                        return
                     tree = {process for actor in actors for process in (actor, *actor.children(recursive=True))}
                     engines = sum(process.memory_info().rss for process in tree)
                     self._seen[moment] = {"driver": psutil.Process().memory_info().rss, "engines": engines}
