@@ -16,13 +16,10 @@ from benchmarks.results import Result
 # Each of these names a commit with a +, or has a part that does: it was measured on files that differ from that commit,
 # and so can't be repeated from the commit alone. A name goes from this list when its benchmark is saved again.
 OF_CHANGED_TREES = {
-    "block_keys",
     "feature_costs",
     "feature_steps",
     "gallery",
     "gemma3_attention",
-    "identity",
-    "observe",
     "soak",
     "start_cost",
     "upstream_connectors",
