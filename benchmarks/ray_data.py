@@ -6,7 +6,8 @@ rows that carry the pictures as files. Then the same job once more with the same
 What all of them must answer is what LLM() answers in one process, without the plugin. A last job has many rows, each a
 new question about one of a few small pictures, and says how the memory of its processes grows.
 
-A job's first request waits until all engines are there: Ray would start one of them, and the others beside its work.
+No request is sent before all engines are ready. Ray would otherwise start one of them and, while it answers, the
+others, whose start takes processor time from what is measured.
 """
 
 import contextlib
@@ -42,13 +43,19 @@ FIRST, AGAIN, KILLED = "a job", "the same job again, one store", "a job, an acto
 MANY = "many rows"
 MANY_PICTURES = 20
 MANY_BLOCKS = 1024
-"""Blocks of an engine's KV cache in that job: all of its pages are in memory long before the first look at it."""
+"""Blocks of each engine's KV cache in the job of many rows: so few that the rows before the first of MOMENTS have used
+all of them. A larger cache takes memory as it fills, which would look like growth with the rows."""
 MOMENTS = {"start": 0.25, "middle": 0.5, "end": 0.95}
 """When memory is looked at, by the share of rows that the engines have been asked."""
-ROWS_OF_BLOCK = 32
+BATCH_ROWS = 16
+ROWS_IN_BLOCK = 2 * BATCH_ROWS
+"""Rows that Ray handles at once outside the engines. It makes 200 blocks unless told otherwise, and for the few rows of
+a small job its own work for a block takes longer than the engines' work for the rows in it."""
 START_S, JOB_S = 600, 3600.0
+"""The most that Ray waits for all engines, and this process for a job."""
 IDLE_MS = 600_000
-"""How long Ray keeps a worker that does nothing: a new one imports vLLM, which takes as long as 100 rows on 2 cores."""
+"""How long Ray keeps a worker process that does nothing. Another one would be started in its place and import vLLM, in
+the middle of what is measured."""
 LOOK_S = 0.05
 
 Answers = dict[str, list[int]]
@@ -200,7 +207,7 @@ def processor_of(given: dict[str, Any]) -> Any:
             "worker_extension_cls": "benchmarks.probing.Extension",
         },
         concurrency=(actors, actors),
-        batch_size=16,
+        batch_size=BATCH_ROWS,
         log_engine_metrics=False,
         placement_group_config={"bundles": [{"CPU": 1}]},
         prepare_multimodal_stage={"enabled": is_stock, "num_cpus": 0.5, "chat_template_content_format": "openai"},
@@ -216,14 +223,17 @@ def processor_of(given: dict[str, Any]) -> Any:
 
 
 def dataset(rows: list[dict[str, Any]]) -> Any:
-    """The rows, some in a block: with Ray's own 200 blocks its work for one takes longer than the engines' here."""
+    """The rows as a dataset of Ray, ROWS_IN_BLOCK of them in a block."""
     import ray
 
-    return ray.data.from_items(rows, override_num_blocks=max(len(rows) // ROWS_OF_BLOCK, 1))
+    return ray.data.from_items(rows, override_num_blocks=max(len(rows) // ROWS_IN_BLOCK, 1))
 
 
 def set_up() -> None:
-    """In each of Ray's workers: those that import vLLM's code for images are measured, the others do not import it."""
+    """Prepare each of Ray's worker processes: those that import vLLM's code for images are measured from then on.
+
+    The import is waited for, not made here: most workers do without it, and it takes many seconds.
+    """
     from vllm_mmcache.batch.ray_worker import find_chat_utils
 
     find_chat_utils()
@@ -278,9 +288,9 @@ class Watch(Sampler):
 
 
 class Sizes(Sampler):
-    """Memory of this process and of the engines' actors with all below them, when shares of the rows have been asked.
+    """Memory of this process, and of the engines' actors with all their descendants, at each of MOMENTS.
 
-    Units: MiB of resident memory, as numbers have it.
+    Units: MiB of resident memory in what numbers() returns. Pages that several processes share count for each of them.
     """
 
     interval_s = LOOK_S
