@@ -100,6 +100,15 @@ def commit(checkout: Path | None = None) -> str:
     return named + ("+" if named and changed_files(checkout, untracked=False) != [] else "")
 
 
+def last_change(*paths: str) -> str:
+    """The last commit of this project that changed one of these, with + where their files differ from it.
+
+    Empty where no commit is known.
+    """
+    named = (_git(None, "log", "-1", "--format=%h", "--", *paths) or "").strip()
+    return named + ("+" if named and _git(None, "status", "--porcelain", "--", *paths) else "")
+
+
 def changed_files(checkout: Path | None = None, untracked: bool = True) -> list[str] | None:
     """The files of a checkout, other than committed results, that differ from its commit; None where git can't say."""
     untracked_files = f"--untracked-files={'all' if untracked else 'no'}"

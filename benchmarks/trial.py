@@ -6,9 +6,10 @@ the log says is kept: its requests, its seconds and what was exact. A component 
 a false alarm: these engines are healthy. Steps, tokens and pictures are counted beside it, for estimates of other
 machines.
 
-Each start is kept in STARTS, and one of this commit is not repeated unless --again is given: a run that was cut off
-goes on. MMCACHE_TRIAL_S is larger than users have it, so that a slow machine is a number here and no false alarm. On
-model runner V2 the kernels are interpreted, and seconds say nothing of a GPU.
+The first start of each case has the machine for itself, and its seconds count. Of the others, so many run at once as
+--at-once says. Each start is kept in STARTS. One of the same files, those of OF_A_START, is not repeated unless --again
+is given: a run that was cut off goes on. MMCACHE_TRIAL_S is larger than users have it, so that a slow machine is a
+number here and no false alarm. On model runner V2 the kernels are interpreted, and seconds say nothing of a GPU.
 """
 
 import json
@@ -16,18 +17,27 @@ import tempfile
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
-from itertools import cycle, islice, product
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice, product, repeat
 from pathlib import Path
 from typing import Any
 
 from benchmarks.replays import started
-from benchmarks.results import ROOT, Result, commit, run_worker
+from benchmarks.results import ROOT, Result, last_change, run_worker
 from tests.support.engine_configuration import CONFIGURATIONS
 from vllm_mmcache.trial.sequence import Trial
 from vllm_mmcache.trial.verdict import Verdict
 from vllm_mmcache.trial.vllm_engine import TrialEngine
 
 STARTS = ROOT / ".artifacts" / "trial" / "starts.jsonl"
+OF_A_START = (
+    "vllm_mmcache",
+    "tools",
+    "tests/support",
+    "benchmarks/trial.py",
+    "benchmarks/replays.py",
+    "pyproject.toml",
+)
 TRIAL_S = 600
 COUNTED = ("requests", "steps", "prompt_tokens", "cached_tokens", "computed_tokens", "tower_images", "seconds")
 
@@ -37,19 +47,18 @@ Start = dict[str, Any]
 def measure(options: Namespace) -> Result:
     """By family and engine what a trial takes, the most of its starts; and the false alarms of all starts."""
     result, starts = Result(), list[Start]()
-    with tempfile.TemporaryDirectory() as root:
-        for case, kept in planned(options):
-            try:
-                starts.append(kept or keep(STARTS, case, try_one(case, root)))
-            except RuntimeError as error:  # an engine that does not start; the next run tries it again
-                result.problems.append(f"failed: {case}: {error}")
-                print(result.problems[-1], flush=True)
-                continue
-            print(f"start {len(starts)} of {options.starts}: {case}: {json.dumps(starts[-1])}", flush=True)
+    for start in all_starts(options):
+        if "failed" in start:  # the next run tries it again
+            result.problems.append(f"failed: {start['case']}: {start['failed']}")
+            print(result.problems[-1], flush=True)
+        else:
+            starts.append(start)
+            print(f"start {len(starts)} of {options.starts}: {json.dumps(start)}", flush=True)
     for case in dict.fromkeys(start["case"] for start in starts):
         of_case = [start for start in starts if start["case"] == case]
         for what in COUNTED:
-            result.add(case, what, {"mmcache": max(start[what] for start in of_case)})
+            numbers = [start[what] for start in of_case if start["alone"] or what != "seconds"]
+            result.add(case, what, {"mmcache": max(numbers)} if numbers else {})
         result.details[case] = {"starts": len(of_case), "exact": sorted(of_case[0]["exact"])}
     alarms = [f"{start['case']}: {component}: {why}" for start in starts for component, why in start["off"].items()]
     result.add("all starts", "starts", {"mmcache": len(starts)})
@@ -58,26 +67,46 @@ def measure(options: Namespace) -> Result:
     return result
 
 
-def planned(options: Namespace) -> Iterator[tuple[str, Start | None]]:
-    """The cases of all starts, in turn, each with a start of this commit that is kept already."""
-    here = commit()
-    lines = STARTS.read_text().splitlines() if STARTS.exists() and not options.again else []
-    known = [start for start in map(json.loads, lines) if start["commit"] == here]
+def all_starts(options: Namespace) -> Iterator[Start]:
+    """Each start of a run as soon as it is known, the cases in turn. One that fails has `failed` and its case alone."""
     cases = [f"{family}, {engine}" for family, engine in product(options.families, options.engines)]
-    for case in islice(cycle(cases), options.starts):
-        kept = next((start for start in known if start["case"] == case), None)
-        if kept is not None:
-            known.remove(kept)
-        yield case, kept
+    order = list(islice(cycle(cases), options.starts))
+    files = last_change(*OF_A_START)
+    known = [] if options.again else kept(files)
+
+    def begin(case: str, alone: bool) -> Start:
+        try:
+            return {"case": case, "files": files, "alone": alone, **try_one(case, root)}
+        except RuntimeError as error:
+            return {"case": case, "failed": str(error)}
+
+    with tempfile.TemporaryDirectory() as root, ThreadPoolExecutor(options.at_once) as at_once:
+        for run, part, alone in (map, order[: len(cases)], True), (at_once.map, order[len(cases) :], False):
+            missing = list[str]()
+            for case in part:
+                found = next((start for start in known if (start["case"], start["alone"]) == (case, alone)), None)
+                if found is None:
+                    missing.append(case)
+                else:
+                    known.remove(found)
+                    yield found
+            for found in run(begin, missing, repeat(alone)):
+                if "failed" not in found:
+                    keep(found)
+                yield found
 
 
-def keep(path: Path, case: str, found: dict[str, Any]) -> Start:
+def kept(files: str) -> list[Start]:
+    """What STARTS has of the files of one commit."""
+    lines = STARTS.read_text().splitlines() if STARTS.exists() else []
+    return [start for start in map(json.loads, lines) if start["files"] == files]
+
+
+def keep(start: Start) -> None:
     """Write a start behind the others at once, for the next run."""
-    start = {"case": case, "commit": commit(), **found}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    STARTS.parent.mkdir(parents=True, exist_ok=True)
+    with STARTS.open("a") as file:
         file.write(json.dumps(start) + "\n")
-    return start
 
 
 def try_one(case: str, root: str) -> dict[str, Any]:

@@ -119,6 +119,21 @@ def test_what_differs_from_the_commit(project: Path) -> None:
 
 
 @pytest.mark.process
+def test_the_last_change_of_some_files(project: Path) -> None:
+    """What else the project has may change."""
+    assert results.last_change("nothing.py") == ""
+    named = git(project, "rev-parse", "--short", "HEAD").strip()
+    (project / "new.py").write_text("")
+    git(project, "add", ".")
+    git(project, "commit", "--quiet", "--message=second")
+    (project / "new.py").write_text("changed = True")
+    assert results.last_change("code.py", "benchmarks") == named
+    assert results.last_change("code.py", "new.py") == git(project, "rev-parse", "--short", "HEAD").strip() + "+"
+    (project / "benchmarks" / "more.py").write_text("")
+    assert results.last_change("code.py", "benchmarks") == f"{named}+", "a file of nobody's may be what differs"
+
+
+@pytest.mark.process
 def test_where_the_commit_is_not_known(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     elsewhere, fresh = tmp_path / "elsewhere", tmp_path / "fresh"

@@ -2,6 +2,7 @@
 """`make bench-trial`: starts in turn, goes on where it was cut off, and tells a false alarm with its reason."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from vllm_mmcache.trial.verdict import Verdict
 
 FOUND: dict[str, Any] = {**dict.fromkeys(trial.COUNTED, 10), "exact": ["features"], "off": {}}
 DIFFERED = {**FOUND, "requests": 14, "off": {"features": "its trial on this engine was not exact: says a test"}}
-TWO = ("--families", "qwen3-vl", "gemma3, bfloat16", "--engines", "v1")
+TWO = ("--families", "qwen3-vl", "gemma3, bfloat16", "--engines", "v1", "--at-once", "1")
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(trial, "STARTS", tmp_path / "starts.jsonl")
     monkeypatch.setattr(trial, "try_one", try_one)
-    monkeypatch.setattr(trial, "commit", lambda: "a commit")
+    monkeypatch.setattr(trial, "last_change", lambda *files: "a commit")
     return cases
 
 
@@ -63,9 +64,27 @@ def test_starts_are_in_turn_and_go_on_where_they_were_cut_off(
     started.clear()
     run(*TWO, "--starts", "2", "--again")
     assert len(started) == 2
-    monkeypatch.setattr(trial, "commit", lambda: "another commit")
+    monkeypatch.setattr(trial, "last_change", lambda *files: "another commit")
     run(*TWO, "--starts", "2")
     assert len(started) == 4, "what was seen of another commit says nothing of this one"
+
+
+def test_the_first_start_of_each_case_is_alone_and_its_seconds_count(
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are two at once: each waits until another is under way, which alone would never be."""
+    pair, numbers = threading.Barrier(2, timeout=60), iter(range(10))
+
+    def try_one(case: str, root: str) -> dict[str, Any]:
+        number = next(numbers)
+        if number >= 2:
+            pair.wait()
+        return {**FOUND, "seconds": 100 * number, "steps": number}
+
+    monkeypatch.setattr(trial, "try_one", try_one)
+    result = run(*TWO, "--starts", "6", "--at-once", "2")
+    assert [result.found[case]["seconds"]["mmcache"] for case in result.details] == [0, 100]
+    assert max(found["steps"]["mmcache"] for case, found in result.found.items() if case in result.details) == 5
 
 
 def test_a_false_alarm_is_told_and_misses_the_target(run: Callable[..., Result]) -> None:
