@@ -52,9 +52,10 @@ T = TypeVar("T")
 
 
 class Database:
-    """One connection, for one thread at a time. Waiting for it, or for other processes, takes `wait_s` at most.
+    """One connection, for one thread at a time. Other threads wait for it while its work does not hang.
 
-    makes: whether to begin a file where there is none. If not, nothing is found there.
+    wait_s: how long to wait at most for what other processes do with the file; and for the connection, if it is longer
+    than HUNG_S. makes: whether to begin a file where there is none. If not, nothing is found there.
     """
 
     def __init__(self, folder: Path, wait_s: float, *, makes: bool) -> None:
@@ -72,8 +73,9 @@ class Database:
         system refuses, or the new file is no database either.
         """
         hangs = monotonic() - self._begun > HUNG_S
-        if not self._lock.acquire(timeout=0 if hangs else self._wait_s):
-            raise Busy(f"{self._folder} was in use for {0 if hangs else self._wait_s:g} s")
+        timeout = 0 if hangs else max(HUNG_S, self._wait_s)
+        if not self._lock.acquire(timeout=timeout):
+            raise Busy(f"{self._folder} was in use for {timeout:g} s")
         self._begun = monotonic()
         try:
             return self._tried(work, attempts=2)
