@@ -4,11 +4,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
+from vllm import SamplingParams
 from vllm.v1.core import kv_cache_utils
 
 from tests.unit.components.block_keys.test_layout import by_the_book
+from vllm_mmcache.base import kv_blocks
 from vllm_mmcache.exactness.answers import Answer
 from vllm_mmcache.exactness.conversations import filler, one, picture, user
 
@@ -59,3 +62,58 @@ def test_keys_of_the_engine(pool: EnginePool, config: EngineConfig, monkeypatch:
     assert other.num_cached_tokens <= start
     assert not keys_of(rig, first, ["another name"]) <= cached_keys(rig)
     rig.assert_exact([first, second, other])
+
+
+SCARCE = EngineConfig(
+    "qwen3-vl",
+    batched_tokens=128,
+    num_blocks=10,  # one of them vLLM's own, nine for 288 tokens
+    max_tokens=288,
+    more=(("scheduling_policy", "priority"), ("long_prefill_token_threshold", 64)),
+)
+
+
+@pytest.mark.parametrize("withdraws", [True, False])
+def test_a_request_that_is_preempted_in_its_step_leaves_no_keys(
+    pool: EnginePool, withdraws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A more important request takes a block of the step that was to compute two. The control is stock's way."""
+    rig = pool.get(SCARCE)
+    engine, scheduler = rig.llm.llm_engine, rig.scheduler
+    preempted: list[tuple[str, int]] = []
+    preempt = type(scheduler)._preempt_request
+
+    def note(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        blocks = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks[request.request_id]
+        preempted.append((request.request_id, len(blocks) - request.num_computed_tokens // 32))
+        return preempt(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(type(scheduler), "_preempt_request", note)
+    if not withdraws:
+        monkeypatch.setattr(kv_blocks, "withdraw_keys", lambda *_: None)
+
+    def answers(*requests: tuple[str, int, int, int]) -> dict[str, list[float]]:
+        """Ask: name, number of tokens, tokens of the answer, priority; the next one when a step is over."""
+        found: dict[str, list[float]] = {}
+        waiting = list(requests)
+        while waiting or engine.has_unfinished_requests():
+            if waiting:
+                name, num_tokens, num_answered, priority = waiting.pop(0)
+                tokens = [(7 * place + 11) % 300 + 20 for place in range(num_tokens)]
+                params = SamplingParams(max_tokens=num_answered, temperature=0, logprobs=1, ignore_eos=True)
+                engine.add_request(name, {"prompt_token_ids": tokens}, params, priority=priority)
+            for output in engine.step():
+                if output.finished:
+                    chosen = zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+                    found[output.request_id] = [entry[token].logprob for token, entry in chosen]
+        return found
+
+    cold = answers(("cold", 280, 3, 0))["cold"]
+    assert preempted == []
+    rig.llm.reset_prefix_cache()
+    warm = answers(("long", 280, 3, 9), ("short", 32, 8, 0))["long"]
+    assert preempted, "nobody was in the way"
+    assert preempted[0][0].startswith("long")
+    assert preempted[0][1] == 2, "both blocks were those of the step"
+    assert np.allclose(warm, cold, atol=1e-4) == withdraws
+    rig.llm.reset_prefix_cache()

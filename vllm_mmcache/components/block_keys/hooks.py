@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only file of this component that touches vLLM: hands the engine our block hasher in place of its own.
 
-Runs in the engine process when EngineCore is built. The choice is fixed then: switching midway would mix two key
-spaces. Only where the component is switched off for good do all requests get vLLM's keys (`give_back`). KV events are
-untouched: they carry the extra keys that vLLM's own generator returns.
+It also withdraws keys of blocks that are not computed after all.
+
+The hasher is made in the engine process when EngineCore is built. The choice is fixed then: switching midway would mix
+two key spaces. Only where the component is switched off for good do all requests get vLLM's keys (`give_back`). KV
+events are untouched: they carry the extra keys that vLLM's own generator returns.
 """
 
 import functools
@@ -15,7 +17,8 @@ from typing import Any
 from vllm.utils import hashing
 from vllm.v1.core import kv_cache_utils
 
-from vllm_mmcache.base import status
+from vllm_mmcache.base import kv_blocks, status
+from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.base.status import State
 from vllm_mmcache.components.block_keys import layout
 from vllm_mmcache.components.block_keys.hasher import BlockHasher
@@ -79,6 +82,26 @@ def make_block_hasher(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     )
     hasher.instead = functools.partial(wrapped, *args, **kwargs)
     return hasher
+
+
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request",
+    name="preempt",
+    args=("request",),
+    reads=("vllm.v1.core.block_pool:BlockPool.evict_blocks",),
+    why="with priorities a request can be preempted in the step that it was scheduled for: nobody computes what the "
+    "keys of its blocks promise, and the next request with that prefix would be answered from them",
+    upstream="none yet: vLLM leaves the keys of these blocks published",
+    remove_when="vLLM withdraws the keys of blocks that are not computed after all",
+)
+def withdraw_keys(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler._preempt_request(request, timestamp): keys of what is not computed are withdrawn.
+
+    Not guarded: such a key would be a wrong answer.
+    """
+    if status.is_on("block_keys"):
+        kv_blocks.withdraw_keys(instance.kv_cache_manager, argument(wrapped, args, kwargs, "request"))
+    return wrapped(*args, **kwargs)
 
 
 def give_back(engine_core: Any) -> None:

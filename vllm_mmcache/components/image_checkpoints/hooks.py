@@ -9,7 +9,7 @@ is vLLM's own calculation. Never changes what a block key says. Nothing here run
 
 from typing import Any
 
-from vllm_mmcache.base import status, uses
+from vllm_mmcache.base import kv_blocks, status, uses
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.components.image_checkpoints.vllm_planner import CHECKPOINTS, Checkpoints, is_sparse
@@ -77,9 +77,8 @@ def withdraw_keys(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     Not guarded: such a key would be a wrong answer.
     """
-    checkpoints = checkpoints_of(instance)
-    if checkpoints is not None:
-        checkpoints.withdraw(argument(wrapped, args, kwargs, "request"))
+    if checkpoints_of(instance) is not None:
+        kv_blocks.withdraw_keys(instance.kv_cache_manager, argument(wrapped, args, kwargs, "request"))
     return wrapped(*args, **kwargs)
 
 

@@ -179,15 +179,6 @@ class Checkpoints:
         dropped = self.block_tokens if self.dropped_tokens else 0
         return {end // self.block_tokens * self.block_tokens - dropped for end in ends}
 
-    def withdraw(self, request: Any) -> None:
-        """A request is preempted: keys of blocks behind what is computed are those of a step that it is not part of."""
-        for manager in self._managers:
-            behind = manager.req_to_blocks.get(request.request_id, ())[
-                request.num_computed_tokens // manager.block_size :
-            ]
-            if published := {block.block_id for block in behind if block.block_hash is not None}:
-                manager.block_pool.evict_blocks(published)
-
     def note_kept(self, request: Any, manager: Any, before: int, checkpoints: Sequence[Checkpoint]) -> None:
         """Count what was kept of one group, from block `before` on."""
         blocks = manager.req_to_blocks[request.request_id]
