@@ -8,6 +8,7 @@ Engine process; nothing is put into a cache of vLLM or of ours.
 from __future__ import annotations
 
 import base64
+import copy
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class Prompts:
         try:
             # Ours, which a process has that serves as well, would remember the trial's pictures.
             with vllms_renderers():
-                self._renderer = renderer_from_config(vllm_config)
+                self._renderer = renderer_from_config(_without_cache(vllm_config))
         except Exception as error:  # of a tokenizer or a processor
             raise CannotRender(f"the model's tokenizer or processor could not be loaded: {one_line(error)}") from error
         self._config = vllm_config
@@ -101,6 +102,15 @@ class Prompts:
     def close(self) -> None:
         """End the renderer's threads."""
         self._renderer.shutdown()
+
+
+def _without_cache(vllm_config: Any) -> Any:
+    """The configuration, of an engine without a processor cache: one in shared memory can't be made a second time."""
+    vllm_config = copy.copy(vllm_config)
+    model_config = vllm_config.model_config = copy.copy(vllm_config.model_config)
+    multimodal = model_config.multimodal_config = copy.copy(model_config.multimodal_config)
+    multimodal.mm_processor_cache_gb = 0
+    return vllm_config
 
 
 def _png_url(name: str) -> str:

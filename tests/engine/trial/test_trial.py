@@ -110,6 +110,17 @@ def test_what_is_right_passes(get: Get, told: dict[str, str], family: str) -> No
     assert all(f"({kind})" in verdict.attention for kind in KINDS), verdict.attention
 
 
+def test_beside_a_processor_cache_in_shared_memory(pool: EnginePool, told: dict[str, str]) -> None:
+    """Its segment has one name, and is there already when the trial renders its questions."""
+    shared = (("mm_processor_cache_type", "shm"),)
+    rig = pool.get(EngineConfig("qwen3-vl", block_tokens=None, max_tokens=4096, more=shared))
+    assert core(rig).vllm_config.model_config.multimodal_config.mm_processor_cache_type == "shm"
+    verdict = tried(rig, told)
+    assert verdict.untried == {}
+    assert sorted(verdict.passed) == sorted(on(rig))
+    assert core(rig).vllm_config.model_config.multimodal_config.mm_processor_cache_gb > 0
+
+
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen3.5"])
 def test_nothing_is_left(get: Get, told: dict[str, str], family: str) -> None:
     rig = get(family)
