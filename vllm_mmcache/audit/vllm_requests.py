@@ -93,7 +93,11 @@ class AuditedEngine:
             def allocate_uncached(*args: Any, **kwargs: Any) -> Any:
                 return allocate(*args, **{**kwargs, "delay_cache_blocks": True})
 
+            def cache_nothing(*args: Any, **kwargs: Any) -> None:
+                """In the place of KVCacheManager.cache_blocks, which async scheduling calls when a token has come."""
+
             manager.allocate_slots = allocate_uncached
+            manager.cache_blocks = cache_nothing
         core.add_request(request)
         if (queue := getattr(core, "input_queue", None)) is not None:
             queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
@@ -112,7 +116,8 @@ class AuditedEngine:
         """Nothing of it is kept: what was set for it is set back, and its images' encoder outputs are let go of."""
         scheduler = self._core.scheduler
         scheduler.max_num_scheduled_tokens = self._step_tokens
-        vars(scheduler.kv_cache_manager).pop("allocate_slots", None)
+        for name in ("allocate_slots", "cache_blocks"):
+            vars(scheduler.kv_cache_manager).pop(name, None)
         if uses.run_of(request) == "cold":
             _let_go(scheduler.encoder_cache_manager, {feature.identifier for feature in request.mm_features})
 

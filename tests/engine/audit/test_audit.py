@@ -112,6 +112,21 @@ def kept(on: Audited) -> dict[str, Any]:
     }
 
 
+@pytest.mark.any_engine
+def test_nothing_is_kept_on_any_engine(audited: Callable[..., Audited]) -> None:
+    """As below, shortly: async scheduling has a way of its own to put blocks into the cache."""
+    on = audited("qwen3-vl")
+    on.rig.make_cold()
+    words = filler(words_before(on.rig))
+    for number in range(3):
+        on.auditor.on_work()
+        one(on.rig, user(words, picture(0), "What is it?" + filler(20 + number)))
+        before = kept(on)
+        on.idle()
+        assert kept(on) == before
+    assert {result for _, result in on.counted} == {"match"}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_right_engine_matches_and_nothing_is_kept(audited: Callable[..., Audited], family: str) -> None:
     on = audited(family)
