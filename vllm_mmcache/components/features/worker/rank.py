@@ -83,10 +83,12 @@ class RankFeatures:
         with failsafe("features") if self._is_alone else contextlib.nullcontext():
             self._fit(message, outputs)
         with failsafe("features"):
+            made = {name: features for name, features in outputs.items() if name not in before}
+            counters.TOWER_TOKENS.add(sum(map(len, made.values())))
             if self._runs:
-                self._measure([len(features) for name, features in outputs.items() if name not in before])
+                self._measure([len(features) for features in made.values()])
             for place in kept:
-                self._save(place, None if self.is_spoiled else outputs.get(place.mm_hash))
+                self._save(place, None if self.is_spoiled else made.get(place.mm_hash))
 
     def ran(self, seconds: Seconds) -> None:
         """The tower ran; `seconds` waits for its end and says how many it took, and is asked in another thread."""
@@ -141,15 +143,12 @@ class RankFeatures:
 
     def _save(self, place: SlotRef, features: torch.Tensor | None) -> None:
         shape = place.shape
-        if features is not None:
-            counters.TOWER_TOKENS.add(len(features))
-            if (
-                tuple(features.shape) != (shape.num_tokens, shape.width)
-                or str(features.dtype) != f"torch.{shape.dtype}"
-            ):
-                seen = f"{tuple(features.shape)} {features.dtype}"
-                logger.warning("mmcache does not keep what the vision tower gave for an image: %s, not %s", seen, shape)
-                features = None
+        if features is not None and (
+            tuple(features.shape) != (shape.num_tokens, shape.width) or str(features.dtype) != f"torch.{shape.dtype}"
+        ):
+            seen = f"{tuple(features.shape)} {features.dtype}"
+            logger.warning("mmcache does not keep what the vision tower gave for an image: %s, not %s", seen, shape)
+            features = None
         self.copies.save(place, features)
 
     def _decline(self, message: Message) -> None:

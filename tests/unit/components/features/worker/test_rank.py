@@ -17,6 +17,7 @@ from vllm_mmcache.components.features.message import Message
 from vllm_mmcache.components.features.worker.device_copies import DeviceCopies
 from vllm_mmcache.components.features.worker.rank import Outputs, RankFeatures
 from vllm_mmcache.components.features.worker.tower import Tower
+from vllm_mmcache.metrics import counters
 
 
 @pytest.fixture
@@ -100,6 +101,19 @@ def test_weights_that_are_being_changed_are_not_known(engine: Engine, side: Rank
         side.tower._model.fill(0.0)
     assert side.weights.wait(LONG_S)
     assert engine.ranks.identity("image") == known  # the same weights as at first
+
+
+def test_only_what_this_step_made_is_kept(engine: Engine, side: RankFeatures) -> None:
+    """V2 does not encode what its cache has, whoever put it there. The control is the image that is encoded."""
+    message = Message(engine.ranks.generation(), saves=[engine.save(number)[0] for number in (1, 2)])
+    outputs = {"image-1": given(3)}
+    before = counters.TOWER_TOKENS.value
+    with side.encoding(message, outputs):
+        outputs |= {"image-2": given(2), "image-4": given(4)}
+    assert engine.copying.wait(LONG_S)
+    assert engine.kept(1) is None
+    assert engine.kept(2) == features(2)
+    assert counters.TOWER_TOKENS.value - before == 2 * SHAPE.num_tokens, "of the two, kept or not"
 
 
 MISFITS = {
