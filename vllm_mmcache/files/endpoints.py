@@ -30,12 +30,19 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class FileEndpoints:
-    """The endpoints on one store. max_bytes: of a file; max_pixels: of an image."""
+    """The endpoints on one store.
 
-    def __init__(self, store: FileStore, max_bytes: int, max_pixels: int) -> None:
+    max_bytes: of a file. max_pixels: of an image; 0 for any number. formats: those of images, by Pillow's names; all if
+    None.
+    """
+
+    def __init__(
+        self, store: FileStore, max_bytes: int, max_pixels: int, formats: tuple[str, ...] | None = None
+    ) -> None:
         self.store = store
         self.max_bytes = max_bytes
         self.max_pixels = max_pixels
+        self.formats = formats
 
     def routes(self) -> list[Route]:
         """What an application has to have."""
@@ -114,10 +121,10 @@ class FileEndpoints:
 
     def _media_type(self, content: bytes) -> str:
         """Of an image whose head can be read. Raises: Refusal (400) for anything else, and for too many pixels."""
-        head = head_of(content)
+        head = head_of(content, self.formats)
         if head is None:
             raise Refusal(400, "The file is no image that can be opened: upload PNG, JPEG, WebP or GIF.", "file")
-        if head.width * head.height > self.max_pixels:
+        if 0 < self.max_pixels < head.width * head.height:
             raise Refusal(
                 400, f"The image has {head.width}x{head.height} pixels; {self.max_pixels} are allowed.", "file"
             )

@@ -44,6 +44,8 @@ def salt_of(given: object) -> str | None:
         source.check_body(given)
         if given is not None and not isinstance(given, str):
             raise TenantError("Parameter 'cache_salt' is no text.", "cache_salt")
+        if given == "":
+            raise TenantError("Parameter 'cache_salt' is empty: name a tenant, or leave it out.", "cache_salt")
         salt = tenant.current(None if source.is_gateway else given)
         if salt is None and settings.current().requires_tenant:
             raise TenantError(f"{source.in_words()} has to name a tenant here.", source.parameter())

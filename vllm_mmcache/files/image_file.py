@@ -16,8 +16,11 @@ class Head(NamedTuple):
     media_type: str
 
 
-def head_of(content: bytes) -> Head | None:
-    """The head of a file that Pillow opens; None for what it does not open, and for what it takes for a bomb."""
-    with contextlib.suppress(Exception), Image.open(io.BytesIO(content)) as image:
+def head_of(content: bytes, formats: tuple[str, ...] | None = None) -> Head | None:
+    """The head of a file that Pillow opens; None for what it does not open, and for what it takes for a bomb.
+
+    formats: those that are tried, by Pillow's names; all of them if None.
+    """
+    with contextlib.suppress(Exception), Image.open(io.BytesIO(content), formats=formats) as image:
         return Head(*image.size, image.get_format_mimetype() or "image/png")
     return None

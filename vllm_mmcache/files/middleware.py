@@ -35,6 +35,8 @@ from vllm_mmcache.metrics import counters
 
 MOST_FILES = 1024
 """That one request may name."""
+GUARDED = "/v1/"
+"""Paths below it need vLLM's API key, where there is one. A request to another path writes nothing."""
 
 
 class StoredImage:
@@ -112,7 +114,7 @@ class PutFilesMiddleware:
         if named.payloads:
             messages = as_message(json.dumps(named.request).encode())
         with placeholders.register(named.payloads):
-            async with self._saving(named.images, key):
+            async with self._saving(named.images, key, writes=path.startswith(GUARDED)):
                 await self.app(scope, receive_again(messages, receive), send)
 
     def _parsed(self, body: bytes, takes_files: Callable[[], bool]) -> Named:
@@ -152,8 +154,10 @@ class PutFilesMiddleware:
                 image.put(info.media_type, name)
                 counters.FILES_NAMED.add(1, "uuid")
 
-    def _saving(self, images: list[NamedImage], key: bytes | None) -> AbstractAsyncContextManager[None]:
-        return nullcontext() if self.named_images is None else self.named_images.saving(images, key)
+    def _saving(
+        self, images: list[NamedImage], key: bytes | None, *, writes: bool
+    ) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self.named_images is None else self.named_images.saving(images, key, writes=writes)
 
 
 def _lend(named: Named, info: FileInfo, read: Callable[[], bytes]) -> str:

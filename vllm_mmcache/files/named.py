@@ -6,17 +6,20 @@ image in the store that they share. Only the client's own tenant finds it. Image
 while their request is answered, and the request waits for that at its end, so that the other replica finds them when
 the client sends the next request. None of this is certain: where an image was not saved or is not found, the replica
 answers that the uuid is unknown, as it does without a shared store, and the client sends the image again.
+
+A client may give a uuid to another image, on any replica. So a uuid is looked for in the store at each request, also
+where this replica knows it, unless the uuid is the digest of its image (content/content_name.py).
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, LruTable, Size
-from vllm_mmcache.content import placeholders
+from vllm_mmcache.content import content_name, placeholders
 from vllm_mmcache.content.base64_image import Base64Image
 from vllm_mmcache.files.image_file import head_of
 from vllm_mmcache.files.references import NamedImage
@@ -26,27 +29,38 @@ from vllm_mmcache.metrics import table_sizes
 PURPOSE = "uuid"
 MOST_UNWRITTEN = 64
 """The most images that this process writes, or has in line to be written; further ones are not saved."""
+MOST_LOOKED_FOR = 1024
+"""Uuids of one request that are looked for; further ones are taken for unknown."""
 LINGER_S = 5.0
 """How long an answered request waits for its images at most. What is not written then is written all the same."""
 RENEW_S = 3600.0
-"""An image that comes again with the same uuid is not written again by the same process for so long. Then it is, so
-that it does not expire; other content under the uuid is always written at once."""
+"""An image that comes again with the same uuid is not written again by the same process for so long, if it still is
+what the store has. Then it is, so that it does not expire; other content under the uuid is always written at once."""
 ENTRY_BYTES = 256
 MOST_REMEMBERED = Budget(65536, 65536 * ENTRY_BYTES)
-"""Of what this process has written."""
+"""Of what this process has written, or could not write."""
+NOT_SAVED = b""
+"""In the place of a content id: what this process was sent last with a uuid is not in the store."""
 
 
 class NamedImages:
     """Images by tenant and uuid. salt and key, in all methods: of the tenant, and None for requests without one.
 
     is_known: says of a uuid and a salt whether this replica knows the image without looking in the store. max_bytes: of
-    a file; larger ones are not saved.
+    a file; larger ones are not saved. formats: those that are saved, by Pillow's names; all if None.
     """
 
-    def __init__(self, store: FileStore, is_known: Callable[[str, str | None], bool], max_bytes: int) -> None:
+    def __init__(
+        self,
+        store: FileStore,
+        is_known: Callable[[str, str | None], bool],
+        max_bytes: int,
+        formats: tuple[str, ...] | None = None,
+    ) -> None:
         self.store = store
         self._is_known = is_known
         self._max_bytes = max_bytes
+        self._formats = formats
         # tenant and uuid -> content id, and when it was written
         self._written: LruTable[tuple[bytes | None, str], tuple[bytes, float]] = LruTable(
             lambda: MOST_REMEMBERED, ENTRY_BYTES
@@ -61,26 +75,39 @@ class NamedImages:
     async def find(
         self, images: list[NamedImage], salt: str | None, key: bytes | None
     ) -> list[tuple[NamedImage, FileInfo]]:
-        """What the store has of those images that came as a uuid alone and that this replica does not know.
+        """What the store has of those images that came as a uuid alone, and that this replica may not know best.
 
         Nothing, where the store can't be reached.
         """
-        wanted = [one for one in images if one.url is None and not self._is_known(one.uuid, salt)]
+        alone = [one for one in images if one.url is None]
+        wanted = [uuid for uuid in dict.fromkeys(one.uuid for one in alone) if not self._knows_best(uuid, salt, key)]
+        wanted = wanted[:MOST_LOOKED_FOR]
         try:
-            found = await asyncio.gather(
-                *(self.store.in_thread(self.store.find_named, key, one.uuid) for one in wanted)
-            )
+            found = await asyncio.gather(*(self.store.in_thread(self.store.find_named, key, uuid) for uuid in wanted))
         except FilesUnusable:
             return []
-        return [(one, info) for one, info in zip(wanted, found, strict=True) if info is not None]
+        infos = dict(zip(wanted, found, strict=True))
+        return [(one, info) for one in alone if (info := infos.get(one.uuid)) is not None]
+
+    def _knows_best(self, uuid: str, salt: str | None, key: bytes | None) -> bool:
+        """Whether no other replica can have been sent another image with this uuid since, as far as one can tell."""
+        if not self._is_known(uuid, salt):
+            return False
+        content_id, _ = self._written.get((key, uuid)) or (None, 0.0)
+        return content_name.is_claim(uuid) or content_id == NOT_SAVED
 
     @contextlib.asynccontextmanager
-    async def saving(self, images: list[NamedImage], key: bytes | None) -> AsyncIterator[None]:
-        """Saves those images that came with their content, while their request is answered in this block."""
-        tasks = [
-            asyncio.ensure_future(self._save(one.uuid, media_type, content, key))
-            for one, media_type, content in _with_content(images)
-        ]
+    async def saving(self, images: list[NamedImage], key: bytes | None, *, writes: bool = True) -> AsyncIterator[None]:
+        """Saves those images that came with their content, while their request is answered in this block.
+
+        writes: whether this request may write at all.
+        """
+        tasks = []
+        for one in images:
+            if writes and (found := _content_of(one)) is not None:
+                tasks.append(asyncio.ensure_future(self._save(one.uuid, *found, key)))
+            elif one.url is not None:
+                self._note(key, one.uuid, NOT_SAVED)
         try:
             yield
         finally:
@@ -89,6 +116,7 @@ class NamedImages:
 
     async def _save(self, uuid: str, media_type: str, image: placeholders.Payload | str, key: bytes | None) -> None:
         if self._num_unwritten >= MOST_UNWRITTEN:
+            self._note(key, uuid, NOT_SAVED)
             return
         self._num_unwritten += 1
         with failsafe("files"):
@@ -105,23 +133,32 @@ class NamedImages:
         Raises: ValueError for text that is no base64, and otherwise what FileStore.put does.
         """
         payload = Base64Image(image.encode("ascii"), key) if isinstance(image, str) else image
-        now = time.monotonic()
-        content_id, written = self._written.get((key, uuid)) or (b"", 0.0)
-        if content_id == payload.content_id and now - written < RENEW_S:
+        content_id, written = self._written.get((key, uuid)) or (NOT_SAVED, 0.0)
+        is_fresh = content_id == payload.content_id and time.monotonic() - written < RENEW_S
+        if is_fresh and (content_name.is_claim(uuid) or self._is_saved(key, uuid, content_id)):
             return
+        self._note(key, uuid, NOT_SAVED)
         content = payload.decode()
-        if len(content) > self._max_bytes or head_of(content) is None:
+        if len(content) > self._max_bytes or head_of(content, self._formats) is None:
             return
         self.store.put(key, content, filename="", purpose=PURPOSE, media_type=media_type, name=uuid)
-        self._written.replace((key, uuid), (payload.content_id, now))
+        self._note(key, uuid, payload.content_id)
+
+    def _is_saved(self, key: bytes | None, uuid: str, content_id: bytes) -> bool:
+        """Whether the store has this content under the uuid; another replica may have been sent another one."""
+        info = self.store.find_named(key, uuid)
+        return info is not None and info.content_id == content_id
+
+    def _note(self, key: bytes | None, uuid: str, content_id: bytes) -> None:
+        self._written.replace((key, uuid), (content_id, time.monotonic()))
 
 
-def _with_content(images: list[NamedImage]) -> Iterator[tuple[NamedImage, str, placeholders.Payload | str]]:
-    """Those that came as a data URL, each with its media type, and with its base64 text.
+def _content_of(image: NamedImage) -> tuple[str, placeholders.Payload | str] | None:
+    """The media type and the base64 text of an image that came as a data URL; None for any other.
 
     Where image_extraction has taken the text out of the body, it is in a payload.
     """
-    for image in images:
-        head, _, text = (image.url or "").partition(";base64,")
-        if text and head.startswith("data:image/"):
-            yield image, head.removeprefix("data:"), placeholders.resolve(text) or text
+    head, _, text = (image.url or "").partition(";base64,")
+    if not text or not head.startswith("data:image/"):
+        return None
+    return head.removeprefix("data:"), placeholders.resolve(text) or text

@@ -31,6 +31,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from vllm_mmcache.base import background, tenant
 from vllm_mmcache.base.errors import FilesUnusable, StoreCorrupt
+from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.base.settings import Settings
 from vllm_mmcache.base.store_url import REMOTE_SCHEMES
 from vllm_mmcache.storage import encryption
@@ -40,6 +41,8 @@ T = TypeVar("T")
 
 PREFIX = "file-"
 SWEEP_S = 3600.0
+FULL_SWEEP_S = 60.0
+"""A tenant whose quota is used up has its expired files removed at once, but not more often than this."""
 ENTRY_BYTES = 4096
 """Charged to a tenant's quota for each file, beside its content."""
 REST_S = 5.0, 60.0
@@ -52,6 +55,9 @@ _VERSION = "v1"
 """Of how files are kept: the folder that holds the tenants' folders."""
 _ABANDONED_S = 86400.0
 """How old content is, of which nothing is said, when it is taken for what a server has left that was ended."""
+_SWEPT_BYTES = 128
+_MOST_SWEPT = Budget(4096, 4096 * _SWEPT_BYTES)
+"""Of the tenants whose expired files were removed lately."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ class FileStore:
     """Files by tenant and id. tenant_key, in all methods: tenant.key_of a request's salt.
 
     Every method raises FilesUnusable where the place does not serve. It is then left alone for REST_S; the log says so.
+    A place that takes nothing any more, since it is full or can't be written to, goes on being read.
     """
 
     def __init__(self, filesystem: Any, root: str, *, codec: encryption.PlainCodec, ttl_s: int, quota: int) -> None:
@@ -91,9 +98,11 @@ class FileStore:
         self._codec = codec
         self._ttl_s = ttl_s
         self._quota = quota
-        self._breaker = CircuitBreaker("with the files of clients", *REST_S)
+        self._reading = CircuitBreaker("with the files of clients, reading", *REST_S)
+        self._writing = CircuitBreaker("with the files of clients, writing", *REST_S)
         self._threads = ThreadPoolExecutor(THREADS, "mmcache-files")
         self._swept = time.monotonic()
+        self._swept_of: LruTable[bytes, float] = LruTable(lambda: _MOST_SWEPT, _SWEPT_BYTES)  # by tenant
         self._sweeping = threading.Lock()
 
     @classmethod
@@ -145,9 +154,11 @@ class FileStore:
         expires_s = None if lives_s is None else now + lives_s
         info = FileInfo(file_id, filename, purpose, len(content), now, expires_s, media_type)
         said, path = _INFO_JSON.dump_json(info), self._path(tenant_key, name or file_id)
-        with self._serving():
-            held = self._held_bytes(tenant_key, but=path)
-            if held + len(content) + ENTRY_BYTES > self._quota:
+        with self._serving(self._writing):
+            held, needed = self._held_bytes(tenant_key, but=path), len(content) + ENTRY_BYTES
+            if held + needed > self._quota and self._sweep_of(tenant_key):
+                held = self._held_bytes(tenant_key, but=path)
+            if held + needed > self._quota:
                 raise QuotaExceeded(
                     f"{held} of {self._quota} bytes are in use, and the file has {len(content)} and {ENTRY_BYTES} more"
                 )
@@ -163,13 +174,13 @@ class FileStore:
 
     def find_named(self, tenant_key: bytes | None, name: str) -> FileInfo | None:
         """As `find`, for a file that was kept under a name."""
-        with self._serving():
+        with self._serving(self._reading):
             info = self._info(self._path(tenant_key, name) + _INFO)
         return None if info is None or _is_over(info) else info
 
     def read(self, tenant_key: bytes | None, info: FileInfo, name: str | None = None) -> bytes:
         """The content of a file. Raises: FilesUnusable also where it is gone or damaged."""
-        with self._serving():
+        with self._serving(self._reading):
             content = self._read(self._path(tenant_key, name or info.id))
         if content is None or tenant.digest(content, tenant_key) != info.content_id:
             raise FilesUnusable(
@@ -179,50 +190,62 @@ class FileStore:
 
     def files_of(self, tenant_key: bytes | None) -> list[FileInfo]:
         """The files of a tenant, the latest first."""
-        with self._serving():
-            found = [self._info(path) for path, _ in self._objects(self._folder(tenant_key)) if path.endswith(_INFO)]
-        there = [info for info in found if info is not None and not _is_over(info)]
+        with self._serving(self._reading):
+            found = self._infos([path for path, _ in self._objects(self._folder(tenant_key)) if path.endswith(_INFO)])
+        there = [info for info in found.values() if not _is_over(info)]
         return sorted(there, key=lambda info: (info.created_s, info.id), reverse=True)
 
     def delete(self, tenant_key: bytes | None, file_id: str) -> bool:
         """Remove a file for good. Returns whether it was there."""
         info = self.find(tenant_key, file_id)
         if info is not None:
-            with self._serving():
+            with self._serving(self._writing):
                 self._remove(self._path(tenant_key, file_id))
         return info is not None
 
     def sweep(self) -> int:
         """Remove what has expired, of all tenants, and content of which nothing is said. Returns how many files."""
+        with self._serving(self._writing):
+            folders = self._files.ls(self._root, detail=False) if self._files.exists(self._root) else []
+            return sum(map(self._sweep_folder, folders))
+
+    def _sweep_folder(self, folder: str) -> int:
+        objects = dict(self._objects(folder))
+        said = self._infos([path for path in objects if path.endswith(_INFO)])
         removed = 0
-        with self._serving():
-            for folder in self._files.ls(self._root, detail=False) if self._files.exists(self._root) else []:
-                objects = dict(self._objects(folder))
-                for path, entry in objects.items():
-                    if path.endswith(_INFO):
-                        info = self._info(path)
-                        is_over = info is not None and _is_over(info)
-                    else:
-                        is_abandoned = path + _INFO not in objects and _age_s(entry) > _ABANDONED_S
-                        is_over = is_abandoned and self._info(path + _INFO) is None  # nor uploaded since the listing
-                    if is_over:
-                        self._remove(path.removesuffix(_INFO))
-                        removed += 1
+        for path, entry in objects.items():
+            if path.endswith(_INFO):
+                # What was uploaded since is there again.
+                is_over = path in said and _is_over(said[path]) and _is_over(self._info(path) or said[path])
+            else:
+                is_abandoned = path + _INFO not in objects and _age_s(entry) > _ABANDONED_S
+                is_over = is_abandoned and self._info(path + _INFO) is None
+            if is_over:
+                self._remove(path.removesuffix(_INFO))
+                removed += 1
         return removed
 
+    def _sweep_of(self, tenant_key: bytes | None) -> int:
+        """As `sweep`, of one tenant, which was not done lately. Returns how many files were removed."""
+        key, now = tenant_key or _COMMON, time.monotonic()
+        if now - (self._swept_of.get(key) or -FULL_SWEEP_S) < FULL_SWEEP_S:
+            return 0
+        self._swept_of.replace(key, now)
+        return self._sweep_folder(self._folder(tenant_key))
+
     @contextlib.contextmanager
-    def _serving(self) -> Iterator[None]:
+    def _serving(self, breaker: CircuitBreaker) -> Iterator[None]:
         """Whatever the place raises becomes FilesUnusable; then it is left alone for a while."""
-        if self._breaker.is_open():
+        if breaker.is_open():
             raise FilesUnusable(_UNREACHABLE)
         try:
             yield
         except QuotaExceeded:
             raise
         except Exception as error:
-            self._breaker.record_failure(repr(error))
+            breaker.record_failure(repr(error))
             raise FilesUnusable(_UNREACHABLE) from error
-        self._breaker.record_success()
+        breaker.record_success()
 
     def _sweep_sometimes(self) -> None:
         with self._sweeping:
@@ -257,21 +280,31 @@ class FileStore:
                 yield f"{folder}/{entry['name'].rpartition('/')[2]}", entry
 
     def _info(self, path: str) -> FileInfo | None:
-        content = self._read(path)
-        try:
-            return None if content is None else _INFO_JSON.validate_json(content)
-        except ValidationError:
-            return None
+        return self._infos([path]).get(path)
+
+    def _infos(self, paths: list[str]) -> dict[str, FileInfo]:
+        """What is said of files, by the path of its object; those that are not there, or not ours, are left out."""
+        found = {}
+        for path, stored in self._stored(paths).items():
+            with contextlib.suppress(StoreCorrupt, ValidationError):
+                found[path] = _INFO_JSON.validate_json(self._codec.decrypt_bytes(_bound_to(path), stored))
+        return found
 
     def _read(self, path: str) -> bytes | None:
-        try:
-            stored = self._files.cat_file(path)
-        except FileNotFoundError:
-            return None
-        try:
-            return self._codec.decrypt_bytes(_bound_to(path), stored)
-        except StoreCorrupt:
-            return None
+        with contextlib.suppress(StoreCorrupt):
+            for stored in self._stored([path]).values():
+                return self._codec.decrypt_bytes(_bound_to(path), stored)
+        return None
+
+    def _stored(self, paths: list[str]) -> dict[str, bytes]:
+        """Objects as they are stored, by path, those that are there: of S3, many at once."""
+        found = {}
+        for path, stored in zip(paths, self._files.cat_ranges(paths, None, None, on_error="return"), strict=True):
+            if isinstance(stored, bytes):
+                found[path] = stored
+            elif not isinstance(stored, FileNotFoundError):
+                raise stored
+        return found
 
     def _write(self, path: str, content: bytes) -> None:
         """Write an object as a whole: in a directory under another name first, which is its name once all is there."""

@@ -56,7 +56,7 @@ def _add_files(app: Any) -> None:
     from starlette.middleware import Middleware
 
     from vllm_mmcache.components.identity.aliases import ALIASES
-    from vllm_mmcache.components.image_extraction.hooks import is_for_image_loader, most_pixels
+    from vllm_mmcache.components.image_extraction.hooks import image_formats, is_for_image_loader, most_pixels
     from vllm_mmcache.components.image_extraction.request_shapes import WALKERS
     from vllm_mmcache.files.endpoints import FileEndpoints
     from vllm_mmcache.files.middleware import PutFilesMiddleware
@@ -69,12 +69,13 @@ def _add_files(app: Any) -> None:
         logger.warning("mmcache: there is no /v1/files: MMCACHE_FILES needs %s to be on", " and ".join(missing))
         return
     store = FileStore.of(chosen)
-    endpoints = FileEndpoints(store, max_bytes=chosen.file_bytes, max_pixels=most_pixels())
+    formats = image_formats()
+    endpoints = FileEndpoints(store, max_bytes=chosen.file_bytes, max_pixels=most_pixels(), formats=formats)
     app.router.routes.extend(endpoints.routes())
     named = None
     if chosen.files_uuids:
         is_known = partial(ALIASES.knows, "image")
-        named = NamedImages(FileStore.of(chosen, "named"), is_known, max_bytes=chosen.file_bytes)
+        named = NamedImages(FileStore.of(chosen, "named"), is_known, max_bytes=chosen.file_bytes, formats=formats)
     layer = Middleware(
         PutFilesMiddleware,
         store=store,

@@ -344,6 +344,26 @@ def test_a_tenant_is_required(client: TestClient, source: tenant.TenantSource, m
         assert "tenant" in message(answer)
 
 
+def test_an_empty_salt_names_no_tenant(tmp_path: Path) -> None:
+    """vLLM refuses it, too. Otherwise a client that has lost its salt would be among all those without one."""
+    client = application(tmp_path, tenant.parse_source("cache_salt"))
+    data = {"purpose": "vision", "cache_salt": ""}
+    uploaded = client.post("/v1/files", files={"file": ("a.png", picture())}, data=data)
+    for answer in uploaded, client.get("/v1/files", params={"cache_salt": ""}):
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "cache_salt"
+        assert "is empty" in answer.json()["error"]["message"]
+
+
+def test_images_are_those_that_vllm_opens(tmp_path: Path) -> None:
+    """By its formats, and by the number of pixels, which 0 does not bound."""
+    store = FileStore(fsspec.filesystem("file"), str(tmp_path), codec=PLAIN, ttl_s=0, quota=10**6)
+    routes = FileEndpoints(store, max_bytes=MAX_BYTES, max_pixels=0, formats=("PNG", "JPEG")).routes()
+    alice = Tenant(TestClient(Starlette(routes=routes)), tenant.parse_source("cache_salt"))
+    statuses = [alice.upload(picture(101, kind)).status_code for kind in ("PNG", "JPEG", "GIF", "PPM")]
+    assert statuses == [200, 200, 400, 400]
+
+
 def test_a_body_that_contradicts_the_header(tmp_path: Path) -> None:
     client = application(tmp_path, tenant.parse_source("header:x-tenant"))
     answer = client.get("/v1/files", params={"cache_salt": "bob"}, headers={"x-tenant": "alice"})

@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 
 from tests.unit.files.test_endpoints import CHAT, MAX_BYTES, echo, picture
 from vllm_mmcache.content import placeholders
+from vllm_mmcache.content.content_name import name_of
 from vllm_mmcache.files import named as named_module
 from vllm_mmcache.files.middleware import PutFilesMiddleware
 from vllm_mmcache.files.named import NamedImages
@@ -37,17 +38,18 @@ class Replica:
         layer = Middleware(
             PutFilesMiddleware,
             store=store("files"),
-            may_name_files=(CHAT,).__contains__,
+            may_name_files=(CHAT, "/tokenize").__contains__,
             takes_files=lambda scope, path: True,
             named_images=named,
         )
-        self.client = TestClient(Starlette(routes=[Route(CHAT, echo, methods=["POST"])], middleware=[layer]))
+        routes = [Route(path, echo, methods=["POST"]) for path in (CHAT, "/tokenize")]
+        self.client = TestClient(Starlette(routes=routes, middleware=[layer]))
 
-    def ask(self, *parts: Any, salt: str | None = None) -> Any:
+    def ask(self, *parts: Any, salt: str | None = None, path: str = CHAT) -> Any:
         body: dict[str, Any] = {"messages": [{"role": "user", "content": list(parts)}]}
         sent = json.dumps(body | ({"cache_salt": salt} if salt else {}))
         headers = {"content-type": "application/json"}
-        answer = self.client.post(CHAT, content=sent, headers=headers).raise_for_status().json()
+        answer = self.client.post(path, content=sent, headers=headers).raise_for_status().json()
         return json.loads(answer["body"])["messages"][0]["content"], [one["content"] for one in answer["images"]]
 
 
@@ -72,11 +74,59 @@ def test_a_uuid_is_known_to_all_replicas(replicas: tuple[Replica, Replica]) -> N
     assert contents == [picture().hex()]
 
 
-def test_what_a_replica_knows_itself_is_not_looked_for(replicas: tuple[Replica, Replica]) -> None:
+def test_a_digest_that_a_replica_knows_itself_is_not_looked_for(replicas: tuple[Replica, Replica]) -> None:
+    """It can stand for one image alone. Any other uuid may have been given to another image meanwhile."""
+    one, other = replicas
+    digest = name_of(picture())
+    for uuid, looked_for in (digest, False), ("a", True):
+        one.ask(image(uuid, picture()))
+        other.known.add((uuid, None))
+        assert bool(other.ask(image(uuid, None))[1]) == looked_for
+
+
+def test_a_uuid_that_another_replica_has_given_to_another_image(replicas: tuple[Replica, Replica]) -> None:
+    one, other = replicas
+    one.ask(image("a", picture(color=1)))
+    one.known.add(("a", None))
+    other.ask(image("a", picture(color=2)))
+    assert one.ask(image("a", None))[1] == [picture(color=2).hex()]
+    one.ask(image("a", picture(color=1)))
+    assert other.ask(image("a", None))[1] == [picture(color=1).hex()], "it was written again"
+
+
+@pytest.mark.parametrize("url", ["https://host/a.png", f"data:image/png;base64,{'A' * MAX_BYTES * 2}"])
+def test_what_came_last_and_was_not_saved_counts(replicas: tuple[Replica, Replica], url: str) -> None:
+    """The store has what came before; this replica knows better."""
     one, other = replicas
     one.ask(image("a", picture()))
-    other.known.add(("a", None))
-    assert other.ask(image("a", None)) == ([image("a", None)], [])
+    one.known.add(("a", None))
+    one.ask({"type": "image_url", "image_url": {"url": url}, "uuid": "a"})
+    assert one.ask(image("a", None)) == ([image("a", None)], [])
+    assert other.ask(image("a", None))[1] == [picture().hex()], "which can't know it"
+
+
+def test_the_uuids_of_a_request_are_looked_for_once_and_not_without_end(
+    replicas: tuple[Replica, Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = replicas
+    for uuid in "abc":
+        one.ask(image(uuid, picture()))
+    monkeypatch.setattr(named_module, "MOST_LOOKED_FOR", 2)
+    asked: list[str] = []
+    find = FileStore.find_named
+    monkeypatch.setattr(FileStore, "find_named", lambda self, key, uuid: (asked.append(uuid), find(self, key, uuid))[1])
+    parts, contents = other.ask(*(image(uuid, None) for uuid in "aabac"))
+    assert sorted(asked) == ["a", "b"]
+    assert contents == [picture().hex()] * 4
+    assert parts[4] == image("c", None)
+
+
+def test_a_path_without_an_api_key_writes_nothing(replicas: tuple[Replica, Replica]) -> None:
+    one, other = replicas
+    one.ask(image("a", picture()), path="/tokenize")
+    assert other.ask(image("a", None))[1] == []
+    one.ask(image("a", picture()))
+    assert other.ask(image("a", None), path="/tokenize")[1] == [picture().hex()]
 
 
 def test_unknown_uuids_and_those_of_other_tenants(replicas: tuple[Replica, Replica]) -> None:

@@ -150,7 +150,7 @@ def test_an_upload_sweeps_once_an_hour(place: tuple[Any, str, PlainCodec], monke
     store = opened(place, ttl_s=HOUR)
     swept = threading.Event()
     monkeypatch.setattr(store, "sweep", swept.set)
-    lasting = store._breaker, store._threads
+    lasting = store._writing, store._threads
     kept(store)
     now = time.monotonic()
     assert not swept.is_set()
@@ -160,7 +160,7 @@ def test_an_upload_sweeps_once_an_hour(place: tuple[Any, str, PlainCodec], monke
     swept.clear()
     kept(store)
     assert not swept.wait(0.1)
-    assert (store._breaker, store._threads) == lasting, "an open breaker stays open, and threads are not made again"
+    assert (store._writing, store._threads) == lasting, "an open breaker stays open, and threads are not made again"
 
 
 def test_sweep_removes_content_of_which_nothing_is_said(place: tuple[Any, str, PlainCodec], monkeypatch: Any) -> None:
@@ -204,6 +204,50 @@ def test_quota(place: tuple[Any, str, PlainCodec]) -> None:
     assert len(store.files_of(ALICE)) == 2
 
 
+def test_expired_files_do_not_use_up_the_quota(
+    place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are removed when room is needed, of that tenant alone, and not looked for again at each refusal."""
+    store, now, clock = opened(place, quota=2 * (len(CONTENT) + ENTRY_BYTES) + 100), time.time(), time.monotonic()
+    kept(store, BOB, expires_after_s=HOUR)
+    for content in (CONTENT, CONTENT[::-1]):
+        kept(store, content=content, expires_after_s=HOUR)
+    with pytest.raises(QuotaExceeded):
+        kept(store, content=b"one more")
+    monkeypatch.setattr("time.time", lambda: now + 2 * HOUR)
+    with pytest.raises(QuotaExceeded):
+        kept(store, content=b"one more")
+    monkeypatch.setattr("time.monotonic", lambda: clock + 2 * file_store.FULL_SWEEP_S)
+    assert kept(store, content=b"one more").id in {info.id for info in store.files_of(ALICE)}
+    assert len(objects(place)) == 4, "this one's two objects, and those of another tenant"
+
+
+@pytest.mark.parametrize("fails", ["pipe_file", "cat_ranges"])
+def test_what_is_full_can_be_read_all_the_same(
+    place: tuple[Any, str, PlainCodec], fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what can't be read can be written to."""
+    store = opened(place)
+    info = kept(store)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no room")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(place[0], fails, fail)
+        with pytest.raises(FilesUnusable):
+            kept(store, content=b"another") if fails == "pipe_file" else store.read(ALICE, info)
+    if fails == "pipe_file":
+        assert store.read(ALICE, info) == CONTENT
+        assert store.files_of(ALICE) == [info]
+        with pytest.raises(FilesUnusable):
+            kept(store, content=b"another")
+    else:
+        kept(store, content=b"another")
+        with pytest.raises(FilesUnusable):
+            store.read(ALICE, info)
+
+
 @pytest.mark.parametrize("damage", ["changed", "cut", "another's"])
 def test_damaged_content_is_not_served(place: tuple[Any, str, PlainCodec], damage: str) -> None:
     store, (filesystem, _, _) = opened(place), place
@@ -241,10 +285,11 @@ def test_a_place_that_does_not_serve(
     for _ in range(2):
         with pytest.raises(FilesUnusable, match="ask again later"):
             kept(store)
-    assert len([record for record in caplog.records if "with the files of clients is off" in record.getMessage()]) == 1
+    said = "with the files of clients, writing is off"
+    assert len([record for record in caplog.records if said in record.getMessage()]) == 1
     (tmp_path / "file").unlink()
     with pytest.raises(FilesUnusable):
-        store.files_of(ALICE)
+        kept(store)
     now = time.monotonic()
     monkeypatch.setattr("time.monotonic", lambda: now + file_store.REST_S[0])
     assert store.files_of(ALICE) == []

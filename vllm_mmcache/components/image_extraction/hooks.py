@@ -8,6 +8,7 @@ ask vLLM's image loader: another media connector, another renderer than the Hugg
 from typing import Any
 
 import vllm.envs as envs
+from vllm.multimodal.image import ALLOWED_IMAGE_FORMATS
 
 from vllm_mmcache.base import status
 from vllm_mmcache.base.arguments import argument
@@ -94,5 +95,10 @@ def is_for_image_loader(scope: Scope, path: str) -> bool:
 
 
 def most_pixels() -> int:
-    """Of an image that vLLM opens."""
-    return int(envs.VLLM_MAX_IMAGE_PIXELS)
+    """Of an image that vLLM opens; 0 where it opens any."""
+    return max(0, int(envs.VLLM_MAX_IMAGE_PIXELS))
+
+
+def image_formats() -> tuple[str, ...]:
+    """Those that vLLM opens, by Pillow's names."""
+    return tuple(ALLOWED_IMAGE_FORMATS)

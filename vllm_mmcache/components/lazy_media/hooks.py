@@ -228,7 +228,8 @@ def _is_lazy(record: MediaInfo) -> bool:
 
 def _is_allowed(size: tuple[int, int]) -> bool:
     """Whether vLLM opens images of that size; one that it doesn't has no record but one that somebody has made up."""
-    return bool(size[0] * size[1] <= envs.VLLM_MAX_IMAGE_PIXELS)
+    most = int(envs.VLLM_MAX_IMAGE_PIXELS)
+    return most <= 0 or size[0] * size[1] <= most
 
 
 def _open_lazily(

@@ -100,6 +100,22 @@ def test_videos(name: str, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("most", "is_known"), [("0", True), ("1000000", True), ("10", False)])
+def test_0_is_no_limit_of_pixels(most: str, is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To vLLM, and so to what is left undecoded. The control is a small limit."""
+    monkeypatch.setattr(settings, "_current", settings.Settings(store=str(tmp_path)))
+    monkeypatch.setenv("VLLM_MAX_IMAGE_PIXELS", most)
+    content = files.saved(ellipses("large"), "JPEG")
+    with component():
+        if not is_known:
+            with pytest.raises(ValueError, match="VLLM_MAX_IMAGE_PIXELS"):
+                image_io({}).load_bytes(content)
+            return
+        image_io({}).load_bytes(content)
+        assert isinstance(image_io({}).load_bytes(content).media, LazyImage)
+
+
+@pytest.mark.slow
 def test_a_name_from_exif_ends_when_identity_is_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program's ImageID is an image's name to stock, and to a server without identity; its pixels are afterwards."""
     content = files.saved(ellipses("named"), "JPEG")
