@@ -22,7 +22,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from vllm_mmcache.base.durations import Duration
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.settings_messages import PROTECTING, allowed, check_together, is_of_a_service, known, nearest
-from vllm_mmcache.base.store_url import PASSWORD_SHOWN, check_key, holds_password, host_and_port, with_password
+from vllm_mmcache.base.store_url import WITH_URLS, check_key, host_and_port, why_not_in_config, with_password
 from vllm_mmcache.base.store_url import redact as redact
 from vllm_mmcache.base.store_url import store_places as store_places
 from vllm_mmcache.base.tenant import parse_source
@@ -361,7 +361,8 @@ class Settings(BaseSettings):
         description=(
             "Where images are kept that clients upload to `/v1/files`: a directory (an absolute path), a URL of Redis "
             "or Valkey as in `store`, or one that fsspec can write to, such as `s3://bucket/folder`. All replicas need "
-            "the same. If unset, there is no `/v1/files`. It needs `identity` and `lazy_media` to be on."
+            "the same. If unset, there is no `/v1/files`. It needs `identity` and `lazy_media` to be on. A URL with a "
+            "password can only be set as a variable."
         ),
     )
     files_ttl: Duration = Field(
@@ -526,8 +527,9 @@ def load_settings(config: Mapping[str, Any] | None = None) -> Settings:
             f"{first['msg'].removeprefix('Value error, ')} "
             f"({allowed(name, Settings.model_fields[name])}; default {Settings.model_fields[name].default!r})"
         ) from None
-    if "store" in (config or {}) and holds_password(read.store or ""):
-        raise SettingsError(f"{spelled('store')} {PASSWORD_SHOWN}")
+    for name in WITH_URLS:
+        if name in (config or {}) and (why := why_not_in_config(name, getattr(read, name))):
+            raise SettingsError(f"{spelled(name)} {why}")
     check_together(read, spelled)
     return read
 

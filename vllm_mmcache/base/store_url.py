@@ -15,10 +15,8 @@ from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.secret_files import read_secret, shown
 
 STORE = "MMCACHE_STORE"
-PASSWORD_SHOWN = (
-    "holds a password, and command lines are shown to everybody on this machine, and in vLLM's log: set MMCACHE_STORE "
-    "instead, or leave the password out and name a file that holds it with MMCACHE_STORE_PASSWORD_FILE"
-)
+WITH_URLS = ("store", "files")
+"""The settings whose URLs may hold passwords."""
 REMOTE_SCHEMES = (*remote_url.SCHEMES, *remote_url.SEVERAL_HOSTS)
 
 
@@ -92,12 +90,21 @@ def with_password(url: str, password_file: str | None) -> str:
     return urlunsplit(parts._replace(netloc=f"{user.rstrip(':')}:{quote(password, safe='')}@{host}"))
 
 
-def holds_password(store: str) -> bool:
-    """Whether a value of the setting `store` holds a password; also one that is wrong, as far as can be told."""
+def why_not_in_config(name: str, value: object) -> str:
+    """Why one of WITH_URLS must not have this value on a command line; empty where nothing is against it."""
+    if not isinstance(value, str) or not _holds_password(value):
+        return ""
+    why = "holds a password, and command lines are shown to everybody on this machine, and in vLLM's log: set "
+    file = ", or leave the password out and name a file that holds it with MMCACHE_STORE_PASSWORD_FILE"
+    return f"{why}MMCACHE_{name.upper()} instead{file if name == 'store' else ''}"
+
+
+def _holds_password(places: str) -> bool:
+    """Whether one of these URLs holds a password; also one that is wrong, or of fsspec, as far as can be told."""
     try:
-        _, url = store_places(store)
+        _, url = store_places(places)
     except ValueError:
-        return "@" in store or "password" in store
+        return "@" in places or "password" in places
     return url is not None and has_password(url)
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from vllm_mmcache.base.errors import EnvironmentProblem
-from vllm_mmcache.base.store_url import PASSWORD_SHOWN, STORE, default_directory, holds_password, state_directory
+from vllm_mmcache.base.store_url import STORE, WITH_URLS, default_directory, state_directory, why_not_in_config
 from vllm_mmcache.cli import plugins
 from vllm_mmcache.cli.preflight import check_vllm, compiler_hint
 
@@ -173,29 +173,29 @@ def check_before_start(model: str, arguments: Sequence[str]) -> None:
             f"{why}, so nothing of mmcache would run, and nothing could refuse later: name mmcache in "
             f"{plugins.VARIABLE}, or set MMCACHE_DISABLE=1 to serve without it"
         )
-    check_store(arguments)
+    check_passwords(arguments)
     check_model(model)
     check_port(arguments)
 
 
-def check_store(arguments: Sequence[str]) -> None:
-    """Raises: EnvironmentProblem where the arguments hold a password of the store: vLLM logs them before it asks us."""
+def check_passwords(arguments: Sequence[str]) -> None:
+    """Raises: EnvironmentProblem where the arguments hold the password of a URL: vLLM logs them before it asks us."""
     for where, given in additional_configs(arguments):
-        store = given.get("store") if isinstance(given, dict) else None
-        if isinstance(store, str) and holds_password(store):
-            raise EnvironmentProblem(f"mmcache.store in {where} {PASSWORD_SHOWN}")
+        for name in WITH_URLS if isinstance(given, dict) else ():
+            if why := why_not_in_config(name, given.get(name)):
+                raise EnvironmentProblem(f"mmcache.{name} in {where} {why}")
 
 
 def additional_configs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """What vLLM's arguments say of our settings: where, and the settings. vLLM says what is wrong with the rest."""
     name = "--additional-config"
-    for form, wrap in (
-        ("", lambda value: _parsed(value)),
-        (f".{CONFIG_KEY}", lambda value: {CONFIG_KEY: _parsed(value)}),
-        (f".{CONFIG_KEY}.store", lambda value: {CONFIG_KEY: {"store": value}}),
-    ):
-        if (value := option(arguments, f"additional-config{form}")) is not None:
-            yield name, _ours(wrap(value))
+    if (value := option(arguments, "additional-config")) is not None:
+        yield name, _ours(_parsed(value))
+    if (value := option(arguments, f"additional-config.{CONFIG_KEY}")) is not None:
+        yield name, _parsed(value)
+    for setting in WITH_URLS:
+        if (value := option(arguments, f"additional-config.{CONFIG_KEY}.{setting}")) is not None:
+            yield name, {setting: value}
     if config := option(arguments, "config"):
         with contextlib.suppress(Exception):
             import yaml  # type: ignore[import-untyped]  # comes with vLLM

@@ -117,35 +117,48 @@ def test_settings_are_shown_without_the_store(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["redis://:{}@127.0.0.1:6379", "unix:///run/a.sock?password={}", "/a redis://u:{}@b",
-                                  "rediss://b?ssl_password={}"])  # fmt: skip
-def test_the_command_line_holds_no_password(form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "form"),
+    [
+        ("store", "redis://:{}@127.0.0.1:6379"),
+        ("store", "unix:///run/a.sock?password={}"),
+        ("store", "/a redis://u:{}@b"),
+        ("store", "rediss://b?ssl_password={}"),
+        ("files", "redis://:{}@127.0.0.1:6379"),
+        ("files", "ftp://user:{}@host/files"),
+    ],
+)
+def test_the_command_line_holds_no_password(
+    setting: str, form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Everybody reads it, and vLLM logs it: refused, by `mmcache serve` before anything starts."""
-    store = form.format("s3cretw0rd")
-    said = "MMCACHE_STORE_PASSWORD_FILE"
+    value = form.format("s3cretw0rd")
+    said = f"MMCACHE_{setting.upper()} instead"
     with pytest.raises(SettingsError, match=said) as error:
-        settings.load_settings({"store": store})
+        settings.load_settings({setting: value})
     assert not tells(str(error.value))
+    assert ("MMCACHE_STORE_PASSWORD_FILE" in str(error.value)) == (setting == "store")
     config = tmp_path / "config.yaml"
-    config.write_text(json.dumps({"additional_config": {"mmcache": {"store": store}}}))
+    config.write_text(json.dumps({"additional_config": {"mmcache": {setting: value}}}))
     for arguments in (
-        ["--additional-config", json.dumps({"mmcache": {"store": store}})],
-        [f"--additional_config={json.dumps({'mmcache': {'store': store}})}"],
-        ["--additional-config.mmcache.store", store],
-        [f"--additional-config.mmcache.store={store}"],
+        ["--additional-config", json.dumps({"mmcache": {setting: value}})],
+        [f"--additional_config={json.dumps({'mmcache': {setting: value}})}"],
+        ["--additional-config.mmcache", json.dumps({setting: value})],
+        [f"--additional-config.mmcache.{setting}", value],
+        [f"--additional-config.mmcache.{setting}={value}"],
         ["--config", str(config)],
     ):
         with pytest.raises(EnvironmentProblem, match=said) as refused:
             serve.check_before_start("some/model", [*arguments, "--port", "0"])
         assert not tells(str(refused.value))
-    monkeypatch.setenv("MMCACHE_STORE", store)
-    assert settings.load_settings().store == store, "in the variable it is where it may be"
+    monkeypatch.setenv(f"MMCACHE_{setting.upper()}", value)
+    assert getattr(settings.load_settings(), setting) == value, "in the variable it is where it may be"
 
 
 def test_the_command_line_may_name_a_store() -> None:
     """Negative control: what has no password is taken, and what is another's is another's."""
-    kept = {"store": "/a redis://user@b:6379?db=1"}
-    assert settings.load_settings(kept).store == kept["store"]
+    kept = {"store": "/a redis://user@b:6379?db=1", "files": "s3://bucket/folder"}
+    assert settings.load_settings(kept).model_dump(include=set(kept)) == kept
     other = {"kv": {"url": "redis://:s3cretw0rd@b"}}
     for arguments in (
         ["--additional-config", json.dumps({"mmcache": kept})],
