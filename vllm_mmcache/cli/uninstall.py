@@ -44,6 +44,8 @@ def uninstall(yes: Yes = False, dry_run: DryRun = False) -> None:
     remove(places)
     if url is not None:
         print(f"left {redact(url)}, which others may use: `mmcache store clear` removes what is ours there")
+    if settings.files:
+        print(f"left {redact(settings.files)}, where images that clients uploaded are, those that expired among them")
     if settings.observe_file:
         print(f"left {settings.observe_file}, the file of recorded requests, and the one before it")
     print("the package itself goes with: pip uninstall vllm-mmcache")

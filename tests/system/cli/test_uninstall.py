@@ -74,6 +74,7 @@ def test_nothing_is_left(
     fill(home / "xdg_cache_home" / "mmcache")
     fill(home / "chosen")
     monkeypatch.setenv("MMCACHE_STORE", f"{home / 'chosen'} {server.url}")
+    monkeypatch.setenv("MMCACHE_FILES", "s3://bucket/uploads")
     user_proofs.add(PLACE, ["features"], "test", [])
     install_hook()
     assert save(redis_tier(server.url, timeout_s=60), 0)
@@ -87,6 +88,7 @@ def test_nothing_is_left(
     said = capsys.readouterr().out
     assert "removed 1 proofs\nremoved the start-up hook for torchvision\n" in said
     assert f"left {server.url}, which others may use" in said
+    assert "left s3://***, where images that clients uploaded are" in said
     assert "pip uninstall vllm-mmcache" in said
     assert server.client.dbsize() == 1
 
