@@ -17,9 +17,8 @@ def promtool(*arguments: object) -> "subprocess.CompletedProcess[str]":
 def exposed() -> set[str]:
     """The names of all samples of ours on /metrics, as the code makes them."""
     every: tuple[Any, ...] = (*counters.COUNTERS, *counters.TIER_COUNTERS.values(), *counters.RECORD_COUNTERS.values())
-    names = {
-        f"{counter.name}_total" for counter in (*every, counters.PROMPT_TOKENS, counters.PROMPT_IMAGES, counters.AUDIT)
-    }
+    labelled = (counters.PROMPT_TOKENS, counters.PROMPT_IMAGES, counters.AUDIT, counters.FILE_REQUESTS)
+    names = {f"{counter.name}_total" for counter in (*every, *labelled)}
     names |= {gauge.name for gauge in vars(counters).values() if isinstance(gauge, counters.Gauge | counters.Info)}
     return names | {f"{prefix}_{what}" for prefix in ("table", "engine_table") for what in table_sizes._MEANINGS}
 

@@ -221,6 +221,15 @@ def test_what_clients_need_goes_through_as_it_was_written(router: Router, line: 
     assert "Authorization: Bearer k" in reached
 
 
+def test_a_client_can_not_name_its_tenant(router: Router, start: Start) -> None:
+    """Negative control: where the line that throws the header away is missing, it goes through."""
+    asked = ("POST /v1/chat/completions", "X-Tenant: somebody else", "x-tenant: a second one", "Content-Length: 0")
+    _, _, (reached,) = router.ask(*asked)
+    assert "tenant" not in reached.lower()
+    _, _, (reached,) = start(re.sub(r"proxy_set_header X-Tenant .*", "", CONF)).ask(*asked)
+    assert "somebody else" in reached
+
+
 @pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.parametrize("path", CLOSED)
 def test_nothing_else_reaches_a_replica(router: Router, path: str, method: str) -> None:
