@@ -2,7 +2,10 @@
 """Files in a real Valkey or Redis, beside what else lies there."""
 
 import logging
+import re
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,10 @@ from vllm_mmcache.files.store import ENTRY_BYTES, FileInfo, FileStore, QuotaExce
 from vllm_mmcache.storage.encryption import AesGcmCodec
 
 pytestmark = pytest.mark.process
+
+PAGE = (Path(__file__).parents[3] / "docs" / "operate.md").read_text()
+(RULE,) = re.findall(r"^ +ACL SETUSER mmcache-files (on >PASSWORD [^\\\n]*(?:\\\n[^\\\n]*)*)$", PAGE, re.MULTILINE)
+RIGHTS = [word for word in RULE.replace("\\\n", " ").split() if word != ">PASSWORD"]
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 CONTENT = bytes(range(256)) * 4096  # a mebibyte
@@ -120,14 +127,14 @@ def test_content_that_was_changed(server: Server) -> None:
 def test_a_server_that_is_gone(
     server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is left alone for a while, then tried again; nothing secret of its URL is said."""
+    """It is left alone for a while, then tried again; nothing secret of its URL is said, of writing and of reading."""
     url = server.url.replace("redis://", "redis://user:a-password-of-this-test@")
     store = FileStore.of(Settings(files=url))
     with caplog.at_level(logging.WARNING):
         for call in (lambda: kept(store), lambda: store.files_of(ALICE)):
             with pytest.raises(FilesUnusable, match="ask again later"):
                 call()
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == 2
     assert "a-password" not in caplog.text
     server.client.acl_setuser(
         "user", enabled=True, passwords=["+a-password-of-this-test"], commands=["+@all"], keys=["*"]
@@ -138,6 +145,36 @@ def test_a_server_that_is_gone(
         assert store.read(ALICE, kept(store)) == CONTENT
     finally:
         server.client.acl_deluser("user")
+
+
+def denied(server: Server, *without: str) -> set[str]:
+    """Do all that is done with files, as a user by the documented rule without these rights; what was refused."""
+    rights = [right for right in RIGHTS if right not in without]
+    server.client.execute_command("ACL SETUSER", "mmcache-files", "reset", ">secret", *rights)
+    server.client.acl_log_reset()
+    url = server.url.replace("redis://", "redis://mmcache-files:secret@")
+    try:
+        for ttl_s in TTL_S, 0:
+            for work in (
+                lambda store: store.delete(ALICE, kept(store).id),
+                lambda store: store.read(ALICE, kept(store)),
+                lambda store: store.sweep(),
+            ):  # each with a store that does not rest after what another one was refused
+                with suppress(FilesUnusable):
+                    work(FileStore.of(Settings(files=url, files_ttl=Duration(ttl_s))))
+        refused = {str(entry["object"]) for entry in server.client.acl_log()}
+        return refused - {"client|setinfo"}  # with which redis-py says its version
+    finally:
+        server.client.acl_deluser("mmcache-files")
+
+
+def test_the_documented_rights_are_enough(server: Server) -> None:
+    assert denied(server) == set()
+
+
+@pytest.mark.parametrize("right", [right for right in RIGHTS if right.startswith("+") and "cluster" not in right])
+def test_each_documented_right_is_needed(server: Server, right: str) -> None:
+    assert denied(server, right) == {right.removeprefix("+")}
 
 
 @pytest.mark.parametrize("url", ["redis://host:port", "redis://host?nonsense=1"])
