@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of KV blocks that nobody computes are withdrawn. Engine process, main thread; imports no vLLM."""
+"""Withdraws keys of KV blocks, so that no later request finds them. Engine process, main thread; imports no vLLM."""
 
 from typing import Any
 
@@ -15,3 +15,10 @@ def withdraw_keys(kv_cache_manager: Any, request: Any) -> None:
         behind = blocks[request.num_computed_tokens // manager.block_size :]
         if published := {block.block_id for block in behind if block.block_hash is not None}:
             manager.block_pool.evict_blocks(published)
+
+
+def withdraw_all_keys(kv_cache_manager: Any) -> None:
+    """Take away the keys of all blocks, those that a request holds among them, for which vLLM's reset is refused."""
+    pool = kv_cache_manager.block_pool
+    if published := {block.block_id for block in pool.blocks if block.block_hash is not None}:
+        pool.evict_blocks(published)

@@ -12,6 +12,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from tests.support.vllm_requests import Prompt, make_request, our_hasher
+from vllm_mmcache.base import kv_blocks
 from vllm_mmcache.components.image_checkpoints.vllm_planner import PLAN, Checkpoints
 from vllm_mmcache.components.inner_checkpoints import vllm_blocks
 from vllm_mmcache.components.inner_checkpoints.cuts import Cut
@@ -167,6 +168,18 @@ def test_keys_of_a_request_that_was_preempted_in_the_same_step_are_withdrawn() -
     cache.manager.free(request)
     assert cache.inner.take_cuts(set()) == {}
     assert cache.hit(about_the_image(3)) == 0
+
+
+def test_all_keys_can_be_withdrawn_while_a_request_holds_its_blocks() -> None:
+    """vLLM refuses to reset the cache then. The request goes on with its blocks."""
+    cache = Cache()
+    request = cache.request(about_the_image(2))
+    cache.chunk(request, 256)
+    assert not cache.manager.reset_prefix_cache()
+    assert cache.hit(about_the_image(3)) == 128, "the control"
+    kv_blocks.withdraw_all_keys(cache.manager)
+    assert cache.hit(about_the_image(3)) == 0
+    assert cache.chunk(request, 260) is not None
 
 
 def test_what_was_wanted_in_a_step_is_not_remembered() -> None:
