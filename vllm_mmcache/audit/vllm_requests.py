@@ -18,7 +18,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_mmcache.audit.samples import Sample
-from vllm_mmcache.base import status, uses
+from vllm_mmcache.base import engine_caches, status, uses
 from vllm_mmcache.components.image_spans.spans import image_spans, keeps_images_whole
 from vllm_mmcache.exactness.distance import Logprobs, floor_of
 
@@ -119,7 +119,8 @@ class AuditedEngine:
         for name in ("allocate_slots", "cache_blocks"):
             vars(scheduler.kv_cache_manager).pop(name, None)
         if uses.run_of(request) == "cold":
-            _let_go(scheduler.encoder_cache_manager, {feature.identifier for feature in request.mm_features})
+            names = {feature.identifier for feature in request.mm_features}
+            engine_caches.let_go_of_outputs(scheduler.encoder_cache_manager, names)
 
     def abort(self, request: Any) -> None:
         """End it now."""
@@ -230,13 +231,3 @@ def why_not(engine_core: Any) -> str:
     if parallel.data_parallel_size > 1 and model_config.is_moe:
         return "its steps are those of all data-parallel engines"
     return ""
-
-
-def _let_go(manager: Any, names: set[str]) -> None:
-    """Encoder outputs that nobody refers to any more go before all others, as vLLM lets go of the oldest."""
-    for name in names & manager.freeable.keys():
-        size = manager.freeable.pop(name)
-        del manager.cached[name]
-        del manager.num_embeds_by_hash[name]
-        manager.freed.append(name)
-        manager.num_free_slots += size

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from vllm_mmcache.base import kv_blocks, status
+from vllm_mmcache.base import engine_caches, status
 from vllm_mmcache.base.errors import EngineBusy
 from vllm_mmcache.base.status import State
 from vllm_mmcache.lifecycle import rank_sync
@@ -51,7 +51,7 @@ def switch_off(engine_core: Any, component: str, reason: str, *, is_ready: bool 
         if (close := _CLOSE.get(name)) is not None:
             close(engine_core)
     is_empty = scheduler.reset_prefix_cache(reset_connector=True)
-    kv_blocks.withdraw_all_keys(scheduler.kv_cache_manager)  # those of a session that waits for more input are left
+    engine_caches.withdraw_all_keys(scheduler.kv_cache_manager)  # those of a session that waits for more input are left
     if not is_empty and scheduler.connector is not None:
         logger.warning("mmcache: a KV connector could not be emptied; what %s made may lie in it", component)
     engine_core.reset_encoder_cache()

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from vllm.v1.core import kv_cache_utils
 
 from tests.unit.components.block_keys.test_layout import by_the_book
-from vllm_mmcache.base import kv_blocks
+from vllm_mmcache.base import engine_caches, status
 from vllm_mmcache.exactness.answers import Answer
 from vllm_mmcache.exactness.conversations import filler, one, picture, user
 
@@ -73,47 +73,78 @@ SCARCE = EngineConfig(
 )
 
 
-@pytest.mark.parametrize("withdraws", [True, False])
-def test_a_request_that_is_preempted_in_its_step_leaves_no_keys(
-    pool: EnginePool, withdraws: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A more important request takes a block of the step that was to compute two. The control is stock's way."""
-    rig = pool.get(SCARCE)
-    engine, scheduler = rig.llm.llm_engine, rig.scheduler
-    preempted: list[tuple[str, int]] = []
+def text_of(num_tokens: int) -> dict[str, Any]:
+    return {"prompt_token_ids": [(7 * place + 11) % 300 + 20 for place in range(num_tokens)]}
+
+
+def answers(rig: ZooRig, *requests: tuple[str, dict[str, Any], int, int]) -> dict[str, list[float]]:
+    """Ask: name, prompt, tokens of the answer, priority; the next one when a step is over."""
+    engine, found, waiting = rig.llm.llm_engine, dict[str, list[float]](), list(requests)
+    while waiting or engine.has_unfinished_requests():
+        if waiting:
+            name, prompt, num_answered, priority = waiting.pop(0)
+            params = SamplingParams(max_tokens=num_answered, temperature=0, logprobs=1, ignore_eos=True)
+            engine.add_request(name, prompt, params, priority=priority)
+        for output in engine.step():
+            if output.finished:
+                chosen = zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+                found[output.request_id] = [entry[token].logprob for token, entry in chosen]
+    return found
+
+
+@pytest.fixture
+def preempted(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, set[int]]]:
+    """Of each preempted request: its name, blocks that nobody has computed, and images whose outputs it holds."""
+    scheduler = pool.get(SCARCE).scheduler
+    found: list[tuple[str, int, set[int]]] = []
     preempt = type(scheduler)._preempt_request
 
     def note(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         blocks = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks[request.request_id]
-        preempted.append((request.request_id, len(blocks) - request.num_computed_tokens // 32))
+        images = set(self.encoder_cache_manager.get_cached_input_ids(request))
+        found.append((request.request_id[:4], len(blocks) - request.num_computed_tokens // 32, images))
         return preempt(self, request, *args, **kwargs)
 
     monkeypatch.setattr(type(scheduler), "_preempt_request", note)
+    return found
+
+
+@pytest.mark.parametrize("withdraws", [True, False])
+def test_a_request_that_is_preempted_in_its_step_leaves_no_keys(
+    pool: EnginePool, preempted: list[Any], withdraws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A more important request takes a block of the step that was to compute two. The control is stock's way."""
+    rig = pool.get(SCARCE)
     if not withdraws:
-        monkeypatch.setattr(kv_blocks, "withdraw_keys", lambda *_: None)
-
-    def answers(*requests: tuple[str, int, int, int]) -> dict[str, list[float]]:
-        """Ask: name, number of tokens, tokens of the answer, priority; the next one when a step is over."""
-        found: dict[str, list[float]] = {}
-        waiting = list(requests)
-        while waiting or engine.has_unfinished_requests():
-            if waiting:
-                name, num_tokens, num_answered, priority = waiting.pop(0)
-                tokens = [(7 * place + 11) % 300 + 20 for place in range(num_tokens)]
-                params = SamplingParams(max_tokens=num_answered, temperature=0, logprobs=1, ignore_eos=True)
-                engine.add_request(name, {"prompt_token_ids": tokens}, params, priority=priority)
-            for output in engine.step():
-                if output.finished:
-                    chosen = zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
-                    found[output.request_id] = [entry[token].logprob for token, entry in chosen]
-        return found
-
-    cold = answers(("cold", 280, 3, 0))["cold"]
+        monkeypatch.setattr(engine_caches, "withdraw_keys", lambda *_: None)
+    cold = answers(rig, ("cold", text_of(280), 3, 0))["cold"]
     assert preempted == []
     rig.llm.reset_prefix_cache()
-    warm = answers(("long", 280, 3, 9), ("short", 32, 8, 0))["long"]
-    assert preempted, "nobody was in the way"
-    assert preempted[0][0].startswith("long")
-    assert preempted[0][1] == 2, "both blocks were those of the step"
+    warm = answers(rig, ("long", text_of(280), 3, 9), ("short", text_of(32), 8, 0))["long"]
+    assert preempted[0] == ("long", 2, set()), "both blocks were those of the step"
     assert np.allclose(warm, cold, atol=1e-4) == withdraws
     rig.llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("withdraws", [True, False])
+def test_a_request_that_is_preempted_in_its_step_leaves_no_image(
+    pool: EnginePool, preempted: list[Any], withdraws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, in the step that was to encode its image: without its output, the engine ends, as stock's does."""
+    rig = pool.get(SCARCE)
+    if not withdraws:
+        monkeypatch.setattr(engine_caches, "outputs_behind", lambda *_: set())
+    monkeypatch.setitem(status._is_on, "features", False)  # which may have the image, and send it along
+    text, images = rig.render([user(filler(190), picture(5), "What is it?" + filler(12))])
+    prompt = {"prompt": text, "multi_modal_data": {"image": list(images)}}
+    cold = answers(rig, ("cold", prompt, 3, 0))["cold"]
+    rig.make_cold()
+    requests = ("long", prompt, 3, 9), ("short", text_of(32), 8, 0)
+    if withdraws:
+        assert np.allclose(answers(rig, *requests)["long"], cold, atol=1e-4)
+        rig.make_cold()
+    else:
+        with pytest.raises(RuntimeError, match="Encoder cache miss"):
+            answers(rig, *requests)
+        pool.close()
+    assert preempted[0] == ("long", 2, {0}), "its image was to be encoded in the step"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only file of this component that touches vLLM: hands the engine our block hasher in place of its own.
 
-It also withdraws keys of blocks that are not computed after all.
+It also takes back keys of blocks, and encoder outputs, that are not computed after all.
 
 The hasher is made in the engine process when EngineCore is built. The choice is fixed then: switching midway would mix
 two key spaces. Only where the component is switched off for good do all requests get vLLM's keys (`give_back`). KV
@@ -17,7 +17,7 @@ from typing import Any
 from vllm.utils import hashing
 from vllm.v1.core import kv_cache_utils
 
-from vllm_mmcache.base import kv_blocks, status
+from vllm_mmcache.base import engine_caches, status
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.base.status import State
 from vllm_mmcache.components.block_keys import layout
@@ -88,20 +88,30 @@ def make_block_hasher(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     "vllm.v1.core.sched.scheduler:Scheduler._preempt_request",
     name="preempt",
     args=("request",),
-    reads=("vllm.v1.core.block_pool:BlockPool.evict_blocks",),
+    reads=(
+        "vllm.v1.core.block_pool:BlockPool.evict_blocks",
+        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.free_encoder_input",
+        "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.can_allocate",
+    ),
     why="with priorities a request can be preempted in the step that it was scheduled for: nobody computes what the "
-    "keys of its blocks promise, and the next request with that prefix would be answered from them",
-    upstream="none yet: vLLM leaves the keys of these blocks published",
-    remove_when="vLLM withdraws the keys of blocks that are not computed after all",
+    "keys of its blocks promise, and the next request with that prefix would be answered from them; nor the outputs "
+    "of its images, without which the engine ends when it comes back",
+    upstream="none yet: vLLM leaves the keys of these blocks published, and the outputs booked",
+    remove_when="vLLM takes back what is not computed after all",
 )
-def withdraw_keys(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of Scheduler._preempt_request(request, timestamp): keys of what is not computed are withdrawn.
+def withdraw_what_is_not_computed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler._preempt_request(request, timestamp): what a step promised that it is not part of goes.
 
-    Not guarded: such a key would be a wrong answer.
+    Not guarded: a key that is left would be a wrong answer.
     """
-    if status.is_on("block_keys"):
-        kv_blocks.withdraw_keys(instance.kv_cache_manager, argument(wrapped, args, kwargs, "request"))
-    return wrapped(*args, **kwargs)
+    if not status.is_on("block_keys"):
+        return wrapped(*args, **kwargs)
+    request, encoder_cache = argument(wrapped, args, kwargs, "request"), instance.encoder_cache_manager
+    engine_caches.withdraw_keys(instance.kv_cache_manager, request)
+    names = engine_caches.outputs_behind(encoder_cache, request)
+    outcome = wrapped(*args, **kwargs)
+    engine_caches.let_go_of_outputs(encoder_cache, names)
+    return outcome
 
 
 def give_back(engine_core: Any) -> None:

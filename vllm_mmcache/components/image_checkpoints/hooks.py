@@ -9,7 +9,7 @@ is vLLM's own calculation. Never changes what a block key says. Nothing here run
 
 from typing import Any
 
-from vllm_mmcache.base import kv_blocks, status, uses
+from vllm_mmcache.base import engine_caches, status, uses
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.components.image_checkpoints.vllm_planner import CHECKPOINTS, Checkpoints, is_sparse
@@ -78,7 +78,7 @@ def withdraw_keys(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     Not guarded: such a key would be a wrong answer.
     """
     if checkpoints_of(instance) is not None:
-        kv_blocks.withdraw_keys(instance.kv_cache_manager, argument(wrapped, args, kwargs, "request"))
+        engine_caches.withdraw_keys(instance.kv_cache_manager, argument(wrapped, args, kwargs, "request"))
     return wrapped(*args, **kwargs)
 
 

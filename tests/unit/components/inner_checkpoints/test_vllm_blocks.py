@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from tests.support.vllm_requests import Prompt, make_request, our_hasher
-from vllm_mmcache.base import kv_blocks
+from vllm_mmcache.base import engine_caches
 from vllm_mmcache.components.image_checkpoints.vllm_planner import PLAN, Checkpoints
 from vllm_mmcache.components.inner_checkpoints import vllm_blocks
 from vllm_mmcache.components.inner_checkpoints.cuts import Cut
@@ -177,7 +177,7 @@ def test_all_keys_can_be_withdrawn_while_a_request_holds_its_blocks() -> None:
     cache.chunk(request, 256)
     assert not cache.manager.reset_prefix_cache()
     assert cache.hit(about_the_image(3)) == 128, "the control"
-    kv_blocks.withdraw_all_keys(cache.manager)
+    engine_caches.withdraw_all_keys(cache.manager)
     assert cache.hit(about_the_image(3)) == 0
     assert cache.chunk(request, 260) is not None
 
