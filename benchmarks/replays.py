@@ -78,8 +78,9 @@ REPLAYS = {
     "image_service": Replay(lambda given, _: {
         f"{again:.0%} again": workloads.image_service(given.requests, again) for again in (0.0, 0.5)
     }, SCREENS, max_tokens=8, zoo=ZooOptions(max_pixels=1300 * 1024)),
-    "gallery": Replay(lambda given, _: {
+    "gallery": Replay(lambda given, family: {
         "in rotation": rotation(given.images, given.size, 3),
+        "text alone": workloads.text_alone(family, given.images),
         "unknown": workloads.all_new(given.images, given.size),
     }, {"max_tokens": 4096}),
     "restart": Replay(lambda given, _: {
