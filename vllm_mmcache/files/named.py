@@ -77,9 +77,10 @@ class NamedImages:
     ) -> list[tuple[NamedImage, FileInfo]]:
         """What the store has of those images that came as a uuid alone, and that this replica may not know best.
 
-        Nothing, where the store can't be reached.
+        Nothing, where the store can't be reached; and nothing of a uuid that the request itself gives to an image.
         """
-        alone = [one for one in images if one.url is None]
+        given = {one.uuid for one in images if one.url is not None and not content_name.is_claim(one.uuid)}
+        alone = [one for one in images if one.url is None and one.uuid not in given]
         wanted = [uuid for uuid in dict.fromkeys(one.uuid for one in alone) if not self._knows_best(uuid, salt, key)]
         wanted = wanted[:MOST_LOOKED_FOR]
         try:

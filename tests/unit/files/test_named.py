@@ -94,6 +94,14 @@ def test_a_uuid_that_another_replica_has_given_to_another_image(replicas: tuple[
     assert other.ask(image("a", None))[1] == [picture(color=1).hex()], "it was written again"
 
 
+def test_a_uuid_that_the_request_itself_gives_to_an_image(replicas: tuple[Replica, Replica]) -> None:
+    one, other = replicas
+    one.ask(image("a", picture(color=1)))
+    again = [image("a", picture(color=2)), image("a", None)]
+    assert other.ask(*again) == (again, [])
+    assert one.ask(image("a", None))[1] == [picture(color=2).hex()]
+
+
 @pytest.mark.parametrize("url", ["https://host/a.png", f"data:image/png;base64,{'A' * MAX_BYTES * 2}"])
 def test_what_came_last_and_was_not_saved_counts(replicas: tuple[Replica, Replica], url: str) -> None:
     """The store has what came before; this replica knows better."""
