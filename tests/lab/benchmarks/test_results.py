@@ -18,10 +18,8 @@ from benchmarks.results import Result
 OF_CHANGED_TREES = {
     "feature_costs",
     "feature_steps",
-    "gallery",
     "gemma3_attention",
     "soak",
-    "start_cost",
     "upstream_connectors",
 }
 MOST_NUMBERS = 25  # in one list: chaos has the time of each of its 21 starts
