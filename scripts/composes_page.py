@@ -103,8 +103,8 @@ over restarts and with loads that fail. All answers were those of Transformers. 
 V2 with async scheduling, with loads in a step and beside the steps.
 
 A conversation about 20 screenshots, with a prompt of 14,249 tokens, was continued after a restart on the CPU
-(`make bench-kv-restart`). The first token came after 6.5 s on stock vLLM without a connector, after 0.69 s on stock
-vLLM with ExampleConnector, and after 0.23 s with ExampleConnector and the plugin.
+(`make bench-kv-restart`). The first token came after 8.4 s on stock vLLM without a connector, after 0.97 s on stock
+vLLM with ExampleConnector, and after 0.27 s with ExampleConnector and the plugin.
 
 ### Limits
 
