@@ -83,8 +83,9 @@ class RankFeatures:
         with failsafe("features") if self._is_alone else contextlib.nullcontext():
             self._fit(message, outputs)
         with failsafe("features"):
-            made = {name: features for name, features in outputs.items() if name not in before}
-            counters.TOWER_TOKENS.add(sum(map(len, made.values())))
+            made = {name: outputs[name] for name in outputs.keys() - before}
+            if made:  # most steps only decode
+                counters.TOWER_TOKENS.add(sum(map(len, made.values())))
             if self._runs:
                 self._measure([len(features) for features in made.values()])
             for place in kept:
