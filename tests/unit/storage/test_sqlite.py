@@ -417,18 +417,24 @@ def test_a_locked_file_is_waited_for_and_stays(backend: SqliteBackend, place: Sq
     assert file_of(backend) == file
 
 
-def test_work_that_hangs_keeps_no_other(backend: SqliteBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for its connection, once it is known to hang; closing gives up, too."""
-    put(backend, 0)
+def use_connection(backend: SqliteBackend) -> tuple[threading.Thread, threading.Event]:
+    """A thread that works on the connection for reads, until the event is set."""
     begun, go_on = threading.Event(), threading.Event()
 
-    def hang(connection: sqlite3.Connection) -> None:
+    def work(connection: sqlite3.Connection) -> None:
         begun.set()
         assert go_on.wait(LONG_S)
 
-    thread = threading.Thread(target=backend._reading_from.run, args=(hang,))
+    thread = threading.Thread(target=backend._reading_from.run, args=(work,))
     thread.start()
     assert begun.wait(LONG_S)
+    return thread, go_on
+
+
+def test_work_that_hangs_keeps_no_other(backend: SqliteBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for its connection, once it is known to hang; closing gives up, too."""
+    put(backend, 0)
+    thread, go_on = use_connection(backend)
     with pytest.raises(Busy, match="in use for 1 s"):
         got(backend, 0)
     backend.close()
@@ -447,19 +453,10 @@ def test_a_read_waits_for_others_of_its_process(backend: SqliteBackend, monkeypa
     """Longer than for other processes: where threads outnumber cores, one of them may hold the connection so long."""
     monkeypatch.setattr(sqlite_file, "HUNG_S", LONG_S)
     put(backend, 0)
-    begun, waited = threading.Event(), threading.Event()
-
-    def work(connection: sqlite3.Connection) -> None:
-        begun.set()
-        assert waited.wait(LONG_S)
-
-    thread = threading.Thread(target=backend._reading_from.run, args=(work,))
-    timer = threading.Timer(4 * READ_WAIT_S, waited.set)
-    thread.start()
-    assert begun.wait(LONG_S)
-    timer.start()
+    thread, go_on = use_connection(backend)
+    threading.Timer(4 * READ_WAIT_S, go_on.set).start()
     assert got(backend, 0) == b"value"
-    assert waited.is_set()
+    assert go_on.is_set()
     thread.join()
 
 
