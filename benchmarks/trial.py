@@ -68,7 +68,11 @@ def measure(options: Namespace) -> Result:
 
 
 def all_starts(options: Namespace) -> Iterator[Start]:
-    """Each start of a run as soon as it is known, the cases in turn. One that fails has `failed` and its case alone."""
+    """All starts of a run, its cases in turn: the first of each case one by one, the others several at once.
+
+    Starts that were saved by an earlier run of the same files come first in each of the two parts, and are not
+    repeated. A start that fails has only `case` and `failed`, and is not saved.
+    """
     cases = [f"{family}, {engine}" for family, engine in product(options.families, options.engines)]
     order = list(islice(cycle(cases), options.starts))
     files = last_change(*OF_A_START)

@@ -119,8 +119,8 @@ class AuditedEngine:
         for name in ("allocate_slots", "cache_blocks"):
             vars(scheduler.kv_cache_manager).pop(name, None)
         if uses.run_of(request) == "cold":
-            names = {feature.identifier for feature in request.mm_features}
-            engine_caches.let_go_of_outputs(scheduler.encoder_cache_manager, names)
+            identifiers = {feature.identifier for feature in request.mm_features}
+            engine_caches.evict_outputs(scheduler.encoder_cache_manager, identifiers)
 
     def abort(self, request: Any) -> None:
         """End it now."""

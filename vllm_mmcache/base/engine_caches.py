@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes back what vLLM's caches promise: keys of KV blocks, and encoder outputs. Engine process, main thread.
+"""Removes entries of vLLM's caches whose data nobody computes: keys of KV blocks, and encoder outputs.
+
+Engine process, main thread.
 
 Imports no vLLM.
 """
@@ -9,10 +11,10 @@ from typing import Any
 
 
 def withdraw_keys(kv_cache_manager: Any, request: Any) -> None:
-    """A request is preempted: take away the keys of its blocks behind what is computed.
+    """A request is preempted: take away the keys of its blocks after the computed tokens.
 
     vLLM publishes a block's key when it schedules the step that computes the block. A request that is preempted in the
-    same step is not part of it, and nobody writes these blocks.
+    same step is not part of it, so these blocks are never filled.
     """
     for manager in kv_cache_manager.coordinator.single_type_managers:
         blocks = manager.req_to_blocks.get(request.request_id, ())
@@ -22,34 +24,38 @@ def withdraw_keys(kv_cache_manager: Any, request: Any) -> None:
 
 
 def withdraw_all_keys(kv_cache_manager: Any) -> None:
-    """Take away the keys of all blocks, those that a request holds among them, for which vLLM's reset is refused."""
+    """Take away the keys of all blocks, also of those that a request holds; with such, vLLM's own reset refuses.
+
+    For when what lies in the blocks may be wrong.
+    """
     pool = kv_cache_manager.block_pool
     if published := {block.block_id for block in pool.blocks if block.block_hash is not None}:
         pool.evict_blocks(published)
 
 
-def outputs_behind(encoder_cache_manager: Any, request: Any) -> set[str]:
-    """The images of a request that is preempted whose encoder outputs nobody computes, by name.
+def uncomputed_outputs(encoder_cache_manager: Any, request: Any) -> set[str]:
+    """The identifiers of those images of a preempted request whose encoder outputs will not be computed.
 
-    vLLM books an output when it schedules the step that computes it, as with the keys of blocks. It is of that step if
-    its image lies behind what is computed.
+    vLLM marks an output as cached when it schedules the step that computes it, like the key of a block. An image that
+    starts after the computed tokens belongs to the step that the request was taken out of; all others were encoded in
+    earlier steps.
     """
     return {
-        request.mm_features[number].identifier
-        for number in encoder_cache_manager.get_cached_input_ids(request)
-        if request.mm_features[number].mm_position.offset >= request.num_computed_tokens
+        request.mm_features[index].identifier
+        for index in encoder_cache_manager.get_cached_input_ids(request)
+        if request.mm_features[index].mm_position.offset >= request.num_computed_tokens
     }
 
 
-def let_go_of_outputs(encoder_cache_manager: Any, names: Set[str]) -> None:
-    """Encoder outputs that nobody refers to any more go before all others, as vLLM lets go of the oldest.
+def evict_outputs(encoder_cache_manager: Any, identifiers: Set[str]) -> None:
+    """Remove encoder outputs at once, as vLLM removes the oldest when it needs room.
 
-    Nothing goes where vLLM keeps none for later requests, as for models with an encoder and a decoder.
+    To be called when their request has been freed. Those that another request refers to stay. Does nothing for models
+    with an encoder and a decoder, of whose outputs vLLM keeps none for later requests.
     """
     manager = encoder_cache_manager
-    for name in names & getattr(manager, "freeable", {}).keys():
-        size = manager.freeable.pop(name)
-        del manager.cached[name]
-        del manager.num_embeds_by_hash[name]
-        manager.freed.append(name)
-        manager.num_free_slots += size
+    for identifier in identifiers & getattr(manager, "freeable", {}).keys():
+        manager.num_free_slots += manager.freeable.pop(identifier)  # they are freeable slots already
+        del manager.cached[identifier]
+        del manager.num_embeds_by_hash[identifier]
+        manager.freed.append(identifier)

@@ -75,13 +75,14 @@ class NamedImages:
     async def find(
         self, images: list[NamedImage], salt: str | None, key: bytes | None
     ) -> list[tuple[NamedImage, FileInfo]]:
-        """What the store has of those images that came as a uuid alone, and that this replica may not know best.
+        """What the store has of those images that came as a uuid alone, and of which it may have a newer one.
 
-        Nothing, where the store can't be reached; and nothing of a uuid that the request itself gives to an image.
+        At most MOST_LOOKED_FOR uuids are looked for, and none that the request itself gives to an image, unless it is
+        the digest of its image, which can mean no other one. Nothing is found where the store can't be reached.
         """
         given = {one.uuid for one in images if one.url is not None and not content_name.is_claim(one.uuid)}
         alone = [one for one in images if one.url is None and one.uuid not in given]
-        wanted = [uuid for uuid in dict.fromkeys(one.uuid for one in alone) if not self._knows_best(uuid, salt, key)]
+        wanted = [uuid for uuid in dict.fromkeys(one.uuid for one in alone) if not self._is_newest(uuid, salt, key)]
         wanted = wanted[:MOST_LOOKED_FOR]
         try:
             found = await asyncio.gather(*(self.store.in_thread(self.store.find_named, key, uuid) for uuid in wanted))
@@ -90,8 +91,11 @@ class NamedImages:
         infos = dict(zip(wanted, found, strict=True))
         return [(one, info) for one in alone if (info := infos.get(one.uuid)) is not None]
 
-    def _knows_best(self, uuid: str, salt: str | None, key: bytes | None) -> bool:
-        """Whether no other replica can have been sent another image with this uuid since, as far as one can tell."""
+    def _is_newest(self, uuid: str, salt: str | None, key: bytes | None) -> bool:
+        """Whether this replica knows the uuid, and the store has no newer image for it, as far as this replica knows.
+
+        That is so for digests of images, and where the last image with the uuid came here and could not be saved.
+        """
         if not self._is_known(uuid, salt):
             return False
         content_id, _ = self._written.get((key, uuid)) or (None, 0.0)

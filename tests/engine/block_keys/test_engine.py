@@ -133,7 +133,7 @@ def test_a_request_that_is_preempted_in_its_step_leaves_no_image(
     """The same, in the step that was to encode its image: without its output, the engine ends, as stock's does."""
     rig = pool.get(SCARCE)
     if not withdraws:
-        monkeypatch.setattr(engine_caches, "outputs_behind", lambda *_: set())
+        monkeypatch.setattr(engine_caches, "uncomputed_outputs", lambda *_: set())
     monkeypatch.setitem(status._is_on, "features", False)  # which may have the image, and send it along
     text, images = rig.render([user(filler(190), picture(5), "What is it?" + filler(12))])
     prompt = {"prompt": text, "multi_modal_data": {"image": list(images)}}

@@ -108,9 +108,9 @@ def withdraw_what_is_not_computed(wrapped: Any, instance: Any, args: Any, kwargs
         return wrapped(*args, **kwargs)
     request, encoder_cache = argument(wrapped, args, kwargs, "request"), instance.encoder_cache_manager
     engine_caches.withdraw_keys(instance.kv_cache_manager, request)
-    names = engine_caches.outputs_behind(encoder_cache, request)
+    uncomputed = engine_caches.uncomputed_outputs(encoder_cache, request)
     outcome = wrapped(*args, **kwargs)
-    engine_caches.let_go_of_outputs(encoder_cache, names)
+    engine_caches.evict_outputs(encoder_cache, uncomputed)
     return outcome
 
 
