@@ -256,28 +256,28 @@ def test_what_a_share_costs_in_steps(audited: Callable[..., Audited], monkeypatc
     ask_about(on.rig, 0, 1, 2)
 
     def talk(share: float, num_requests: int) -> tuple[set[int], int]:
-        """The steps of a user's request, all that there are, and those of the audit.
-
-        After each user's request one step tells the workers that it has ended; the audit's first one does it, too.
-        """
+        """The steps of a user's request, all that there are; and how many came while no user asked."""
         monkeypatch.setenv("MMCACHE_AUDIT", f"{share}")
         monkeypatch.setattr(settings, "_current", settings.load_settings())
         monkeypatch.setattr(on.auditor, "_draw", (number / num_requests for number in range(num_requests)).__next__)
-        of_users, of_audit = set(), 0
+        of_users, while_idle = set(), 0
         for number in range(num_requests):
             on.auditor.on_work()
             before = steps[0]
             one(on.rig, question(number % 3), max_tokens=1)
             of_users.add(steps[0] - before)
-            of_audit += on.idle() - 1
-        return of_users, of_audit
+            while_idle += on.idle()
+        return of_users, while_idle
 
+    # A request that has ended takes as many steps on each engine, which tell the workers of it.
     talk(0.0, 3)
-    without, nothing = talk(0.0, 30)
-    assert (nothing, asked) == (0, {})
+    without, to_end = talk(0.0, NUM_REQUESTS)
+    assert (to_end % NUM_REQUESTS, asked) == (0, {})
+    assert to_end <= 2 * NUM_REQUESTS
     for share, num_audits in {0.01: 1, 0.1: 10}.items():
         asked.clear()
-        of_users, of_audit = talk(share, NUM_REQUESTS)
+        of_users, while_idle = talk(share, NUM_REQUESTS)
+        of_audit = while_idle - to_end
         print(f"share {share}: a user's request {of_users} steps, audit {dict(asked)} questions, {of_audit} steps")
         assert of_users == without
         assert asked == {"warm": num_audits, "cold": num_audits}
