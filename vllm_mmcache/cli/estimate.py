@@ -4,6 +4,8 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +27,7 @@ def estimate(
             metavar="LOG",
             help=(
                 "Files of requests in the order in which they were asked: JSON Lines, a JSON list or HAR, or what "
-                "`--observe` has recorded; gzip, too."
+                "`--observe` has recorded; gzip, too. - for what is piped in."
             ),
         ),
     ],
@@ -46,8 +48,12 @@ def estimate(
             ),
         ),
     ] = None,
-    processor_cache: Annotated[str, typer.Option(help="vLLM's --mm-processor-cache-gb.")] = "4GiB",
-    features: Annotated[str, typer.Option(help="Features that the plugin may keep, in RAM and below.")] = "2GiB",
+    processor_cache: Annotated[
+        str, typer.Option(help="vLLM's --mm-processor-cache-gb: GiB, or a size with its unit.")
+    ] = "4GiB",
+    features: Annotated[
+        str, typer.Option(help="Features that the plugin may keep, in RAM and below, such as 500MB or 2GiB.")
+    ] = "2GiB",
     chars_per_token: Annotated[float, typer.Option(min=0.1, help="Characters of text that make a token.")] = 4.0,
     tower_tokens_s: Annotated[
         float | None, typer.Option(min=0.1, help="Tokens of images that your vision tower makes in a second.")
@@ -73,31 +79,41 @@ def estimate(
 
     log = Log([path.expanduser() for path in logs])
     asked = models.named(model)
-    first = log.first_record()
-    if first is not None:
-        asked = replace(asked, keeps_all_kv=first.keeps_all_kv)
+    page, plot = (path and path.expanduser() for path in (html, png))
+    for option, path in ("--html", page), ("--png", plot):
+        if path is not None and not path.parent.is_dir():
+            raise RecordsError(f"{option} {path} can't be written: there is no directory {path.parent}")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise RecordsError("--png needs matplotlib: pip install matplotlib; --html has the same plot")
     sizes = Sizes(
         kv_tokens=kv_tokens,
         encoder_tokens=encoder_tokens,
-        processor_bytes=_bytes(processor_cache, "--processor-cache"),
+        processor_bytes=_bytes(processor_cache, "--processor-cache", unit="GiB"),
         feature_bytes=_bytes(features, "--features"),
         chars_per_token=chars_per_token,
-        block_tokens=block_tokens or (first.block_tokens if first else 0) or Sizes.block_tokens,
     )
+    prompts = _with_progress(log)
+    begin = list(islice(prompts, 1))
+    first = log.recorded.first
+    if first is not None:
+        asked = replace(asked, keeps_all_kv=first.keeps_all_kv)
+    sizes = replace(sizes, block_tokens=block_tokens or (first and first.block_tokens) or sizes.block_tokens)
     played = Estimate(asked, sizes)
-    played.add_all(_with_progress(log))
+    played.add_all(chain(begin, prompts))
     result = report.Result(played, log.unused, log.recorded, report.Speeds(tower_tokens_s, prefill_tokens_s))
-    if html is not None:
-        _write(html.expanduser(), result)
-    if png is not None:
-        from vllm_mmcache.traffic.png import write
-
-        write(png.expanduser(), played.distances.curve(), sizes.feature_bytes)
     if as_json:
         print(json.dumps(report.as_json(result)))
-        return
-    for line in report.lines(result):
-        print(line)
+    else:
+        for line in report.lines(result):
+            print(line)
+    if page is not None:
+        _write(page, result)
+    if plot is not None:
+        from vllm_mmcache.traffic.png import write
+
+        write(plot, played.distances.curve(), sizes.feature_bytes)
+    if not played.seen.requests:
+        raise typer.Exit(2)
 
 
 def _write(path: Path, result: "Result") -> None:
@@ -124,9 +140,12 @@ def _with_progress(log: "Log") -> "Iterator[Prompt]":
             yield prompt
 
 
-def _bytes(text: str, option: str) -> int:
-    """Raises: RecordsError for what is no size."""
+def _bytes(text: str, option: str, unit: str = "") -> int:
+    """unit: of a number alone. Raises: RecordsError for what is no size."""
+    is_number = text.replace(".", "", 1).isdecimal()
     try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
+        if is_number and not unit and float(text):
+            raise RecordsError(f"{option} {text!r} has no unit: give a size such as 500MB or 2GiB")
+        return int(TypeAdapter(ByteSize).validate_python(text + unit * is_number))
     except ValidationError as error:
         raise RecordsError(f"{option} {text!r} is no size: give one such as 500MB or 2GiB") from error

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.traffic.models import UNKNOWN_SIDE, Model
-from vllm_mmcache.traffic.requests import DIGEST_BYTES, Part, Picture, Prompt, Words
+from vllm_mmcache.traffic.requests import DIGEST_BYTES, Other, Part, Picture, Prompt, Words
 
 BLOCK_CHARS = 256
 TURN_TOKENS = 4
@@ -51,6 +51,8 @@ class Done:
     processed: int = 0
     encoded: int = 0
     """Images that the vision tower runs for."""
+    encoded_tokens: int = 0
+    """That the vision tower makes of them."""
     reused_tokens: int = 0
     decoded_pixels: dict[str, int] = field(default_factory=dict)
     """By the format of the file."""
@@ -76,6 +78,12 @@ class Seen:
     across_tenants: int = 0
     """Seen before by other tenants alone: kept apart, and so as good as new."""
     of_unknown_size: int = 0
+    unknown_images: int = 0
+    """Of which the log has neither the content nor a name; `images` has none of these, and nothing is done for them."""
+    other_media: int = 0
+    """Videos, sounds and documents, whose tokens are not counted."""
+    continued: int = 0
+    """Requests that go on with an answer that the server keeps: the turns before that are not counted."""
     file_bytes: int = 0
     """Of all images, each as often as it was sent."""
     grown: int = 0
@@ -121,10 +129,11 @@ class Estimate:
         """Of the features that an image would find, if there were room for all."""
         self._kv: Lru[bytes] = Lru(sizes.kv_tokens)
         self._states: dict[str, dict[bytes, int]] = {side: {} for side in SIDES}  # unit -> where a hit may end
-        self._encoder: Lru[bytes] = Lru(sizes.encoder_tokens)
+        self._encoder: dict[str, Lru[tuple[str, bytes]]] = {side: Lru(sizes.encoder_tokens) for side in SIDES}
         self._processor: Lru[bytes] = Lru(sizes.processor_bytes)
         self._features: Lru[tuple[str, bytes]] = Lru(sizes.feature_bytes)
         self._records: set[tuple[str, bytes]] = set()
+        self._by_uuid: dict[tuple[str, str], Picture] = {}  # tenant and uuid
         self._known: dict[bytes, set[str]] = {}  # image -> tenants
         self._in_conversation: set[tuple[int, bytes]] = set()
         self._turns: dict[bytes, int] = {}  # the end of a turn -> its conversation
@@ -141,6 +150,7 @@ class Estimate:
         conversation = self._conversation(units, _num_before_user(prompt))
         self.seen.requests += 1
         self.seen.tenants.add(prompt.tenant)
+        self.seen.continued += prompt.is_continued
         ends = list(accumulate(unit.tokens for unit in units))
         self.seen.prompt_tokens += ends[-1]
         known = self._num_known(units)
@@ -157,17 +167,37 @@ class Estimate:
     def _units(self, prompt: Prompt) -> Iterator[_Unit]:
         chain = blake3(prompt.tenant.encode("utf-8", "surrogatepass")).digest(DIGEST_BYTES)
         for turn in prompt.turns:
-            pieces = [piece for part in turn for piece in _pieces(part)]
+            pieces = [piece for part in turn for piece in self._pieces(part, prompt.tenant)]
             for number, piece in enumerate(pieces):
                 chain = blake3(chain + _digest(piece)).digest(DIGEST_BYTES)
+                picture = None
                 if isinstance(piece, Picture):
                     tokens = self._image_tokens(piece)
+                    picture = piece if piece.digest else None
+                    self.seen.unknown_images += picture is None
+                elif isinstance(piece, Other):
+                    tokens = 0
+                    self.seen.other_media += 1
                 elif piece.tokens is not None:
                     tokens = piece.tokens
                 else:
                     tokens = TURN_TOKENS * (number == 0) + round(len(piece.text) / self.sizes.chars_per_token)
-                picture = piece if isinstance(piece, Picture) else None
                 yield _Unit(chain, tokens, picture, number == len(pieces) - 1)
+
+    def _pieces(self, part: Part, tenant: str) -> Iterator[Part]:
+        """A part as it is reused: text in pieces, and an image that has only its client's uuid as the one it is."""
+        if isinstance(part, Words) and part.tokens is None:
+            starts = range(0, len(part.text) or 1, BLOCK_CHARS)
+            yield from (Words(part.text[start : start + BLOCK_CHARS]) for start in starts)
+        elif isinstance(part, Picture) and part.uuid:
+            key = tenant, part.uuid
+            if part.digest:
+                self._by_uuid[key] = part
+            yield self._by_uuid.get(key) or Picture(
+                blake3(part.uuid.encode("utf-8", "surrogatepass")).digest(DIGEST_BYTES)
+            )
+        else:
+            yield part
 
     def _image_tokens(self, picture: Picture) -> int:
         return self.model.tokens(picture.width, picture.height) if picture.tokens is None else picture.tokens
@@ -250,21 +280,20 @@ class Estimate:
         num_pixels = self._num_pixels(picture)
         if not self._processor.use(picture.digest, round(num_pixels * self.model.pixel_bytes)):
             _process(done, num_pixels)
-        if not is_reused and not self._encoder.use(picture.digest, tokens):
-            done.encoded += 1
+        if not is_reused and not self._encoder["stock"].use(("", picture.digest), tokens):
+            _encode(done, tokens)
 
     def _ours(self, picture: Picture, tenant: str, tokens: int, *, is_reused: bool) -> None:
         done, key = self.done["mmcache"], (tenant, picture.digest)
         is_known = key in self._records
         self._records.add(key)
-        if not is_reused:
+        if not is_reused and not self._encoder["mmcache"].use(key, tokens):
             size = tokens * self.model.feature_bytes
             self.distances.use(key, size)
-            is_stored = self._features.use(key, size)
-            done.encoded += not is_stored
-            if is_stored and is_known:
-                return
-        elif is_known:
+            if not self._features.use(key, size):
+                _encode(done, tokens)
+                is_known = False
+        if is_known:
             return
         _decode(done, picture)
         _process(done, self._num_pixels(picture))
@@ -339,20 +368,19 @@ def _decode(done: Done, picture: Picture) -> None:
     done.decoded_pixels[name] = done.decoded_pixels.get(name, 0) + width * height
 
 
+def _encode(done: Done, tokens: int) -> None:
+    done.encoded += 1
+    done.encoded_tokens += tokens
+
+
 def _process(done: Done, num_pixels: int) -> None:
     done.processed += 1
     done.processed_pixels += num_pixels
 
 
-def _pieces(part: Part) -> Iterator[Part]:
-    if isinstance(part, Words) and part.tokens is None:
-        starts = range(0, len(part.text) or 1, BLOCK_CHARS)
-        yield from (Words(part.text[start : start + BLOCK_CHARS]) for start in starts)
-    else:
-        yield part
-
-
 def _digest(piece: Part) -> bytes:
     if isinstance(piece, Picture):
         return b"i" + piece.digest
+    if isinstance(piece, Other):
+        return b"o" + piece.digest
     return b"t" + piece.text.encode("utf-8", "surrogatepass")

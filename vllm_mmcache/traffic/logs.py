@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads requests from files: JSON Lines, a JSON array or a HAR file, plain or compressed with gzip.
+"""Reads requests from files or a pipe: JSON Lines, a JSON array or a HAR file, plain or compressed with gzip.
 
 A line is a request's body, or holds one: as `body` or `request` (OpenAI's batch files, many gateways) or as text; or it
 is a record of a server's `--observe`. What can't be used is counted by why, and the rest is used. Headers are not
@@ -7,10 +7,11 @@ looked at.
 """
 
 import gzip
+import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +20,12 @@ from typing import IO, Any
 import msgspec
 
 from vllm_mmcache.base.errors import RecordsError
-from vllm_mmcache.traffic.records import Record, Recorded, is_record, older, read
+from vllm_mmcache.traffic.records import Recorded, is_record, older
 from vllm_mmcache.traffic.requests import NoPrompt, Prompt, prompt_of
 
-WRAPPERS = ("body", "request", "kwargs", "params", "postData", "text")
+WRAPPERS = ("body", "request", "kwargs", "params", "postData", "text", "log", "message")
 MOST_WRAPPED = 4
+STDIN = Path("-")
 GZIP = b"\x1f\x8b"
 
 
@@ -35,6 +37,7 @@ class Log:
     """
 
     paths: list[Path]
+    """STDIN for what is piped in."""
     unused: Counter[str] = field(default_factory=Counter)
     recorded: Recorded = field(default_factory=Recorded)
     """What those of the requests that are records say of their server."""
@@ -47,18 +50,18 @@ class Log:
             with _opened(path) as file:
                 yield from self._prompts_in(file)
 
-    def first_record(self) -> Record | None:
-        """The first line of the first file, if it is a record. Raises: RecordsError for a file that can't be read."""
-        return next(map(_first_record, self._files()), None)
-
     def _files(self) -> Iterator[Path]:
+        """Each file once that a server or a tool has turned over comes before the one that it began then."""
+        turned_over = set()
         for path in self.paths:
             before = older(path)
-            if before not in self.paths and before.exists() and _first_record(before) is not None:
+            if before in self.paths or _is_of_records(before):
+                turned_over.add(before)
                 yield before
-                if not path.exists():  # it was turned over, and nothing was written since
+                if not path.exists():  # nothing was written since
                     continue
-            yield path
+            if path not in turned_over:
+                yield path
 
     def _prompts_in(self, file: IO[bytes]) -> Iterator[Prompt]:
         first = True
@@ -66,22 +69,19 @@ class Log:
             self.num_bytes += len(line)
             if not line.strip():
                 continue
-            if first and _is_whole(line):
+            value = _parsed(line)
+            if first and value is None and line.rstrip().endswith((b"{", b"[", b",")):  # one value over several lines
                 rest = file.read()
                 self.num_bytes += len(rest)
-                yield from self._prompts_of(line + rest, _requests_of_whole)
-                return
+                value = _parsed(line + rest)
             first = False
-            yield from self._prompts_of(line, lambda value: [value])
+            yield from self._prompts_of(value)
 
-    def _prompts_of(self, content: bytes, requests_of: Callable[[Any], list[Any]]) -> Iterator[Prompt]:
-        """Of one JSON value, in which requests_of finds the requests."""
-        try:
-            value = msgspec.json.decode(content)
-        except (msgspec.DecodeError, RecursionError):
+    def _prompts_of(self, value: Any) -> Iterator[Prompt]:
+        if value is None:
             self.unused["not JSON"] += 1
             return
-        for one in requests_of(value):
+        for one in _requests_in(value):
             try:
                 yield self.recorded.prompt_of(one) if is_record(one) else prompt_of(_unwrapped(one))
             except NoPrompt as error:
@@ -90,40 +90,39 @@ class Log:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file as it is when it is not compressed. Raises: RecordsError where it can't be read."""
+    """A file or a pipe as it is when it is not compressed. Raises: RecordsError where it can't be read."""
     try:
-        with path.open("rb") as file:
-            is_compressed = file.read(2) == GZIP
-        opener: Callable[..., Any] = gzip.open if is_compressed else open
-        with opener(path, "rb") as file:
-            yield file
+        with open(0, "rb", closefd=False) if path == STDIN else path.open("rb") as file:
+            is_compressed = isinstance(file, io.BufferedReader) and file.peek(2)[:2] == GZIP
+            yield gzip.GzipFile(fileobj=file) if is_compressed else file
     except (OSError, EOFError, zlib.error) as error:
         raise RecordsError(f"{path} can't be read: {error}") from error
 
 
-def _first_record(path: Path) -> Record | None:
+def _is_of_records(path: Path) -> bool:
+    if not path.is_file():
+        return False
     with _opened(path) as file:
+        return is_record(_parsed(file.readline()))
+
+
+def _parsed(content: bytes) -> Any:
+    """JSON, also with what Python writes and the standard has not, such as NaN; None where it is none."""
+    try:
+        return msgspec.json.decode(content)
+    except (msgspec.DecodeError, RecursionError):
         try:
-            value = msgspec.json.decode(file.readline())
-            return read(value) if is_record(value) else None
-        except (msgspec.DecodeError, RecursionError, NoPrompt):
+            return json.loads(content)
+        except (ValueError, RecursionError):
             return None
 
 
-def _requests_of_whole(value: Any) -> list[Any]:
-    """Of a file that is one JSON value: a list of requests, or a HAR file."""
-    if isinstance(value, dict) and isinstance(value.get("log"), dict):
-        entries = value["log"].get("entries")
+def _requests_in(value: Any) -> list[Any]:
+    """Those of a line, or of a file that is one JSON value: a list of requests, or a HAR file."""
+    if isinstance(value, dict) and isinstance(value.get("log"), dict) and "entries" in value["log"]:
+        entries = value["log"]["entries"]
         return [entry.get("request") for entry in entries or () if isinstance(entry, dict)]
     return value if isinstance(value, list) else [value]
-
-
-def _is_whole(line: bytes) -> bool:
-    """Whether a file that begins with this line is one JSON value over several lines, or a list, or a HAR file."""
-    start = line.strip()
-    if start.startswith(b"[") or (start.startswith(b"{") and b'"log"' in start[:64]):
-        return True
-    return start == b"{"
 
 
 def _unwrapped(value: Any) -> Any:

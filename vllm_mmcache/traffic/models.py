@@ -25,20 +25,24 @@ class Model:
     min_pixels: int = 0
     max_pixels: int = 0
     fixed: int = 0
+    fills: bool = False
+    """Every image is brought as near to max_pixels as its shape allows, small ones too."""
     keeps_all_kv: bool = True
     """Full attention in every layer: a hit can end anywhere, and not only where a state was kept."""
     window_tokens: int = 0
     """Of sliding windows: a prompt that is no longer is kept whole in them."""
     feature_bytes: int = 0
     """Of one token as the vision tower gives it, in 16 bits."""
-    pixel_bytes: float = 12.0
-    """Of one pixel as vLLM's processor cache holds it."""
+    pixel_bytes: int = 6
+    """Of one pixel as vLLM's processor cache holds it, in 16 bits."""
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """The size to which the processor brings an image."""
         width, height = width or UNKNOWN_SIDE, height or UNKNOWN_SIDE
         if not self.factor:
             return FIXED_SIDE, FIXED_SIDE
+        if self.fills:
+            return self._filled(width, height)
         rounded = [round(side / self.factor) * self.factor for side in (width, height)]
         if rounded[0] * rounded[1] > self.max_pixels:
             shrink = math.sqrt(width * height / self.max_pixels)
@@ -50,6 +54,16 @@ class Model:
             rounded = [math.ceil(side * grow / self.factor) * self.factor for side in (width, height)]
         return rounded[0], rounded[1]
 
+    def _filled(self, width: int, height: int) -> tuple[int, int]:
+        scale = math.sqrt(self.max_pixels / (width * height))
+        longest = self.max_pixels // self.factor
+        wide, high = (math.floor(scale * side / self.factor) * self.factor for side in (width, height))
+        if not wide:
+            return self.factor, min(height // width * self.factor, longest)
+        if not high:
+            return min(width // height * self.factor, longest), self.factor
+        return wide, high
+
     def tokens(self, width: int, height: int) -> int:
         """Of an image in the prompt."""
         if not self.factor:
@@ -58,8 +72,8 @@ class Model:
         return wide * high // self.factor**2
 
 
-_QWEN_NEW = Model("", 32, 65_536, 16_777_216, pixel_bytes=24.0)
-_QWEN_OLD = Model("", 28, 3_136, 12_845_056, pixel_bytes=24.0)
+_QWEN_NEW = Model("", 32, 65_536, 16_777_216, pixel_bytes=12)  # two frames, as of a video
+_QWEN_OLD = Model("", 28, 3_136, 12_845_056, pixel_bytes=12)
 MODELS = {
     model.name: model
     for model in (
@@ -68,6 +82,15 @@ MODELS = {
         replace(_QWEN_OLD, name="qwen2.5-vl-7b", feature_bytes=3584 * 2),
         replace(_QWEN_OLD, name="qwen2-vl-7b", feature_bytes=3584 * 2),
         Model("gemma3-12b", fixed=256, feature_bytes=3840 * 2, keeps_all_kv=False, window_tokens=1024),
+        Model(
+            "gemma4-31b",
+            48,
+            max_pixels=280 * 48**2,
+            fills=True,
+            feature_bytes=5376 * 2,
+            keeps_all_kv=False,
+            window_tokens=1024,
+        ),
     )
 }
 

@@ -105,6 +105,7 @@ class _Known:
 class Recorded:
     """Makes prompts of records, and sums up what the server did for them. Units: tokens, images, Unix time."""
 
+    first: Record | None = None
     requests: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
@@ -139,6 +140,7 @@ class Recorded:
         return len(self.digests) * (len(self.digests) - 1) / 2 / (1 << DIGEST_BITS)
 
     def _sum_up(self, record: Record) -> None:
+        self.first = self.first or record
         self.requests += 1
         self.prompt_tokens += record.prompt_tokens
         self.reused_tokens += record.reused_tokens

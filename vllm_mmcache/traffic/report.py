@@ -118,6 +118,14 @@ def summary(result: Result) -> Iterator[str]:
     if result.unused:
         reasons = ", ".join(f"{why}: {number:,}" for why, number in result.unused.most_common())
         yield f"not used: {_count(sum(result.unused.values()), 'line')} ({reasons})"
+    not_there = {
+        ("image", " without content or a name in the log"): seen.unknown_images,
+        ("part", " of videos, sounds or documents"): seen.other_media,
+        ("request", " without the turns before it (previous_response_id)"): seen.continued,
+    }
+    for (what, more), number in not_there.items():
+        if number:
+            yield f"not counted: {_count(number, what)}{more}"
     if seen.images:
         files = f", {shown(seen.file_bytes)} of files" if seen.file_bytes else ""
         yield (
@@ -175,9 +183,8 @@ def seconds(result: Result, done: Done) -> dict[str, float]:
     estimate, speeds = result.estimate, result.speeds
     decode_s = sum(DECODE_S.get(name, DECODE_S["JPEG"]) * pixels for name, pixels in done.decoded_pixels.items())
     found = {"CPU_s": decode_s + PROCESS_S * done.processed_pixels}
-    mean_tokens = estimate.seen.image_tokens / (estimate.seen.images or 1)
     if speeds.tower_tokens_s is not None:
-        found["vision_tower_s"] = done.encoded * mean_tokens / speeds.tower_tokens_s
+        found["vision_tower_s"] = done.encoded_tokens / speeds.tower_tokens_s
     if speeds.prefill_tokens_s is not None:
         found["prefill_s"] = (estimate.seen.prompt_tokens - done.reused_tokens) / speeds.prefill_tokens_s
     return found
@@ -236,12 +243,17 @@ def verdict(estimate: Estimate) -> str:
     seen = estimate.seen
     if not seen.requests:
         return "No requests were found, so nothing can be said."
+    if seen.unknown_images > LITTLE * (seen.images + seen.unknown_images):
+        return (
+            f"Nothing can be said: of {_count(seen.images + seen.unknown_images, 'image')} the log has "
+            f"{seen.unknown_images:,} neither with their content nor with a name. Log requests as they were sent."
+        )
     if not seen.images:
         return "There are no images in these requests: vllm-mmcache would do nothing for them."
     stock, ours = (estimate.done[side] for side in SIDES)
     savings = {
         "decoding and processing": 1 - (ours.decoded + ours.processed) / (stock.decoded + stock.processed or 1),
-        "runs of the vision tower": 1 - ours.encoded / stock.encoded if stock.encoded else 0.0,
+        "the vision tower's work": 1 - ours.encoded_tokens / stock.encoded_tokens if stock.encoded else 0.0,
         "tokens of the prefill": (ours.reused_tokens - stock.reused_tokens)
         / ((seen.prompt_tokens - stock.reused_tokens) or 1),
     }

@@ -6,18 +6,23 @@ Pure: parsed JSON in, digests and sizes out.
 
 import io
 import json
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pybase64
 from blake3 import blake3
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image
 
 HEAD_CHARS = 96 * 1024
 """Of base64, decoded first to find an image's size; a multiple of 4. Where that is too little, all of it is."""
 DIGEST_BYTES = 16
 _TURNED = (5, 6, 7, 8)  # values of the EXIF orientation whose width and height change places
+_IMAGES = ("image_url", "input_image", "image", "computer_screenshot")
+_OTHERS = ("input_audio", "audio", "audio_url", "video", "video_url", "document", "input_file", "file")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:\S+|file[-_]\S+")
+"""A URL, a digest such as sha256:12ab, or the id of an uploaded file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,7 @@ class Picture:
     """An image of a request. Units: pixels, and bytes of its file; 0 where they are not known."""
 
     digest: bytes
+    """Empty where the request has neither the image nor a name of it."""
     width: int = 0
     height: int = 0
     num_bytes: int = 0
@@ -32,6 +38,15 @@ class Picture:
     """As Pillow names it, such as JPEG."""
     tokens: int | None = None
     """In the prompt, where somebody has counted them."""
+    uuid: str = ""
+    """The client's name for it: later requests may have that alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """A video, a sound or a document: told apart by its content. Nobody knows how many tokens it has."""
+
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +61,7 @@ class Words:
     tokens: int | None = None
 
 
-Part = Picture | Words
+Part = Picture | Words | Other
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +70,8 @@ class Prompt:
 
     turns: tuple[tuple[Part, ...], ...]
     tenant: str = ""
+    is_continued: bool = False
+    """It goes on with an answer that the server keeps, and has none of the turns before that."""
 
 
 class NoPrompt(ValueError):
@@ -80,7 +97,8 @@ def prompt_of(body: Any) -> Prompt:
             raise NoPrompt("a message that is no JSON object")
         turns.append((Words(str(message.get("role", message.get("type", "user")))), *_said(message)))
     tenant = body.get("cache_salt")
-    return Prompt(tuple(turns), tenant if isinstance(tenant, str) else "")
+    is_continued = bool(body.get("previous_response_id") or body.get("conversation"))
+    return Prompt(tuple(turns), tenant if isinstance(tenant, str) else "", is_continued)
 
 
 def _said(message: dict[str, Any]) -> Iterator[Part]:
@@ -95,7 +113,7 @@ def _said(message: dict[str, Any]) -> Iterator[Part]:
 def _parts(content: Any) -> Iterator[Part]:
     if isinstance(content, str):
         yield Words(content)
-    for part in content if isinstance(content, list) else ():
+    for part in content if isinstance(content, list) else [content] if isinstance(content, dict) else ():
         if isinstance(part, str):
             yield Words(part)
         elif isinstance(part, dict):
@@ -104,36 +122,57 @@ def _parts(content: Any) -> Iterator[Part]:
 
 def _part(part: dict[str, Any]) -> Iterator[Part]:
     kind = part.get("type")
-    source, url = part.get("source"), part.get("image_url", part.get("image"))
-    if kind == "image" and isinstance(source, dict):  # Anthropic
-        named = source.get("data") or source.get("url") or source.get("file_id")
-        yield picture_of(named, is_base64="data" in source)
-    elif kind in ("image_url", "input_image", "image") or (kind is None and url):
-        named = url.get("url") if isinstance(url, dict) else url
-        yield picture_of(named or part.get("uuid") or part.get("file_id"))
+    source, url, file = part.get("source"), part.get("image_url", part.get("image")), part.get("file")
+    if kind in _IMAGES or (kind is None and url):
+        if isinstance(source, dict):  # Anthropic
+            content, name = source.get("data"), source.get("url") or source.get("file_id")
+        else:
+            content, name = part.get("data"), (url.get("url") if isinstance(url, dict) else url) or part.get("url")
+        yield _picture(content, name or part.get("file_id"), part.get("uuid"))
+    elif kind == "file" and isinstance(file, dict) and file.get("file_id"):
+        yield _picture(None, file["file_id"], None)
     elif kind == "tool_result":
         yield from _parts(part.get("content"))
     elif isinstance(part.get("text"), str):
         yield Words(part["text"])
+    elif kind in _OTHERS and not (isinstance(source, dict) and source.get("type") in ("text", "content")):
+        yield Other(blake3(_text(part).encode()).digest(DIGEST_BYTES))
     else:
         yield Words(_text(part))
 
 
-def picture_of(named: Any, *, is_base64: bool = False) -> Picture:
-    """The image of a data URL, of base64, or of a name: what has no content here is told apart by its name."""
-    text = named if isinstance(named, str) else _text(named)
-    if text.startswith("data:"):
-        text, is_base64 = text.partition(",")[2], True
-    data = text.encode("utf-8", "surrogatepass")
-    digest = blake3(data).digest(DIGEST_BYTES)
-    return _opened(digest, data) if is_base64 else Picture(digest)
+def _picture(content: Any, name: Any, uuid: Any) -> Picture:
+    """The image of its base64, or else of a URL or a name, and of the client's uuid."""
+    if isinstance(content, str) and content:
+        found = picture_of(content, is_base64=True)
+    else:
+        found = picture_of(name) if isinstance(name, str) else UNKNOWN
+    return replace(found, uuid=uuid) if isinstance(uuid, str) else found
+
+
+UNKNOWN = Picture(b"")
+
+
+def picture_of(named: str, *, is_base64: bool = False) -> Picture:
+    """The image of a data URL, of base64, of a URL or of a name; UNKNOWN for what is none of these.
+
+    An image without its content is known by its URL or name. Logs have other texts where something has taken images
+    out, and what they have in common says nothing of the images.
+    """
+    if named.startswith("data:"):
+        named, is_base64 = named.partition(",")[2], True
+    data = named.encode("utf-8", "surrogatepass")
+    if is_base64 or _NAME.fullmatch(named) is None:
+        return _opened(data)
+    return Picture(blake3(data).digest(DIGEST_BYTES))
 
 
 _seen: dict[bytes, Picture] = {}
 
 
-def _opened(digest: bytes, data: bytes) -> Picture:
-    """With its size; without one where it can't be read."""
+def _opened(data: bytes) -> Picture:
+    """The image of base64, with its size; UNKNOWN where it is none that can be opened."""
+    digest = blake3(data).digest(DIGEST_BYTES)
     found = _seen.get(digest)
     if found is None:
         if len(_seen) >= 1 << 20:
@@ -148,12 +187,13 @@ def _looked_at(digest: bytes, data: bytes) -> Picture:
         try:
             with Image.open(io.BytesIO(pybase64.b64decode(piece, validate=True))) as image:
                 width, height = image.size
-                if image.getexif().get(ExifTags.Base.Orientation) in _TURNED:
+                # Without EXIF, Pillow decodes all of a PNG to look for it behind the pixels.
+                if "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation) in _TURNED:
                     width, height = height, width
                 return Picture(digest, width, height, num_bytes, image.format or "")
-        except (OSError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError):
+        except Exception:  # strangers' files: Pillow's readers raise whatever comes up in them
             continue
-    return Picture(digest, 0, 0, num_bytes)
+    return UNKNOWN
 
 
 def _text(value: Any) -> str:

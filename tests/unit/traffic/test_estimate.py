@@ -113,10 +113,47 @@ def test_a_hit_is_whole_blocks() -> None:
     """One that ends inside a picture needs the picture's features."""
     requests = [chat(user(image(1), text(letter * 40))) for letter in "ab"]
     for model in (FULL, WINDOWS):
-        estimate = played(requests, model, Sizes(block_tokens=8))
+        estimate = played(requests, model, Sizes(block_tokens=8, encoder_tokens=1))
         assert counts(estimate)["mmcache"][3] == 8
         assert estimate.distances.needed == [IMAGE_TOKENS * FULL.feature_bytes]
-    assert played(requests, FULL, Sizes(block_tokens=5)).distances.needed == []
+    assert played(requests, FULL, Sizes(block_tokens=5, encoder_tokens=1)).distances.needed == []
+
+
+def test_the_plugin_asks_the_encoder_cache_first() -> None:
+    """What lies there needs no store."""
+    rounds = [chat(user(text(f"{turn}"), image(number))) for turn, number in product(range(3), range(4))]
+    for encoder_tokens, encoded in (4 * IMAGE_TOKENS, 4), (3 * IMAGE_TOKENS, 12):
+        estimate = played(rounds, sizes=Sizes(encoder_tokens=encoder_tokens, feature_bytes=0))
+        assert [(done.encoded, done.encoded_tokens) for done in estimate.done.values()] == [
+            (encoded, IMAGE_TOKENS * encoded)
+        ] * 2
+
+
+def test_an_image_under_its_uuid_alone_is_the_one_that_came_with_it() -> None:
+    """For the same tenant; and for another one it is an image that nobody has seen."""
+    whole = image(1) | {"uuid": "u"}
+    alone = {"type": "image_url", "image_url": None, "uuid": "u"}
+    first, again = user(whole, text("a")), user(alone, text("a"))
+    estimate = played([chat(first), chat(again, said("b"), user(text("c"))), chat(again, cache_salt="other")])
+    assert (estimate.seen.new, estimate.seen.in_conversation, estimate.seen.grown) == (2, 1, 1)
+    assert (estimate.seen.of_unknown_size, estimate.seen.unknown_images) == (1, 0)
+
+
+def test_images_without_content_are_no_repeats() -> None:
+    gone = {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,[REDACTED]"}}
+    estimate = played([chat(user(gone, text(f"{number}"))) for number in range(10)] + conversation(1))
+    assert (estimate.seen.images, estimate.seen.unknown_images) == (1, 10)
+    assert counts(estimate)["stock"][:3] == (1, 1, 1)
+    assert estimate.seen.prompt_tokens > 10 * IMAGE_TOKENS
+
+
+def test_other_media_are_no_text() -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "A" * 100_000, "format": "wav"}}
+    other = {"type": "input_audio", "input_audio": {"data": "B" * 100_000, "format": "wav"}}
+    estimate = played([chat(user(one, text("What?"))) for one in (sound, other, sound)])
+    assert estimate.seen.other_media == 3
+    assert estimate.seen.prompt_tokens < 50
+    assert estimate.seen.conversations == 2, "another sound is another conversation"
 
 
 def test_a_rotation_larger_than_the_caches() -> None:
@@ -148,6 +185,17 @@ def test_the_sizes_are_those_that_a_cache_needs(uses: list[tuple[int, int]], cap
         distances.use(key, size)
         hits += cache.use(key, size)
     assert hits == sum(needed <= capacity for needed in distances.needed)
+
+
+def test_gemma4_fills_its_tokens() -> None:
+    from transformers.models.gemma4.image_processing_gemma4 import get_aspect_ratio_preserving_size
+
+    model, sizes = MODELS["gemma4-31b"], random.Random(0)
+    for _ in range(300):
+        width, height = sizes.randint(1, 9000), sizes.randint(1, 9000)
+        high, wide = get_aspect_ratio_preserving_size(height, width, 16, 280 * 9, 3)
+        assert model.size(width, height) == (wide, high)
+        assert model.tokens(width, height) == wide * high // 48**2 <= 280
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "qwen" in name])

@@ -38,8 +38,24 @@ def har(requests: list[Request]) -> str:
         json.dumps,
         lambda requests: json.dumps(requests, indent=2),
         har,
+        lambda requests: lines([{"log": json.dumps(one) + "\n", "stream": "stdout"} for one in requests]),
+        lambda requests: lines([{"type": "log", "level": "info", "body": one} for one in requests]),
+        lambda requests: "\ufeff" + json.dumps(requests),
+        lambda requests: lines([{"latency": float("nan"), "note": "\ud800", "body": one} for one in requests]),
     ],
-    ids=["lines", "blank lines", "OpenAI's batch", "request as text", "a list", "a list over lines", "HAR"],
+    ids=[
+        "lines",
+        "blank lines",
+        "OpenAI's batch",
+        "request as text",
+        "a list",
+        "a list over lines",
+        "HAR",
+        "Docker",
+        "lines of a log",
+        "byte order mark",
+        "Python's JSON",
+    ],
 )
 @pytest.mark.parametrize("is_compressed", [False, True], ids=["plain", "gzip"])
 def test_forms(written: Callable[[list[Request]], str], is_compressed: bool, tmp_path: Path) -> None:

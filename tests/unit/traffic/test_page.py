@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise, product
 from pathlib import Path
@@ -24,6 +25,8 @@ from vllm_mmcache.traffic.records import Recorded
 from vllm_mmcache.traffic.report import Result, Speeds
 
 TWICE = [chat(user(text(f"{turn}"), image(number))) for turn, number in product(range(2), range(4))]
+STORED = replace(ROOMY, encoder_tokens=1)
+"""vLLM's encoder cache holds no image, so that the store is asked."""
 VOID = {"meta", "br", "hr", "img", "link"}
 
 
@@ -86,7 +89,7 @@ def test_nothing_is_asked_of_any_server() -> None:
 
 
 def test_every_screen() -> None:
-    html = page.page(Result(played(TWICE)))
+    html = page.page(Result(played(TWICE, sizes=STORED)))
     assert 'name="viewport" content="width=device-width' in html
     assert "prefers-color-scheme: dark" in html
     assert f'viewBox="0 0 {page.WIDTH} {page.HEIGHT}"' in html
@@ -132,7 +135,7 @@ def test_the_plot_falls_where_the_curve_falls() -> None:
 
 
 def test_the_curve_is_that_of_a_cache() -> None:
-    estimate = played(TWICE, sizes=ROOMY)
+    estimate = played(TWICE, sizes=STORED)
     size = 10 * FULL.feature_bytes
     assert estimate.distances.curve() == [(0.0, 1.0), (4.0 * size, 0.5)]
     assert Distances().curve() == []
@@ -148,7 +151,7 @@ def test_the_curve_is_that_of_a_cache() -> None:
 
 def test_the_command_writes_it(tmp_path: Path) -> None:
     log, html = tmp_path / "log.jsonl", tmp_path / "page.html"
-    log.write_text("")
+    log.write_text(json.dumps(TWICE[0]))
     done = CliRunner().invoke(app, ["estimate", str(log), "--html", str(html), "--json"])
     assert done.exit_code == 0
     assert html.read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -159,7 +162,7 @@ def test_the_command_writes_it(tmp_path: Path) -> None:
 def test_a_png_where_matplotlib_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, plot = tmp_path / "log.jsonl", tmp_path / "plot.png"
     log.write_text("\n".join(map(json.dumps, TWICE)))
-    asked = ["estimate", str(log), "--png", str(plot)]
+    asked = ["estimate", str(log), "--encoder-tokens", "1", "--png", str(plot)]
     done = CliRunner().invoke(app, asked)
     assert (done.exit_code, done.exception) == (0, None)
     with Image.open(plot) as drawn:
@@ -170,6 +173,9 @@ def test_a_png_where_matplotlib_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "can't be written" in str(CliRunner().invoke(app, [*asked[:-1], where]).exception)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "pip install matplotlib" in str(CliRunner().invoke(app, asked).exception)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    without = CliRunner().invoke(app, asked)
+    assert ("pip install matplotlib" in str(without.exception), without.stdout) == (True, ""), "before anything is read"
 
 
 def test_no_png_without_images(tmp_path: Path) -> None:

@@ -164,9 +164,10 @@ def test_the_file_before_is_read_first(path: Path) -> None:
     whole = [record.id for record in file.read_records(path)]
     log = Log([path])
     assert len(list(log.prompts())) == len(whole) == log.recorded.requests
-    first = log.first_record()
+    first = log.recorded.first
     assert first is not None
     assert first.id == whole[0]
+    assert len(list(Log([path, records.older(path)]).prompts())) == len(whole), "as a shell sorts them"
     path.unlink()
     assert 0 < len(list(Log([path]).prompts())) < len(whole)
     assert len(list(Log([records.older(path), path.parent / "none"][:1]).prompts())) < len(whole)
@@ -198,7 +199,7 @@ def test_what_is_no_record_is_counted(record: dict[str, Any], why: str, path: Pa
     log = Log([path])
     assert len(list(log.prompts())) == 1
     assert [why in reason for reason in log.unused] == [True]
-    assert log.first_record() is None
+    assert log.recorded.first is None
     with pytest.raises(NoPrompt, match=why):
         records.read(record)
 

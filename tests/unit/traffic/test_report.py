@@ -56,8 +56,46 @@ def test_no_pictures(log: Path) -> None:
 
 
 def test_nothing_at_all(log: Path) -> None:
-    log.write_text("")
-    assert "No requests were found" in CliRunner().invoke(app, ["estimate", str(log)]).stdout
+    for content in ("", '{"log": "no request"}\n'):
+        log.write_text(content)
+        done = CliRunner().invoke(app, ["estimate", str(log)])
+        assert "No requests were found" in done.stdout
+        assert done.exit_code == 2
+
+
+def test_images_that_were_taken_out(log: Path) -> None:
+    gone = {"type": "image_url", "image_url": {"url": "<image removed>"}}
+    said = estimate(log, [chat(user(gone, text(f"{number}"))) for number in range(10)])
+    assert "not counted: 10 images without content or a name in the log" in said
+    assert said.splitlines()[-1].startswith("Nothing can be said: of 10 images the log has 10 neither")
+    few = estimate(log, [chat(user(gone)), *conversation(*range(30))])
+    assert "not counted: 1 image without" in few
+    assert few.splitlines()[-1].startswith("Worth trying")
+
+
+def test_what_else_is_not_counted(log: Path) -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    later = {"input": [{"role": "user", "content": "And?"}], "previous_response_id": "resp_1"}
+    said = estimate(log, [*conversation(1), chat(user(sound, sound)), later])
+    assert "not counted: 2 parts of videos, sounds or documents" in said
+    assert "not counted: 1 request without the turns before it (previous_response_id)" in said
+
+
+def test_the_tower_is_timed_by_its_own_tokens(log: Path) -> None:
+    """One large image, again and again, beside new small ones."""
+    requests = [
+        chat(user(image(0, (2048, 2048)), image(number, (64, 64)), text(f"{number}"))) for number in range(1, 9)
+    ]
+    options = ("--json", "--tower-tokens-s", "1", "--encoder-tokens", "1", "--kv-tokens", "1")
+    found = json.loads(estimate(log, requests, *options))
+    large, small = 4096, 64
+    assert found["mmcache"]["vision_tower_s"] == large + 8 * small
+    assert found["stock"]["vision_tower_s"] == 8 * (large + small)
+
+
+def test_sizes_with_and_without_units(log: Path) -> None:
+    said = estimate(log, conversation(1), "--processor-cache", "8", "--features", "0")
+    assert "processor cache of 8.0GiB, features in 0B" in said
 
 
 def test_what_was_not_used_is_said(log: Path) -> None:
@@ -70,6 +108,8 @@ def test_what_was_not_used_is_said(log: Path) -> None:
     [
         (["--model", "none"], "choose one of"),
         (["--features", "much"], "is no size"),
+        (["--features", "8"], "has no unit"),
+        (["--html", "/nowhere/page.html"], "there is no directory /nowhere"),
         (["--processor-cache", ""], "size"),
     ],
 )
