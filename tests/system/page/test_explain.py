@@ -153,5 +153,9 @@ def test_explain_says_what_is_wrong(server: Server, record_file: Path, tmp_path:
     assert_one_line(mmcache("explain", "--file", str(tmp_path / "none")), "No such file", "MMCACHE_OBSERVE_FILE")
     broken = tmp_path / "broken.jsonl"
     for line in ("{", '{"id": 3}', "[]", json.dumps(to_json(EXAMPLES[0]) | {"format": 2})):
-        broken.write_text(record_file.read_text().splitlines()[0] + f"\n{line}\n")
-        assert_one_line(mmcache("explain", "--file", str(broken)), "broken.jsonl, line 2: not a record")
+        broken.write_text(f"{line}\n")
+        assert_one_line(mmcache("explain", "--file", str(broken)), "broken.jsonl, line 1: not a record")
+    broken.write_text(f"{{\n{record_file.read_text()}")
+    told = mmcache("explain", "--json", "--file", str(broken))
+    assert (told.returncode, len(told.stdout.splitlines())) == (0, len(EXAMPLES))
+    assert told.stderr.startswith(f"mmcache: {broken}, line 1: not a record")

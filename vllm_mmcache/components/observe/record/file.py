@@ -55,8 +55,11 @@ class RecordFile:
             fcntl.flock(lock, fcntl.LOCK_EX)
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:
-                os.write(file, line)
-                is_full = os.fstat(file).st_size >= self._budget() // 2
+                size_bytes = os.fstat(file).st_size
+                if (written := os.write(file, line)) < len(line):  # or the next line would be written behind half a one
+                    os.ftruncate(file, size_bytes)
+                    raise OSError(f"{written} of {len(line)} bytes could be written: make room, or raise its limit")
+                is_full = size_bytes + written >= self._budget() // 2
             finally:
                 os.close(file)
             if is_full:
@@ -92,17 +95,27 @@ def before(path: Path) -> Path:
 def read_records(path: Path) -> Iterator[Record]:
     """The records of a file and of the one before it, oldest first.
 
-    Raises: OSError; ValueError that names the file, the line and what is wrong with it.
+    Lines that are no records, such as half a one, are left out, and a warning says how many. Raises: OSError;
+    ValueError, which names the first such line and what is wrong with it, where there is no record at all.
     """
+    num_records = num_left_out = 0
+    first = ""
     older = before(path)
     for file in (older, path) if older.exists() else (path,):
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 try:
-                    yield from_json(json.loads(line))
+                    record = from_json(json.loads(line))
                 except ValueError as error:
-                    first = str(error).splitlines()[0]
-                    raise ValueError(f"{file}, line {number}: not a record ({first})") from None
+                    first = first or f"{file}, line {number}: not a record ({str(error).splitlines()[0]})"
+                    num_left_out += 1
+                    continue
+                num_records += 1
+                yield record
+    if num_left_out and not num_records:
+        raise ValueError(first)
+    if num_left_out:
+        logger.warning("mmcache: %s; left out are %d such lines", first, num_left_out)
 
 
 class Follower:

@@ -2,6 +2,7 @@
 """The store and the record file: bounds, cursors, listeners, and what is no record."""
 
 import json
+import resource
 from pathlib import Path
 from typing import get_args
 
@@ -126,13 +127,41 @@ def test_a_file_is_bounded_and_read_again(tmp_path: Path) -> None:
     assert oct(path.stat().st_mode)[-3:] == "600"
 
 
-def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+def test_lines_that_are_no_records_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "records.jsonl"
-    RecordFile(path, lambda: 1 << 20).write(EXAMPLES[0])
-    with path.open("a") as file:
-        file.write("{}\n")
-    with pytest.raises(ValueError, match=r"records.jsonl, line 2: not a record"):
+    file = RecordFile(path, lambda: 1 << 20)
+    file.write(record("a"))
+    with path.open("a") as lines:
+        lines.write('{"id": "to\n{}\n')
+    file.write(record("b"))
+    assert [r.id for r in read_records(path)] == ["a", "b"]
+    assert "records.jsonl, line 2: not a record" in caplog.text
+    assert "left out are 2 such lines" in caplog.text
+
+
+def test_a_file_without_a_record_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n{}\n")
+    with pytest.raises(ValueError, match=r"records.jsonl, line 1: not a record"):
         list(read_records(path))
+
+
+def test_half_a_line_is_taken_back_and_counts_as_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = RecordFile(tmp_path / "records.jsonl", lambda: 1 << 20)
+    file.write(record("a"))
+    whole = file.path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 100, limits[1]))  # as a quota does, or a full disk
+    try:
+        file.hand(lambda: record("b"))
+        file.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.dropped == 1
+    assert f"100 of {len(whole)} bytes could be written" in caplog.text
+    assert file.path.read_bytes() == whole
+    file.write(record("c"))
+    assert [r.id for r in read_records(file.path)] == ["a", "c"]
 
 
 def test_a_disk_that_fails_costs_records_only(tmp_path: Path) -> None:
