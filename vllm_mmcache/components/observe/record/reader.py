@@ -22,6 +22,8 @@ from vllm_mmcache.components.observe.record.schema import REQUEST_ID_CHARS, Reco
 TIMEOUT_S = 15.0
 WAIT_S = 2.0
 POLL_S = 0.5
+MOST_SHOWN = 100_000
+"""How many ids `follow` remembers; an answer has 1000 at most."""
 NO_SERVER = "start one with `mmcache serve MODEL --observe`, or name one that runs with --url"
 
 
@@ -58,14 +60,33 @@ class ServerReader:
         return found
 
     def follow(self, num: int) -> Iterator[Record]:
-        """As Reader says; each question waits at the server for up to WAIT_S seconds."""
+        """As Reader says; each question waits at the server for up to WAIT_S seconds.
+
+        Where several API servers have one address, any of them may answer, and one that did not give the cursor gives
+        all that it keeps. So ids are remembered, and what a server gives so at first begins where the list does.
+        """
         news = self._get(f"records?full=1&limit={num}")
-        shown = {record["id"] for record in news["records"]}  # what came between list and cursor comes again
-        yield from self._records(news)
+        records = self._records(news)
+        listed_from_s = min((record.time_s for record in records), default=0.0)
+        shown = dict.fromkeys(record.id for record in records)  # in the order in which they were seen last
+        servers = set()  # that gave all that they keep
+        yield from records
         while True:
             query = urllib.parse.urlencode({"full": 1, "limit": 1000, "wait": WAIT_S, "since": news["cursor"]})
-            news = self._get(f"records?{query}")
-            yield from (record for record in self._records(news) if record.id not in shown)
+            asked, news = _server(news["cursor"]), self._get(f"records?{query}")
+            records, server = self._records(news), _server(news["cursor"])
+            is_first = server != asked and server not in servers
+            if is_first:
+                servers.add(server)
+            fresh = [record for record in records if record.id not in shown]
+            yield from (record for record in fresh if not is_first or record.time_s >= listed_from_s)
+            for record in records:
+                shown.pop(record.id, None)
+                shown[record.id] = None
+            while len(shown) > MOST_SHOWN:
+                del shown[next(iter(shown))]
+            if records and not fresh:  # nobody waited for these
+                time.sleep(POLL_S)
 
     def _get(self, path: str) -> dict[str, Any]:
         try:
@@ -146,6 +167,11 @@ class FileReader:
             ) from None
         except ValueError as error:
             raise RecordsError(str(error)) from None
+
+
+def _server(cursor: str) -> str:
+    """The API server that gave a cursor."""
+    return cursor.partition("-")[0]
 
 
 def unreadable(error: ValidationError) -> str:
