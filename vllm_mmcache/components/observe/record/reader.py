@@ -4,6 +4,7 @@
 Imports no vLLM, so that it runs on a machine without vLLM.
 """
 
+import http.client
 import json
 import time
 import urllib.error
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from vllm_mmcache.base.errors import RecordsError
+from vllm_mmcache.base.errors import RecordsError, one_line
 from vllm_mmcache.components.observe.record.file import Follower, read_records
 from vllm_mmcache.components.observe.record.schema import REQUEST_ID_CHARS, Record, from_json
 
@@ -25,6 +26,7 @@ POLL_S = 0.5
 MOST_SHOWN = 100_000
 """How many ids `follow` remembers; an answer has 1000 at most."""
 NO_SERVER = "start one with `mmcache serve MODEL --observe`, or name one that runs with --url"
+NOT_OURS = "is it a vLLM server with mmcache?"
 
 
 class Reader(Protocol):
@@ -66,15 +68,17 @@ class ServerReader:
         all that it keeps. So ids are remembered, and what a server gives so at first begins where the list does.
         """
         news = self._get(f"records?full=1&limit={num}")
-        records = self._records(news)
+        records, cursor = self._records(news), self._cursor(news)
         listed_from_s = min((record.time_s for record in records), default=0.0)
         shown = dict.fromkeys(record.id for record in records)  # in the order in which they were seen last
-        servers = set()  # that gave all that they keep
+        servers: set[str] = set()  # that gave all that they keep
         yield from records
         while True:
-            query = urllib.parse.urlencode({"full": 1, "limit": 1000, "wait": WAIT_S, "since": news["cursor"]})
-            asked, news = _server(news["cursor"]), self._get(f"records?{query}")
-            records, server = self._records(news), _server(news["cursor"])
+            asked = _server(cursor)
+            query = urllib.parse.urlencode({"full": 1, "limit": 1000, "wait": WAIT_S, "since": cursor})
+            news = self._get(f"records?{query}")
+            records, cursor = self._records(news), self._cursor(news)
+            server = _server(cursor)
             is_first = server != asked and server not in servers
             if is_first:
                 servers.add(server)
@@ -97,17 +101,24 @@ class ServerReader:
                 body = json.loads(answer.read())
         except urllib.error.HTTPError as error:
             raise self._refused(error) from None
+        except http.client.HTTPException as error:  # whatever answers may send anything, also what terminals obey
+            raise RecordsError(f"no answer from {self.url}: {ascii(one_line(error))[1:-1]}: {NO_SERVER}") from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise RecordsError(f"no answer from {self.url}: {reason}: {NO_SERVER}") from None
-        if not isinstance(body, dict):
-            raise RecordsError(f"{self.url} answered with no record: is it a vLLM server with mmcache?")
+        if not isinstance(body, dict) or not isinstance(body.get("records"), list):
+            raise RecordsError(f"{self.url} answered with no records: {NOT_OURS}")
         return body
+
+    def _cursor(self, body: dict[str, Any]) -> str:
+        if not isinstance(cursor := body.get("cursor"), str):
+            raise RecordsError(f"{self.url} answered with no cursor: {NOT_OURS}")
+        return cursor
 
     def _refused(self, error: urllib.error.HTTPError) -> RecordsError:
         try:
             said = json.loads(error.read()).get("error")
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, http.client.HTTPException):
             said = None
         if error.code == 401:
             given = "is not the server's" if self.admin_key else "is missing"

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of records: several servers behind one address."""
+"""Readers of records: several servers behind one address, and what is no server of ours."""
 
 import itertools
+import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import pytest
+
 from tests.support.page_app import add, filled, many
+from vllm_mmcache.base.errors import RecordsError
 from vllm_mmcache.components.observe.record.reader import ServerReader
 from vllm_mmcache.components.observe.record.schema import Record, to_json
 
@@ -43,3 +48,41 @@ def test_several_servers_show_each_request_once() -> None:
     waited = records[0].model_copy(update={"id": "waited"})
     add(servers[1], waited)
     assert ids(following, 1) == ["waited"]
+
+
+def http(body: str, more: int = 0, status: str = "200 OK") -> bytes:
+    """An answer whose header promises `more` bytes than come."""
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body) + more}\r\n\r\n{body}".encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"-ERR \x1b[1m unknown command\r\n", r"no answer from http://127.0.0.1:\d+: BadStatusLine: -ERR \\x1b"),
+        (http('{"records": []', more=99), "no answer from .*: IncompleteRead"),
+        (http("no JSON"), "no answer from "),
+        (http('{"status": "ok"}'), "answered with no records: is it a vLLM server with mmcache?"),
+        (http('{"records": 3}'), "answered with no records"),
+        (http('{"records": [], "cursor": null}'), "answered with no cursor"),
+        (http("[]"), "answered with no records"),
+        (http("no", more=99, status="404 Not Found"), r"has no /mmcache \(status 404\)"),
+    ],
+)
+def test_what_is_no_server_of_ours_is_named(answer: bytes, said: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with listening.accept()[0] as client:
+                client.recv(1 << 16)
+                client.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with pytest.raises(RecordsError, match=said):
+            next(ServerReader(f"http://127.0.0.1:{listening.getsockname()[1]}", None).follow(1))
+        thread.join(60)
+
+
+def test_an_address_that_is_none_is_named() -> None:
+    with pytest.raises(RecordsError, match=r"no answer from http://127.0.0.1:8000 x: InvalidURL"):
+        ServerReader("http://127.0.0.1:8000 x", None).newest(1)
