@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -149,29 +150,29 @@ class FileReader:
 
     def newest(self, num: int) -> list[Record]:
         """As Reader says; reads all of the file, and of the one before it."""
-        return self._records()[-num:]
+        return list(deque(self._records(), maxlen=num))
 
     def named(self, name: str) -> list[Record]:
         """As Reader says; of a request id the first REQUEST_ID_CHARS characters count, since records have no more."""
-        records = self._records()[::-1]
-        found = [record for record in records if record.id == name]
-        found = found or [record for record in records if record.request_id == name[:REQUEST_ID_CHARS]]
+        carried = name[:REQUEST_ID_CHARS]
+        found = [record for record in self._records() if record.id == name or record.request_id == carried]
+        found = [record for record in found if record.id == name] or found
         if not found:
             raise RecordsError(f"{self.path}: no record {name!r} in it")
-        return found
+        return found[::-1]
 
     def follow(self, num: int) -> Iterator[Record]:
         """As Reader says; looks into the file every POLL_S seconds."""
         follower = Follower(self.path)
-        self._records()  # says what is wrong with the file, which the follower passes over
+        self.newest(1)  # says what is wrong with the file, which the follower passes over
         yield from follower.read_new()[-num:]
         while True:
             time.sleep(POLL_S)
             yield from follower.read_new()
 
-    def _records(self) -> list[Record]:
+    def _records(self) -> Iterator[Record]:
         try:
-            return list(read_records(self.path))
+            yield from read_records(self.path)
         except OSError as error:
             raise RecordsError(
                 f"{self.path}: {error.strerror}: give the record file that MMCACHE_OBSERVE_FILE names"

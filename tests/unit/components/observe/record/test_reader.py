@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of records: several servers behind one address, and what is no server of ours."""
+"""Readers of records: several servers behind one address, what is no server of ours, and how much is held of a file."""
 
 import itertools
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tests.support.page_app import add, filled, many
+from tests.support.page_app import EXAMPLES, add, filled, many
 from vllm_mmcache.base.errors import RecordsError
+from vllm_mmcache.components.observe.record import reader
 from vllm_mmcache.components.observe.record.reader import ServerReader
 from vllm_mmcache.components.observe.record.schema import Record, to_json
 
@@ -86,3 +89,26 @@ def test_what_is_no_server_of_ours_is_named(answer: bytes, said: str) -> None:
 def test_an_address_that_is_none_is_named() -> None:
     with pytest.raises(RecordsError, match=r"no answer from http://127.0.0.1:8000 x: InvalidURL"):
         ServerReader("http://127.0.0.1:8000 x", None).newest(1)
+
+
+def test_what_is_not_asked_for_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may be larger than memory; of its records only those that are shown are held."""
+    made: list[weakref.ref[Record]] = []
+    most = 0
+
+    def read(path: Path) -> Iterator[Record]:
+        nonlocal most
+        for number in range(50):
+            record = EXAMPLES[0].model_copy(update={"id": f"r{number}", "request_id": f"chatcmpl-{number % 25}"})
+            made.append(weakref.ref(record))
+            most = max(most, sum(reference() is not None for reference in made))
+            yield record
+
+    monkeypatch.setattr(reader, "read_records", read)
+    source = reader.FileReader(Path("records.jsonl"))
+    assert [record.id for record in source.newest(2)] == ["r48", "r49"]
+    assert [record.id for record in source.named("r7")] == ["r7"]
+    assert [record.id for record in source.named("chatcmpl-7")] == ["r32", "r7"]
+    with pytest.raises(RecordsError, match="no record 'none' in it"):
+        source.named("none")
+    assert most <= 5
