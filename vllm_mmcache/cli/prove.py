@@ -72,7 +72,7 @@ def prove(
     if show or forget is not None:
         if show and forget is not None:
             raise EnvironmentProblem("--show and --forget: give one of the two")
-        raise typer.Exit(list_proofs(as_json) if show else remove(str(forget)))
+        raise typer.Exit(list_proofs(as_json) if show else remove(str(forget), as_json))
     if model is not None and model.startswith("-"):  # typer drops the --, and takes what follows for the model
         arguments = [model, *(arguments or [])]
         model = None
@@ -252,18 +252,20 @@ def versions_differ(place: Any) -> str:
     )
 
 
-def remove(which: str) -> int:
+def remove(which: str, as_json: bool) -> int:
     """Forget the proof of a number, or all; returns the exit status. Raises: EnvironmentProblem, ProofsUnwritable."""
     from vllm_mmcache.lifecycle import user_proofs
 
     count = len(user_proofs.read()[0])
-    if which == "all":
-        print(f"{user_proofs.forget()} proofs are forgotten")
-        return 0
     try:
-        user_proofs.forget(int(which))
+        forgotten = user_proofs.forget(None if which == "all" else int(which))
     except (ValueError, IndexError):
         known = f"a number from 1 to {count}" if count else "nothing else, since nothing is proven"
         raise EnvironmentProblem(f"--forget {which}: give `all`, or {known} (see `mmcache prove --show`)") from None
-    print(f"proof {which} is forgotten; {count - 1} are left")
+    if as_json:
+        print(json.dumps({"forgotten": forgotten, "left": count - forgotten}))
+    elif which == "all":
+        print(f"{forgotten} proofs are forgotten")
+    else:
+        print(f"proof {which} is forgotten; {count - forgotten} are left")
     return 0

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from typer.testing import CliRunner, Result
 
 from tests.support.packages import file_tier, identity, save
 from tests.support.tiers import record_tier
+from tests.system.cli.test_uninstall import PLACE
 from vllm_mmcache.cli import app
 from vllm_mmcache.components.features.tiers import key_of
+from vllm_mmcache.lifecycle import user_proofs
 from vllm_mmcache.storage import record_store
 
 COMMANDS = [["store", "clear"], ["uninstall"]]
@@ -152,3 +155,12 @@ def test_a_dry_run_of_gc(ttl: str, budget: str, some_go: bool, home: Path, monke
     gone = sum(size for path, size in before.items() if "features" in path.parts and path not in files(home))
     assert planned["would_remove_bytes"] == gone
     assert (gone > 0) is some_go
+
+
+def test_what_is_forgotten_is_json(home: Path) -> None:
+    for architecture in ("A", "B", "C"):
+        user_proofs.add(replace(PLACE, architecture=architecture), ["features"], "test", [])
+    assert json.loads(run("prove", "--forget", "2", "--json").stdout) == {"forgotten": 1, "left": 2}
+    assert run("prove", "--forget", "1").stdout == "proof 1 is forgotten; 1 are left\n"
+    assert json.loads(run("prove", "--forget", "all", "--json").stdout) == {"forgotten": 1, "left": 0}
+    assert user_proofs.read()[0] == []
