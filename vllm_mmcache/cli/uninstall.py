@@ -6,7 +6,7 @@ admin key that `mmcache serve --observe` has made, and what `python -m vllm_mmca
 Python environment. Redis or Valkey is others', too, and stays.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +23,8 @@ def uninstall(yes: Yes = False, dry_run: DryRun = False) -> None:
     That is stored features and records, proofs, the admin key that `mmcache serve` made, and the start-up hook of the
     Python environment. What is left is named, with the way to remove it. On a terminal it asks before.
 
-    Stop the servers first, since a running server makes its directory anew.
+    Stop the servers first, since a running server makes its directory anew. Where a store can't be removed, all else
+    is, and the exit status is 2.
     """
     from vllm_mmcache.base.settings import load_settings
     from vllm_mmcache.base.store_url import default_directory, redact, store_places
@@ -32,16 +33,20 @@ def uninstall(yes: Yes = False, dry_run: DryRun = False) -> None:
     directory, url = store_places(settings.store)
     places = list(dict.fromkeys(filter(None, (directory, default_directory()))))
     if dry_run or store.asks(yes):
-        found = [*to_remove(places)]
+        found, refused = to_remove(places)
         for thing in found:
             print(f"would remove {thing}")
         if dry_run:
+            if refused:
+                raise StoreUnusable("; ".join(refused))
             if not found:
                 print("there is nothing to remove")
             return
+        for sentence in refused:
+            print(sentence)
         if found:
             store.confirm("all of this")
-    remove(places)
+    refused = remove(places)
     if url is not None:
         print(f"left {redact(url)}, which others may use: `mmcache store clear` removes what is ours there")
     if settings.files:
@@ -49,36 +54,48 @@ def uninstall(yes: Yes = False, dry_run: DryRun = False) -> None:
     if settings.observe_file:
         print(f"left {settings.observe_file}, the file of recorded requests, and the one before it")
     print("the package itself goes with: pip uninstall vllm-mmcache")
+    if refused:
+        raise StoreUnusable("; ".join(refused))
 
 
-def to_remove(places: Sequence[str]) -> Iterator[str]:
-    """What would be removed now: of stores at these places, and of all else."""
+def to_remove(places: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What would be removed now, of stores at these places and of all else; and which stores would be left, and why."""
     from vllm_mmcache import environment
     from vllm_mmcache.lifecycle import user_proofs
 
-    for place in places:
-        with suppress(StoreUnusable), store.opened(Path(place)) as kept:
-            yield from store.to_clear(kept).sentences
-    with suppress(RuntimeError):
-        if admin_key_file().exists():
-            yield MADE_KEY
-    if num_proofs := len(user_proofs.read()[0]):
-        yield f"{num_proofs} proofs"
-    yield from environment.to_take_back()
-
-
-def remove(places: Sequence[str]) -> None:
-    """Remove all that `to_remove` names, and say so."""
-    from vllm_mmcache import environment
-    from vllm_mmcache.lifecycle import user_proofs
-
+    found: list[str] = []
+    refused: list[str] = []
     for place in places:
         try:
-            with store.opened(Path(place)) as kept:
-                print(f"removed {store.cleared(kept)} files of {place}")
+            with store.opened(Path(place), may_be_empty=True) as kept:
+                there = store.to_clear(kept)
         except StoreUnusable as error:
-            if Path(place).exists():
-                print(f"left {place}: {error}")
+            refused.append(f"{place} would be left: {error}")
+        else:
+            found += there.sentences if there.files[0] else []
+    with suppress(RuntimeError):
+        if admin_key_file().exists():
+            found.append(MADE_KEY)
+    if num_proofs := len(user_proofs.read()[0]):
+        found.append(f"{num_proofs} proofs")
+    return [*found, *environment.to_take_back()], refused
+
+
+def remove(places: Sequence[str]) -> list[str]:
+    """Remove all that `to_remove` names, and say so; returns which stores are left, and why."""
+    from vllm_mmcache import environment
+    from vllm_mmcache.lifecycle import user_proofs
+
+    refused = []
+    for place in places:
+        try:
+            with store.opened(Path(place), may_be_empty=True) as kept:
+                num_files = store.cleared(kept)
+        except StoreUnusable as error:
+            refused.append(f"{place} is left: {error}")
+        else:
+            if num_files:
+                print(f"removed {num_files} files of {place}")
     with suppress(FileNotFoundError, RuntimeError):
         admin_key_file().unlink()
         print(f"removed {MADE_KEY}")
@@ -86,6 +103,7 @@ def remove(places: Sequence[str]) -> None:
         print(f"removed {num_proofs} proofs")
     for thing in environment.take_back():
         print(f"removed {thing}")
+    return refused
 
 
 def admin_key_file() -> Path:

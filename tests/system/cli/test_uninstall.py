@@ -10,6 +10,7 @@ import pytest
 from tests.support.packages import file_tier, identity, redis_tier, save
 from tests.support.store_server import Server, running_server, server
 from tests.support.tiers import record_tier
+from vllm_mmcache.base.errors import StoreUnusable
 from vllm_mmcache.cli.uninstall import uninstall
 from vllm_mmcache.components.features.tiers import key_of
 from vllm_mmcache.lifecycle import user_proofs
@@ -108,10 +109,31 @@ def test_what_is_not_ours_stays(home: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_store_that_may_not_be_touched_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All else goes, and that it is left is an error."""
     place = home / "xdg_cache_home" / "mmcache"
     fill(place)
     (place / "features").rename(home / "elsewhere")
     (place / "features").symlink_to(home / "elsewhere")
-    uninstall()
-    assert f"left {place}: " in capsys.readouterr().out
+    user_proofs.add(PLACE, ["features"], "test", [])
+    with pytest.raises(StoreUnusable, match=f"{place} would be left: {place}/features has mode l"):
+        uninstall(dry_run=True)
+    assert capsys.readouterr().out == "would remove 1 proofs\n"
+    with pytest.raises(StoreUnusable, match=f"{place} is left: {place}/features has mode l"):
+        uninstall()
+    said = capsys.readouterr().out
+    assert "removed 1 proofs" in said
+    assert "pip uninstall vllm-mmcache" in said
     assert files(home / "elsewhere")
+
+
+def test_a_directory_without_a_store_is_no_error(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MMCACHE_STORE", str(home / "chosen"))
+    (home / "chosen").mkdir()
+    (home / "chosen" / "notes").write_text("mine")
+    uninstall(dry_run=True)
+    assert capsys.readouterr().out == "there is nothing to remove\n"
+    uninstall()
+    assert capsys.readouterr().out == "the package itself goes with: pip uninstall vllm-mmcache\n"
+    assert files(home) == [home / "chosen" / "notes"]

@@ -164,3 +164,12 @@ def test_what_is_forgotten_is_json(home: Path) -> None:
     assert run("prove", "--forget", "1").stdout == "proof 1 is forgotten; 1 are left\n"
     assert json.loads(run("prove", "--forget", "all", "--json").stdout) == {"forgotten": 1, "left": 0}
     assert user_proofs.read()[0] == []
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_person_is_told_what_would_be_left(home: Path) -> None:
+    (home / "store" / "features").rename(home / "elsewhere")
+    (home / "store" / "features").symlink_to(home / "elsewhere")
+    done = run("uninstall", answer="n\n")
+    assert "would remove the admin key" in done.output
+    assert f"{home / 'store'} would be left: {home / 'store' / 'features'} has mode l" in done.output
