@@ -29,13 +29,17 @@ def configuration(model: str, arguments: Sequence[str]) -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
-    parser.error = _refuse
+    parser.error = refuse
     given = parser.parse_args([model, *serve.with_defaults(arguments)])
     given.model = given.model_tag or given.model
     return AsyncEngineArgs.from_cli_args(given).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
 
 
-def _refuse(message: str) -> NoReturn:
+def refuse(message: str) -> NoReturn:
+    """What a parser of vLLM's arguments does with a mistake, in place of ending the process.
+
+    Raises: EnvironmentProblem.
+    """
     raise EnvironmentProblem(f"vLLM says of these arguments: {message}")
 
 

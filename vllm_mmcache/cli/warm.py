@@ -11,22 +11,30 @@ import base64
 import json
 import mimetypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vllm_mmcache.base import tenant
-from vllm_mmcache.base.errors import EnvironmentProblem, StoreUnusable
+from vllm_mmcache.base.errors import EnvironmentProblem, MMCacheError, StoreUnusable, one_line
 from vllm_mmcache.base.secret_files import read_secret
 from vllm_mmcache.base.store_url import STORE, places_in_use
 from vllm_mmcache.cli import preflight
 from vllm_mmcache.content.tenant_source import configured_source
 
+if TYPE_CHECKING:
+    from vllm import LLM
+
 ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 
+REFUSED = (OSError, SyntaxError, ValueError)
+"""What Pillow raises for what is no picture, and vLLM for a request that it does not take."""
+
 WRITING_S = 600.0  # longest wait for the disk, per batch
+
+Conversation = list[dict[str, Any]]
 
 
 def warm(
@@ -135,39 +143,34 @@ def prepare(place: Path | None) -> None:
         raise StoreUnusable(f"{STORE} asks for no store: use --dir PATH, or set it")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the store is asked in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for the result
 
 
 def fill(paths: Sequence[Path], model: str, arguments: Sequence[str], batch: int) -> dict[str, Any]:
     """Start the engine, and put every picture to it; the tower runs for those that the store lacks.
 
-    Raises: EnvironmentProblem if this engine has no store.
+    Raises: EnvironmentProblem if the engine does not start, or has no store.
     """
     from rich.console import Console
     from rich.progress import track
-    from vllm import LLM, SamplingParams
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from vllm_mmcache.components.features.engine.hooks import connector_of
     from vllm_mmcache.metrics import counters
 
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="mmcache store warm PICTURES --"))
-    parsed = parser.parse_args(["--model", model, "--enable-prefix-caching", *arguments])
-    llm = LLM.from_engine_args(EngineArgs.from_cli_args(parsed))
+    llm = started(model, arguments)
     store = connector_of(llm.llm_engine.engine_core.engine_core.scheduler)
     if store is None:
         raise EnvironmentProblem("this engine has no feature store; its log says why: see `mmcache doctor`")
-    params = SamplingParams(max_tokens=1, temperature=0)
-    failed: list[dict[str, str]] = []
-    waiting: list[Any] = []
+    failed: dict[Path, str] = {}
+    waiting: dict[Path, Conversation] = {}
     before = counters.totals()
     for number, path in enumerate(track(paths, "encoding", console=Console(stderr=True)), 1):
         try:
-            waiting.append(question(path))
-        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for what is no picture
-            failed.append({"path": str(path), "why": str(error)})
+            waiting[path] = question(path)
+        except REFUSED as error:
+            failed[path] = str(error)
         if waiting and (len(waiting) == batch or number == len(paths)):
-            llm.chat(waiting, params, use_tqdm=False)
+            failed |= asked(llm, waiting)
             waiting.clear()
             store.flush(WRITING_S)  # or what a slow disk is behind with would be let go from RAM before its turn
     seen = {name: int(count - before.get(name, 0)) for name, count in counters.totals().items()}
@@ -175,11 +178,48 @@ def fill(paths: Sequence[Path], model: str, arguments: Sequence[str], batch: int
     return {
         "encoded": seen.get("tower_images", 0),
         "present": seen.get("tower_images_avoided", 0),
-        "failed": failed,
+        "failed": [{"path": str(path), "why": failed[path]} for path in paths if path in failed],
     }
 
 
-def question(path: Path) -> list[dict[str, Any]]:
+def started(model: str, arguments: Sequence[str]) -> "LLM":
+    """An engine in this process. Raises: EnvironmentProblem if vLLM refuses an argument, or starts none."""
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_mmcache.cli import preview
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="mmcache store warm PICTURES --"))
+    parser.error = preview.refuse
+    try:
+        parsed = parser.parse_args(["--model", model, "--enable-prefix-caching", *arguments])
+        return LLM.from_engine_args(EngineArgs.from_cli_args(parsed))
+    except MMCacheError:
+        raise
+    except Exception as error:  # whatever vLLM, torch or the file system say
+        seen = f"{type(error).__name__}: {preview.sentence(error)}"
+        raise EnvironmentProblem(f"vLLM starts no engine: {seen}: see `mmcache doctor {model}`") from error
+
+
+def asked(llm: "LLM", questions: Mapping[Path, Conversation]) -> dict[Path, str]:
+    """Have all of these answered; returns which pictures could not be read, and why.
+
+    vLLM refuses a batch as a whole, so one that it refuses is repeated one by one.
+    """
+    from vllm import SamplingParams
+
+    try:
+        llm.chat(list(questions.values()), SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+    except REFUSED as error:
+        if len(questions) == 1:
+            return dict.fromkeys(questions, one_line(error))
+        failed = [asked(llm, {path: question}) for path, question in questions.items()]
+        return {path: why for each in failed for path, why in each.items()}
+    return {}
+
+
+def question(path: Path) -> Conversation:
     """A conversation about one picture, as a client would send it: a server gives it the same content id.
 
     Raises: OSError, SyntaxError or ValueError for what is no picture.

@@ -40,7 +40,7 @@ def test_mistakes(args: list[str], said: str, tmp_path: Path) -> None:
 
 
 def test_the_store_is_that_of_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MMCACHE_STORE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
+    for name in ("MMCACHE_STORE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM"):
         monkeypatch.setenv(name, "")  # so that what `prepare` sets is taken back
     with pytest.raises(StoreUnusable, match="MMCACHE_STORE asks for no store: use --dir PATH"):
         warm.prepare(None)
@@ -52,6 +52,26 @@ def test_the_store_is_that_of_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert os.environ["MMCACHE_STORE"] == str(tmp_path / "another")
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("model", "arguments", "said"),
+    [
+        ("no/such/model", [], "vLLM starts no engine: "),
+        ("no/such/model", ["--max-model-len", "many"], "vLLM says of these arguments: "),
+        ("no/such/model", ["--no-such-argument"], "vLLM says of these arguments: "),
+    ],
+)
+def test_what_vllm_refuses_is_said_in_json(model: str, arguments: list[str], said: str, tmp_path: Path) -> None:
+    ellipses("warm").save(tmp_path / "picture.png")
+    environ = {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    outcome = mmcache("store", "warm", str(tmp_path), "--model", model, "--json", "--", *arguments, **environ)
+    assert outcome.returncode == 2, outcome.stderr[-3000:]
+    error = json.loads(outcome.stdout)["error"]
+    assert error.startswith(said)
+    assert f"error: {error}\n" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
 @pytest.mark.engine
 def test_warm_fills_and_goes_on(tmp_path: Path) -> None:
     """Some pictures, then these and more: only what is new runs the tower. What is no picture is named."""
@@ -61,6 +81,8 @@ def test_warm_fills_and_goes_on(tmp_path: Path) -> None:
     for number in range(3):
         ellipses(f"warm {number}").save(pictures / "below" / f"{number}.png")
     (pictures / "broken.jpg").write_text("no picture")
+    ellipses("cut").save(pictures / "cut.jpg")
+    (pictures / "cut.jpg").write_bytes((pictures / "cut.jpg").read_bytes()[:-500])  # its head is whole
     (pictures / "notes.txt").write_text("not even by name")
     arguments = ["--dir", str(store), "--model", str(model), "--batch", "2", "--json", "--"]
     arguments += ["--max-model-len", "2048", "--enforce-eager", "--dtype", "float32"]
@@ -70,13 +92,15 @@ def test_warm_fills_and_goes_on(tmp_path: Path) -> None:
 
     some = mmcache("store", "warm", str(listed), *arguments, **environ)
     assert some.returncode == 0, some.stderr[-3000:]
-    assert json.loads(some.stdout[some.stdout.index("{") :]) == {"encoded": 2, "present": 0, "failed": []}
+    assert json.loads(some.stdout) == {"encoded": 2, "present": 0, "failed": []}
 
     more = mmcache("store", "warm", str(pictures), *arguments, **environ)
     assert more.returncode == 1, more.stderr[-3000:]
-    report = json.loads(more.stdout[more.stdout.index("{") :])
+    report = json.loads(more.stdout)
     assert (report["encoded"], report["present"]) == (1, 2)
-    assert [failure["path"] for failure in report["failed"]] == [str(pictures / "broken.jpg")]
+    assert [failure["path"] for failure in report["failed"]] == [
+        str(pictures / name) for name in ("broken.jpg", "cut.jpg")
+    ]
     assert len(list((store / "features").glob("??/*.safetensors"))) == 3
 
     (tmp_path / "tenant").touch(0o600)
@@ -84,7 +108,7 @@ def test_warm_fills_and_goes_on(tmp_path: Path) -> None:
     arguments[:0] = ["--tenant-file", str(tmp_path / "tenant")]
     theirs = mmcache("store", "warm", str(listed), *arguments, **environ, MMCACHE_TENANT_FROM="header:X-Tenant")
     assert theirs.returncode == 0, theirs.stderr[-3000:]
-    assert json.loads(theirs.stdout[theirs.stdout.index("{") :]) == {"encoded": 2, "present": 0, "failed": []}
+    assert json.loads(theirs.stdout) == {"encoded": 2, "present": 0, "failed": []}
     kept = json.loads(mmcache("store", "ls", "--dir", str(store), "--json").stdout)["packages"]
     salt = parse_source("header:X-Tenant").salt_of("acme")
     names = [package["content_id"] for package in kept]
