@@ -175,4 +175,3 @@ def _sums(amounts: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 RECORDER = Recorder()
-STORE = RECORDER.store

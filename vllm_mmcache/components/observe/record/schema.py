@@ -7,7 +7,7 @@ never holds text, token ids or bytes of a prompt; digests are keyed and have 8 h
 """
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -199,9 +199,6 @@ class Totals(_Part):
     """By reason."""
     images: dict[str, int] = Field(default_factory=dict)
     """By where the features came from."""
-
-
-Cursor = Annotated[str, Field(description="opaque; what `since` gave, to go on from there")]
 
 
 def to_json(record: Record) -> dict[str, Any]:
