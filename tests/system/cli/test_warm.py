@@ -63,7 +63,7 @@ def test_the_store_is_that_of_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_what_vllm_refuses_is_said_in_json(model: str, arguments: list[str], said: str, tmp_path: Path) -> None:
     ellipses("warm").save(tmp_path / "picture.png")
-    environ = {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    environ: dict[str, Any] = {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(tmp_path)}
     outcome = mmcache("store", "warm", str(tmp_path), "--model", model, "--json", "--", *arguments, **environ)
     assert outcome.returncode == 2, outcome.stderr[-3000:]
     error = json.loads(outcome.stdout)["error"]
