@@ -4,11 +4,14 @@
 from typing import Any
 
 import torch
+import vllm.envs as envs
 
 from vllm_mmcache.base.versions import installed
 from vllm_mmcache.components.lazy_media.video import DECODERS
 from vllm_mmcache.content.digests import canonical_text, inputs_digest
 from vllm_mmcache.content.model_files import code_digest, files_digest
+
+_USUAL_LOADER = "opencv"  # vLLM's default
 
 
 def processor_facts(model_config: Any, processor: Any) -> dict[str, str]:
@@ -61,4 +64,6 @@ def _of_videos(processor: Any) -> str:
     of_videos = getattr(processor.info.get_hf_processor(), "video_processor", None)
     made_by = {name: installed(name) for name in DECODERS}
     settings = of_videos.to_dict() if of_videos is not None else None
-    return inputs_digest({"settings": canonical_text(settings), "made by": canonical_text(made_by)})
+    loader = envs.VLLM_VIDEO_LOADER_BACKEND  # samples frames, unless media_io_kwargs or a processor names another
+    facts = {"settings": canonical_text(settings), "made by": canonical_text(made_by)}
+    return inputs_digest({**facts, **({"loader": loader} if loader != _USUAL_LOADER else {})})  # as for "own code"

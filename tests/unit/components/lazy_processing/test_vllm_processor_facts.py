@@ -175,6 +175,9 @@ CHANGES: dict[str, tuple[Change, set[str], bool]] = {
     "--dtype": (attribute("dtype", torch.float16), {"dtype"}, True),
     "the settings for videos": (change_videos, {"videos"}, False),
     "what decodes videos": (another("opencv-python-headless"), {"videos"}, False),
+    "what samples frames of videos": (
+        lambda made, patch: patch.setenv("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic"), {"videos"}, False,
+    ),
     "the processor's class": (another_class, {"processor"}, False),
     "pillow": (another("pillow"), {"made by"}, True),
     "numpy": (another("numpy"), {"made by"}, True),
@@ -196,6 +199,15 @@ def test_what_changes_the_meaning_is_in_the_key(name: str, made: Made, monkeypat
     assert {field for field in {**items, **now} if items.get(field) != now.get(field)} == changed
     assert inputs_digest(now) != inputs_digest(items)
     assert (made.features() != features) == of_features
+
+
+def test_features_of_videos_depend_on_what_samples_frames(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = vllm_processor_facts.video_facts(made.config)
+    assert vllm_processor_facts.video_facts(made.config) == before
+    monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic")
+    assert vllm_processor_facts.video_facts(made.config) != before
+    monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", "opencv")  # vLLM's default
+    assert vllm_processor_facts.video_facts(made.config) == before
 
 
 def test_every_field_has_a_change(made: Made) -> None:
