@@ -13,6 +13,8 @@ from blake3 import blake3
 
 PREFIX = "mmc2-"
 """The number goes up when the digest covers something else."""
+MAX_UUID_CHARS = 128
+"""Of a uuid that a client gives an image, be it such a name or any other; longer ones are refused."""
 
 _CONTEXT = "vllm-mmcache content name 2"
 _CLAIM = re.compile(r"mmc[0-9]+-")

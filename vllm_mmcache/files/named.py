@@ -36,7 +36,7 @@ LINGER_S = 5.0
 RENEW_S = 3600.0
 """An image that comes again with the same uuid is not written again by the same process for so long, if it still is
 what the store has. Then it is, so that it does not expire; other content under the uuid is always written at once."""
-ENTRY_BYTES = 256
+ENTRY_BYTES = 1024  # a uuid of MAX_UUID_CHARS included, whatever its characters
 MOST_REMEMBERED = Budget(65536, 65536 * ENTRY_BYTES)
 """Of what this process has written, or could not write."""
 NOT_SAVED = b""
@@ -110,7 +110,7 @@ class NamedImages:
         tasks = []
         for one in images:
             if writes and (found := _content_of(one)) is not None:
-                tasks.append(asyncio.ensure_future(self._save(one.uuid, *found, key)))
+                tasks.append(asyncio.ensure_future(self._save(one.uuid, found, key)))
             elif one.url is not None:
                 self._note(key, one.uuid, NOT_SAVED)
         try:
@@ -119,20 +119,20 @@ class NamedImages:
             if tasks:
                 await asyncio.wait(tasks, timeout=LINGER_S)
 
-    async def _save(self, uuid: str, media_type: str, image: placeholders.Payload | str, key: bytes | None) -> None:
+    async def _save(self, uuid: str, image: placeholders.Payload | str, key: bytes | None) -> None:
         if self._num_unwritten >= MOST_UNWRITTEN:
             self._note(key, uuid, NOT_SAVED)
             return
         self._num_unwritten += 1
         with failsafe("files"):
             try:
-                await self.store.in_thread(self._write, uuid, media_type, image, key)
+                await self.store.in_thread(self._write, uuid, image, key)
             except (FilesUnusable, QuotaExceeded, ValueError):
                 pass  # a replica that is asked for the uuid alone does not find it
             finally:
                 self._num_unwritten -= 1
 
-    def _write(self, uuid: str, media_type: str, image: placeholders.Payload | str, key: bytes | None) -> None:
+    def _write(self, uuid: str, image: placeholders.Payload | str, key: bytes | None) -> None:
         """Write one image, unless it was written lately, is too large, or can't be opened.
 
         Raises: ValueError for text that is no base64, and otherwise what FileStore.put does.
@@ -144,9 +144,10 @@ class NamedImages:
             return
         self._note(key, uuid, NOT_SAVED)
         content = payload.decode()
-        if len(content) > self._max_bytes or head_of(content, self._formats) is None:
+        head = head_of(content, self._formats) if len(content) <= self._max_bytes else None
+        if head is None:
             return
-        self.store.put(key, content, filename="", purpose=PURPOSE, media_type=media_type, name=uuid)
+        self.store.put(key, content, filename="", purpose=PURPOSE, media_type=head.media_type, name=uuid)
         self._note(key, uuid, payload.content_id)
 
     def _is_saved(self, key: bytes | None, uuid: str, content_id: bytes) -> bool:
@@ -158,12 +159,12 @@ class NamedImages:
         self._written.replace((key, uuid), (content_id, time.monotonic()))
 
 
-def _content_of(image: NamedImage) -> tuple[str, placeholders.Payload | str] | None:
-    """The media type and the base64 text of an image that came as a data URL; None for any other.
+def _content_of(image: NamedImage) -> placeholders.Payload | str | None:
+    """The base64 text of an image that came as a data URL; None for any other.
 
     Where image_extraction has taken the text out of the body, it is in a payload.
     """
     head, _, text = (image.url or "").partition(";base64,")
     if not text or not head.startswith("data:image/"):
         return None
-    return head.removeprefix("data:"), placeholders.resolve(text) or text
+    return placeholders.resolve(text) or text

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_mmcache.content.content_name import MAX_UUID_CHARS
+
 Json = dict[str, Any]
 
 
@@ -45,14 +47,15 @@ class NamedImage:
 
 
 def named_images(request: Json) -> Iterator[NamedImage]:
-    """Those in a parsed request of chat completions, in its order."""
+    """Those in a parsed request of chat completions, in its order, but for uuids that are too long to be served."""
     for message in _dicts(request.get("messages")):
         for part in _dicts(message.get("content")):
-            if part.get("type") == "image_url" and isinstance(part.get("uuid"), str):
+            uuid = part.get("uuid")
+            if part.get("type") == "image_url" and isinstance(uuid, str) and len(uuid) <= MAX_UUID_CHARS:
                 image = part.get("image_url")
                 url = image.get("url") if isinstance(image, dict) else image
                 if url is None or isinstance(url, str):
-                    yield NamedImage(part["uuid"], url, _chat_image(part))
+                    yield NamedImage(uuid, url, _chat_image(part))
 
 
 def _list(value: Any) -> list[Any]:

@@ -16,11 +16,11 @@ from starlette.testclient import TestClient
 
 from tests.unit.files.test_endpoints import CHAT, MAX_BYTES, echo, picture
 from vllm_mmcache.content import placeholders
-from vllm_mmcache.content.content_name import name_of
+from vllm_mmcache.content.content_name import MAX_UUID_CHARS, name_of
 from vllm_mmcache.files import named as named_module
 from vllm_mmcache.files.middleware import PutFilesMiddleware
 from vllm_mmcache.files.named import NamedImages
-from vllm_mmcache.files.store import FileStore
+from vllm_mmcache.files.store import ENTRY_BYTES, FileStore
 from vllm_mmcache.storage.encryption import PLAIN
 
 
@@ -148,11 +148,33 @@ def test_unknown_uuids_and_those_of_other_tenants(replicas: tuple[Replica, Repli
 def test_no_text_of_a_client_takes_the_place_out_of_service(replicas: tuple[Replica, Replica]) -> None:
     """Half of a surrogate pair is in JSON, and in no UTF-8."""
     one, other = replicas
-    for uuid in ("\ud800", "\x00", "a" * 10_000):
+    for uuid in ("\ud800", "\x00", "a" * MAX_UUID_CHARS):
         one.ask(image(uuid, picture()))
         assert other.ask(image(uuid, None))[1] == [picture().hex()]
     one.ask(image("a", picture()))
     assert other.ask(image("a", None))[1] == [picture().hex()]
+
+
+def test_a_uuid_that_is_too_long_is_not_kept(replicas: tuple[Replica, Replica], tmp_path: Path) -> None:
+    one, other = replicas
+    sent = image("a" * (MAX_UUID_CHARS + 1), picture())
+    assert one.ask(sent) == ([sent], []), "identity refuses it"
+    assert other.ask(image(sent["uuid"], None))[1] == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_what_is_said_of_an_image_takes_no_more_than_the_quota_counts(
+    replicas: tuple[Replica, Replica], tmp_path: Path
+) -> None:
+    """The media type that a client names may be of any length."""
+    one, other = replicas
+    sent = image("a", picture())
+    sent["image_url"]["url"] = sent["image_url"]["url"].replace("image/png", "image/" + "p" * ENTRY_BYTES)
+    one.ask(sent)
+    parts, contents = other.ask(image("a", None))
+    assert contents == [picture().hex()]
+    assert parts[0]["image_url"]["url"].startswith("data:image/png;base64,")
+    assert all(path.stat().st_size <= ENTRY_BYTES for path in tmp_path.rglob("*.json"))
 
 
 def test_a_uuid_stands_for_what_came_with_it_last(replicas: tuple[Replica, Replica]) -> None:

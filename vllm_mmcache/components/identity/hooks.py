@@ -345,13 +345,10 @@ def _check_claim(modality: str, name: str | None, item: Any) -> bool:
 def _check_name(name: object) -> None:
     if not isinstance(name, str):
         raise VLLMValidationError("A 'uuid' must be a string.", parameter="uuid")
-    if len(name) > identifiers.MAX_NAME_CHARS:
-        audit.note(
-            counters.ALIASES_TOO_LONG, f"a client sent a uuid of more than {identifiers.MAX_NAME_CHARS} characters"
-        )
-        raise VLLMValidationError(
-            f"A 'uuid' must be at most {identifiers.MAX_NAME_CHARS} characters, got {len(name)}.", parameter="uuid"
-        )
+    if len(name) > content_name.MAX_UUID_CHARS:
+        most = content_name.MAX_UUID_CHARS
+        audit.note(counters.ALIASES_TOO_LONG, f"a client sent a uuid of more than {most} characters")
+        raise VLLMValidationError(f"A 'uuid' must be at most {most} characters, got {len(name)}.", parameter="uuid")
     check_text("uuid", name)
 
 

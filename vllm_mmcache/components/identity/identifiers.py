@@ -18,7 +18,6 @@ from struct import Struct
 from blake3 import blake3
 
 MAGIC = b"vllm-mmcache identity 1\0"
-MAX_NAME_CHARS = 128
 
 CONTENT = "content"
 NAME = "name"  # an id that a client made, where vLLM instances find each other's items by it
