@@ -58,6 +58,9 @@ _ABANDONED_S = 86400.0
 _SWEPT_BYTES = 128
 _MOST_SWEPT = Budget(4096, 4096 * _SWEPT_BYTES)
 """Of the tenants whose expired files were removed lately."""
+_ALONE_BYTES = 512
+_MOST_ALONE = Budget(65536, 65536 * _ALONE_BYTES)
+"""Of content without a time of its own, of which a sweep has found that nothing is said."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class FileStore:
         self._swept = time.monotonic()
         self._swept_of: LruTable[bytes, float] = LruTable(lambda: _MOST_SWEPT, _SWEPT_BYTES)  # by tenant
         self._sweeping = threading.Lock()
+        self._alone: LruTable[str, float] = LruTable(lambda: _MOST_ALONE, _ALONE_BYTES)  # since when, by path
 
     @classmethod
     def of(cls, settings: Settings, below: str = "") -> "FileStore":
@@ -217,13 +221,23 @@ class FileStore:
             if path.endswith(_INFO):
                 # What was uploaded since is there again.
                 is_over = path in said and _is_over(said[path]) and _is_over(self._info(path) or said[path])
+            elif path + _INFO in objects:
+                self._alone.remove(path)
+                is_over = False
             else:
-                is_abandoned = path + _INFO not in objects and _age_s(entry) > _ABANDONED_S
-                is_over = is_abandoned and self._info(path + _INFO) is None
+                is_over = self._alone_s(path, entry) > _ABANDONED_S and self._info(path + _INFO) is None
             if is_over:
+                self._alone.remove(path)
                 self._remove(path.removesuffix(_INFO))
                 removed += 1
         return removed
+
+    def _alone_s(self, path: str, entry: dict[str, Any]) -> float:
+        """How long nothing may have been said of content: since it was written, or since this process has seen that."""
+        written = entry.get("mtime") or entry.get("LastModified")
+        seconds: Any = written.timestamp() if isinstance(written, datetime) else written
+        now = time.time()
+        return now - (seconds if isinstance(seconds, int | float) else self._alone.admit(path, now))
 
     def _sweep_of(self, tenant_key: bytes | None) -> int:
         """As `sweep`, of one tenant, which was not done lately. Returns how many files were removed."""
@@ -340,10 +354,3 @@ def _is_id(text: str) -> bool:
 
 def _is_over(info: FileInfo) -> bool:
     return info.expires_s is not None and info.expires_s <= time.time()
-
-
-def _age_s(entry: dict[str, Any]) -> float:
-    """Since an object was written; 0 where the file system does not say it."""
-    written = entry.get("mtime") or entry.get("LastModified")
-    seconds: Any = written.timestamp() if isinstance(written, datetime) else written
-    return time.time() - seconds if isinstance(seconds, int | float) else 0.0

@@ -174,9 +174,30 @@ def test_sweep_removes_content_of_which_nothing_is_said(place: tuple[Any, str, P
     assert store.sweep() == 0
     now = time.time()
     monkeypatch.setattr("time.time", lambda: now + 2 * 86400)
-    monkeypatch.setattr(file_store, "_age_s", lambda entry: 2 * 86400.0)  # fsspec's memory has no times
-    assert store.sweep() == 1
+    assert store.sweep() == 1, "of fsspec's memory, which has no times, since this store has seen it before"
     assert objects(place) == []
+
+
+def test_content_of_which_something_was_said_between_is_not_abandoned(
+    place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep has seen it alone before."""
+    store, info = opened(place), kept(opened(place))
+    filesystem, _, _ = place
+    (said,) = (path for path in objects(place) if path.endswith(".json"))
+    filesystem.rm_file(said)
+    assert store.sweep() == 0
+    kept(store)
+    assert store.sweep() == 0
+    filesystem.rm_file(said)
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now + 2 * 86400)
+    kept(store, content=b"another")
+    if not isinstance(filesystem, LocalFileSystem):
+        assert store.sweep() == 0
+        monkeypatch.setattr("time.time", lambda: now + 4 * 86400)
+    assert store.sweep() == 1
+    assert store.find(ALICE, info.id) is None
 
 
 def test_sweep_leaves_what_is_uploaded_while_it_looks(place: tuple[Any, str, PlainCodec], monkeypatch: Any) -> None:
@@ -185,7 +206,7 @@ def test_sweep_leaves_what_is_uploaded_while_it_looks(place: tuple[Any, str, Pla
     info = kept(store)
     (said,) = (path for path in objects(place) if path.endswith(".json"))
     place[0].rm_file(said)
-    monkeypatch.setattr(file_store, "_age_s", lambda entry: kept(opened(place)) and 2 * 86400.0)
+    monkeypatch.setattr(store, "_alone_s", lambda path, entry: kept(opened(place)) and 2 * 86400.0)
     assert store.sweep() == 0
     assert store.read(ALICE, info) == CONTENT
     assert store.find(ALICE, info.id) is not None
