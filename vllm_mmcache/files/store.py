@@ -4,8 +4,12 @@
 A file's id is the digest of its content under its tenant's key, so that the same bytes have the same id, and nobody can
 say what an id of another tenant stands for. It lies below its tenant's folder, in two objects:
 
-    v1/TENANT/NAME        the content
-    v1/TENANT/NAME.json   what is said of it (FileInfo); a file is there as long as this is
+    v1/TENANT/NAME          the content
+    v1/TENANT/NAME.DIGEST   the content of a file that is found by another name than its id
+    v1/TENANT/NAME.json     what is said of it (FileInfo); a file is there as long as this is
+
+A name that is not the file's id may be given to other content. That is one write, of what is said of it, and requests
+that have found the former content can read it for a while.
 
 Content is written before what is said of it, and removed after it, so that what is found is whole. It is compared with
 its id when it is read. With a store key, both are encrypted, and names are keyed. Nothing is kept in this process, so
@@ -55,12 +59,14 @@ _VERSION = "v1"
 """Of how files are kept: the folder that holds the tenants' folders."""
 _ABANDONED_S = 86400.0
 """How old content is, of which nothing is said, when it is taken for what a server has left that was ended."""
+_REPLACED_S = 600.0
+"""How long content stays whose name was given to other content: requests under way may read it."""
 _SWEPT_BYTES = 128
 _MOST_SWEPT = Budget(4096, 4096 * _SWEPT_BYTES)
 """Of the tenants whose expired files were removed lately."""
 _ALONE_BYTES = 512
 _MOST_ALONE = Budget(65536, 65536 * _ALONE_BYTES)
-"""Of content without a time of its own, of which a sweep has found that nothing is said."""
+"""Of content without a time of its own, of which a sweep has found that it is no file's."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ class FileInfo:
     created_s: int
     expires_s: int | None
     media_type: str
+    is_named: bool = False
+    """Whether it is found by another name than its id."""
 
     @property
     def content_id(self) -> bytes:
@@ -150,24 +158,26 @@ class FileStore:
     ) -> FileInfo:
         """Keep a file. One with the same content takes the filename, the purpose and the time of this one.
 
-        name: what it is found by, in place of its id. Raises: QuotaExceeded.
+        name: what it is found by, in place of its id; a former file of that name is not found any more. Raises:
+        QuotaExceeded.
         """
         now = int(time.time())
         lives_s = min((seconds for seconds in (expires_after_s, self._ttl_s or None) if seconds), default=None)
         file_id = PREFIX + tenant.digest(content, tenant_key).hex()
         expires_s = None if lives_s is None else now + lives_s
-        info = FileInfo(file_id, filename, purpose, len(content), now, expires_s, media_type)
-        said, path = _INFO_JSON.dump_json(info), self._path(tenant_key, name or file_id)
+        info = FileInfo(file_id, filename, purpose, len(content), now, expires_s, media_type, name is not None)
+        info_path = self._info_path(tenant_key, name or file_id)
+        content_path = self._content_path(info_path, info)
         with self._serving(self._writing):
-            held, needed = self._held_bytes(tenant_key, but=path), len(content) + ENTRY_BYTES
+            held, needed = self._held_bytes(tenant_key, but=content_path), len(content) + ENTRY_BYTES
             if held + needed > self._quota and self._sweep_of(tenant_key):
-                held = self._held_bytes(tenant_key, but=path)
+                held = self._held_bytes(tenant_key, but=content_path)
             if held + needed > self._quota:
                 raise QuotaExceeded(
                     f"{held} of {self._quota} bytes are in use, and the file has {len(content)} and {ENTRY_BYTES} more"
                 )
-            self._write(path, content)
-            self._write(path + _INFO, said)
+            self._write(content_path, content)
+            self._write(info_path, _INFO_JSON.dump_json(info))
         self._sweep_sometimes()
         return info
 
@@ -179,13 +189,13 @@ class FileStore:
     def find_named(self, tenant_key: bytes | None, name: str) -> FileInfo | None:
         """As `find`, for a file that was kept under a name."""
         with self._serving(self._reading):
-            info = self._info(self._path(tenant_key, name) + _INFO)
+            info = self._info(self._info_path(tenant_key, name))
         return None if info is None or _is_over(info) else info
 
     def read(self, tenant_key: bytes | None, info: FileInfo, name: str | None = None) -> bytes:
         """The content of a file. Raises: FilesUnusable also where it is gone or damaged."""
         with self._serving(self._reading):
-            content = self._read(self._path(tenant_key, name or info.id))
+            content = self._read(self._content_path(self._info_path(tenant_key, name or info.id), info))
         if content is None or tenant.digest(content, tenant_key) != info.content_id:
             raise FilesUnusable(
                 f"the content of {info.id} is {'gone' if content is None else 'damaged'}: upload it again"
@@ -204,40 +214,53 @@ class FileStore:
         info = self.find(tenant_key, file_id)
         if info is not None:
             with self._serving(self._writing):
-                self._remove(self._path(tenant_key, file_id))
+                path = self._info_path(tenant_key, file_id)
+                self._remove(path, self._content_path(path, info))
         return info is not None
 
     def sweep(self) -> int:
-        """Remove what has expired, of all tenants, and content of which nothing is said. Returns how many files."""
+        """Remove what has expired, of all tenants, and content that is no file's any more. Returns how many files."""
         with self._serving(self._writing):
             folders = self._files.ls(self._root, detail=False) if self._files.exists(self._root) else []
             return sum(map(self._sweep_folder, folders))
 
     def _sweep_folder(self, folder: str) -> int:
         objects = dict(self._objects(folder))
-        said = self._infos([path for path in objects if path.endswith(_INFO)])
+        info_paths = [path for path in objects if path.endswith(_INFO)]
+        said = dict.fromkeys(info_paths) | self._infos(info_paths)  # None for what is not ours
         removed = 0
         for path, entry in objects.items():
-            if path.endswith(_INFO):
+            info = said.get(path)
+            paths: tuple[str, ...] = ()
+            if info is not None:
                 # What was uploaded since is there again.
-                is_over = path in said and _is_over(said[path]) and _is_over(self._info(path) or said[path])
-            elif path + _INFO in objects:
-                self._alone.remove(path)
-                is_over = False
-            else:
-                is_over = self._alone_s(path, entry) > _ABANDONED_S and self._info(path + _INFO) is None
-            if is_over:
-                self._alone.remove(path)
-                self._remove(path.removesuffix(_INFO))
-                removed += 1
+                if _is_over(info) and _is_over(self._info(path) or info):
+                    paths = path, self._content_path(path, info)
+            elif path not in said and self._is_spare(path, entry, said):
+                paths = (path,)
+            self._remove(*paths)
+            removed += bool(paths)
         return removed
 
-    def _alone_s(self, path: str, entry: dict[str, Any]) -> float:
-        """How long nothing may have been said of content: since it was written, or since this process has seen that."""
+    def _is_spare(self, path: str, entry: dict[str, Any], said: dict[str, FileInfo | None]) -> bool:
+        """Whether content is no file's, and has not been for so long that nobody writes or reads it any more."""
+        folder, _, name = path.rpartition("/")
+        info_path = f"{folder}/{name.partition('.')[0]}{_INFO}"
+        info = said.get(info_path)
+        if (info is None and info_path in said) or self._is_content_of(path, info_path, info):
+            self._alone.remove(path)
+            return False
         written = entry.get("mtime") or entry.get("LastModified")
         seconds: Any = written.timestamp() if isinstance(written, datetime) else written
-        now = time.time()
-        return now - (seconds if isinstance(seconds, int | float) else self._alone.admit(path, now))
+        since = seconds if isinstance(seconds, int | float) else self._alone.admit(path, time.time())
+        if info is not None:
+            since = max(since, info.created_s)
+        if time.time() - since <= (_ABANDONED_S if info is None else _REPLACED_S):
+            return False
+        return not self._is_content_of(path, info_path, self._info(info_path))
+
+    def _is_content_of(self, path: str, info_path: str, info: FileInfo | None) -> bool:
+        return info is not None and path == self._content_path(info_path, info)
 
     def _sweep_of(self, tenant_key: bytes | None) -> int:
         """As `sweep`, of one tenant, which was not done lately. Returns how many files were removed."""
@@ -280,9 +303,9 @@ class FileStore:
     def _folder(self, tenant_key: bytes | None) -> str:
         return f"{self._root}/{self._codec.name(tenant_key or _COMMON).hex()}"
 
-    def _path(self, tenant_key: bytes | None, name: str) -> str:
+    def _info_path(self, tenant_key: bytes | None, name: str) -> str:
         named = blake3((tenant_key or _COMMON) + name.encode("utf-8", "surrogatepass")).digest()
-        return f"{self._folder(tenant_key)}/{self._codec.name(named).hex()}"
+        return f"{self._folder(tenant_key)}/{self._codec.name(named).hex()}{_INFO}"
 
     def _objects(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
@@ -336,10 +359,16 @@ class FileStore:
                 self._files.rm_file(incoming)
             raise
 
-    def _remove(self, path: str) -> None:
-        for one in (path + _INFO, path):
+    def _remove(self, *paths: str) -> None:
+        for path in paths:
+            self._alone.remove(path)
             with contextlib.suppress(FileNotFoundError):
-                self._files.rm_file(one)
+                self._files.rm_file(path)
+
+    def _content_path(self, info_path: str, info: FileInfo) -> str:
+        """Where the content is of which this is said there."""
+        path = info_path.removesuffix(_INFO)
+        return f"{path}.{self._codec.name(info.content_id).hex()}" if info.is_named else path
 
 
 def _bound_to(path: str) -> bytes:

@@ -119,6 +119,62 @@ def test_names_do_not_tell_that_two_tenants_use_the_same(place: tuple[Any, str, 
     assert len({path.rpartition("/")[2] for path in objects(place)}) == 4
 
 
+def test_a_name_that_is_given_to_other_content_while_it_is_read(store: FileStore) -> None:
+    first = kept(store, name="a uuid")
+    assert store.find_named(ALICE, "a uuid") == first
+    second = kept(store, content=CONTENT[::-1], name="a uuid")
+    assert store.find_named(ALICE, "a uuid") == second
+    assert store.read(ALICE, first, "a uuid") == CONTENT
+    assert store.read(ALICE, second, "a uuid") == CONTENT[::-1]
+
+
+def test_a_name_that_two_give_to_content_at_once(
+    place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One writes both its objects between the other's two."""
+    slow, fast = opened(place), opened(place)
+    write = slow._write
+
+    def write_slowly(path: str, content: bytes) -> None:
+        write(path, content)
+        if not path.endswith(".json"):
+            kept(fast, content=CONTENT[::-1], name="a uuid")
+
+    monkeypatch.setattr(slow, "_write", write_slowly)
+    kept(slow, name="a uuid")
+    info = fast.find_named(ALICE, "a uuid")
+    assert info is not None
+    assert fast.read(ALICE, info, "a uuid") == CONTENT
+
+
+def test_sweep_removes_replaced_content_that_no_request_reads_any_more(
+    place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which counts until then."""
+    store, now = opened(place, quota=2 * (len(CONTENT) + ENTRY_BYTES) + 100), time.time()
+    first = kept(store, name="a uuid")
+    second = kept(store, content=CONTENT[::-1], name="a uuid")
+    with pytest.raises(QuotaExceeded):
+        kept(store, content=CONTENT[:-1], name="a uuid")
+    assert store.sweep() == 0
+    assert store.read(ALICE, first, "a uuid") == CONTENT
+    monkeypatch.setattr("time.time", lambda: now + file_store._REPLACED_S + 1)
+    assert store.sweep() == 1
+    assert len(objects(place)) == 2
+    assert store.read(ALICE, second, "a uuid") == CONTENT[::-1]
+    kept(store, content=CONTENT[:-1], name="a uuid")
+
+
+def test_an_expired_name_is_removed_with_its_content(
+    place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now = opened(place, ttl_s=HOUR), time.time()
+    kept(store, name="a uuid")
+    monkeypatch.setattr("time.time", lambda: now + HOUR + 1)
+    assert store.sweep() == 1
+    assert objects(place) == []
+
+
 @pytest.mark.parametrize(
     "file_id", ["", "file-", "file-../../etc/passwd", "file-" + "g" * 64, "a" * 69, "file-" + "A" * 64]
 )
@@ -206,7 +262,16 @@ def test_sweep_leaves_what_is_uploaded_while_it_looks(place: tuple[Any, str, Pla
     info = kept(store)
     (said,) = (path for path in objects(place) if path.endswith(".json"))
     place[0].rm_file(said)
-    monkeypatch.setattr(store, "_alone_s", lambda path, entry: kept(opened(place)) and 2 * 86400.0)
+    assert store.sweep() == 0
+    now, list_objects = time.time(), store._objects
+    monkeypatch.setattr("time.time", lambda: now + 2 * 86400)
+
+    def list_then_upload(folder: str) -> Any:
+        listed = [*list_objects(folder)]
+        kept(opened(place))
+        return listed
+
+    monkeypatch.setattr(store, "_objects", list_then_upload)
     assert store.sweep() == 0
     assert store.read(ALICE, info) == CONTENT
     assert store.find(ALICE, info.id) is not None
