@@ -336,7 +336,7 @@ class Settings(BaseSettings):
         default=False,
         description=(
             "Runs the vision tower on one image at a time. Features then do not depend on the batch, down to the last "
-            "bit, and the peak memory is that of one image."
+            "bit, and the peak memory is that of one image. The store keeps such features apart from others."
         ),
     )
     store_wait_s: float | None = Field(

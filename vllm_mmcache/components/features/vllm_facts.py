@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vllm_mmcache.base import settings
 from vllm_mmcache.components.lazy_processing.vllm_processor_facts import _processing
 from vllm_mmcache.content.digests import canonical_text, inputs_digest
 
@@ -63,6 +64,8 @@ def facts_of(vllm_config: Any, device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "vllm": __version__,
     }
+    if settings.current().tower_one_by_one:  # else left out, so that features keep the keys that they have
+        model["one by one"] = True
     return {
         "model": inputs_digest({name: canonical_text(value) for name, value in model.items()}),
         "processor": inputs_digest(_processing(model_config)),
