@@ -6,6 +6,7 @@ are read rather than the objects that were made of them: a tokenizer may be of a
 own, and to read them takes milliseconds. Any process, once at start.
 """
 
+import os
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,27 +33,37 @@ def files_digest(name: str, revision: str | None) -> str:
     with suppress(OSError):
         if folder is not None:
             return _digest(folder, lambda name: not any(fnmatch(name, pattern) for pattern in _LEFT_OUT))
-    return f"unknown {secrets.token_hex(32)}"
+    return _unknown()
 
 
 def code_digest(name: str, revision: str | None) -> str:
-    """Digest of a model's own code, 64 hex digits; empty where it has none. Raises: OSError."""
+    """Digest of a model's own code, 64 hex digits; empty where it has none, and as files_digest where it isn't found.
+
+    Raises: OSError.
+    """
     folder = folder_of(name, revision)
-    if folder is None or not any(folder.glob("*.py")):
-        return ""
-    return _digest(folder, lambda name: name.endswith(".py"))
+    if folder is None:
+        return _unknown()
+    return _digest(folder, lambda name: name.endswith(".py")) if any(folder.glob("*.py")) else ""
 
 
 def folder_of(name: str, revision: str | None) -> Path | None:
-    """The directory that a model is loaded from, without asking the hub; None where it is not known."""
+    """The directory that a model is loaded from, without asking a hub; None where it is not known."""
     if Path(name).is_dir():
         return Path(name)
-    from huggingface_hub import snapshot_download
-
     try:
+        if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
+            from modelscope.hub.snapshot_download import snapshot_download
+        else:
+            from huggingface_hub import snapshot_download
+
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (OSError, ValueError):  # what it raises for what is not there, or is no name of a repository
+    except (ImportError, OSError, ValueError):  # the last for what is not there, or is no name of a repository
         return None
+
+
+def _unknown() -> str:
+    return f"unknown {secrets.token_hex(32)}"
 
 
 def _digest(folder: Path, is_wanted: Callable[[str], bool]) -> str:

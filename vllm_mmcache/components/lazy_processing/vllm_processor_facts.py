@@ -40,9 +40,11 @@ def _processing(model_config: Any) -> dict[str, str]:
     """What features depend on of it: a name stands for an image's bytes, and what becomes of them for who does it."""
     mm_config = model_config.multimodal_config
     made_by = {name: installed(name) for name in ("pillow", "numpy", "torchvision", "transformers")}
-    code = code_digest(model_config.model, model_config.revision) if model_config.trust_remote_code else ""
+    of_model = model_config.model, model_config.revision
+    code = code_digest(*of_model) if model_config.trust_remote_code else ""
+    settings = model_config.hf_image_processor_config or files_digest(*of_model)  # with ModelScope vLLM reads none
     return {
-        "settings": canonical_text(model_config.hf_image_processor_config),
+        "settings": canonical_text(settings),
         "given": canonical_text(mm_config.mm_processor_kwargs),
         "loading": canonical_text(mm_config.media_io_kwargs),
         "normalized on the device": canonical_text(mm_config.mm_device_do_normalize),

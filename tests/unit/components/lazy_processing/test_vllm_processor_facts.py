@@ -213,6 +213,18 @@ def test_features_of_videos_depend_on_what_samples_frames(made: Made, monkeypatc
     assert vllm_processor_facts.video_facts(made.config) == before
 
 
+@pytest.mark.slow
+def test_settings_that_vllm_does_not_read_are_in_the_key(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ModelScope it reads none, neither of a directory."""
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    made.read_again()
+    assert not made.config.hf_image_processor_config
+    before = made.features()
+    assert made.features() == before
+    change_size(made, monkeypatch)
+    assert made.features() != before
+
+
 def test_every_field_has_a_change(made: Made) -> None:
     """A field that nothing here changes could be left out, and no test would fail."""
     covered = set().union(*(changed for _, changed, _ in CHANGES.values()))
