@@ -18,6 +18,7 @@
     |   +-- StoreCorrupt         bytes that are no whole package, or are another package than their name says
     |   |   +-- StoreKeyMismatch     bytes that are encrypted with another key
     |   |   +-- StoreForeign         a package of another format, so of another version of mmcache
+    |   |   +-- StoreUnreadable      bytes that the place does not give, where it may give others
     |   +-- StoreUnusable        a directory that is no store, or not ours, or kept locked
     |   +-- ArenaUnusable        the engine's shared memory can't be made, or is not to be had here
     +-- HookError            a vLLM symbol could not be replaced
@@ -103,6 +104,10 @@ class StoreKeyMismatch(StoreCorrupt):
 
 class StoreForeign(StoreCorrupt):
     """These bytes are a package of another format than this version's."""
+
+
+class StoreUnreadable(StoreCorrupt):
+    """These bytes can't be read from a place that may give others."""
 
 
 class StoreUnusable(StoreError):

@@ -50,7 +50,8 @@ class Source(Protocol):
         """Fill `buffer` with the bytes from `offset` on.
 
         until: the time, by time.monotonic(), at which a read that waits gives up. Raises: StoreCorrupt where there are
-        fewer bytes; DeadlineExceeded; one of the backend's `failures`.
+        fewer bytes; StoreUnreadable where the fault may be this entry's alone; DeadlineExceeded; one of the backend's
+        `failures`.
         """
 
 

@@ -14,6 +14,7 @@ open between calls, so a fork shares nothing. A disk that is full or read-only s
 any thread.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -24,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_mmcache.base.errors import StoreCorrupt, StoreUnusable
+from vllm_mmcache.base.errors import StoreCorrupt, StoreUnreadable, StoreUnusable
 from vllm_mmcache.storage.backend import Backend, Buffer, EntryInfo, Usage
 from vllm_mmcache.storage.directories import is_ours
 from vllm_mmcache.storage.kind import Kind
@@ -39,6 +40,8 @@ LOCK_S = 5.0
 """Seconds that a change waits for the lock."""
 LOCK_POLL_S = 0.002
 
+# What reading one file of a disk that works may raise: a bad sector, a file that is gone on its server.
+_OF_ONE_FILE = frozenset({errno.EIO, errno.ESTALE})
 _SHARD = re.compile(r"[0-9a-f]{2}")
 
 
@@ -67,10 +70,18 @@ class OpenFile:
         self._path = path
 
     def read_into(self, offset: int, buffer: memoryview, until: float = 0.0) -> None:
-        """Fill `buffer` with the bytes from `offset`. Raises: OSError, and StoreCorrupt where there are fewer."""
+        """Fill `buffer` with the bytes from `offset`.
+
+        Raises: OSError; StoreUnreadable where the fault may be this file's; StoreCorrupt where there are fewer bytes.
+        """
         # Read, not mapped: a mapped file that someone truncates kills the process that looks at it.
         while buffer:
-            num_bytes = os.preadv(self._file, [buffer], offset)
+            try:
+                num_bytes = os.preadv(self._file, [buffer], offset)
+            except OSError as error:
+                if error.errno in _OF_ONE_FILE:
+                    raise StoreUnreadable(f"it can't be read at byte {offset}: {error}") from error
+                raise
             if num_bytes == 0:
                 raise StoreCorrupt(f"it ends at byte {offset}")
             buffer = buffer[num_bytes:]
@@ -80,8 +91,10 @@ class OpenFile:
         """Whether the entry's name still leads to this file."""
         try:
             return os.path.samestat(os.fstat(self._file), os.lstat(self._path))
-        except FileNotFoundError:
-            return False
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                return False
+            raise
 
     def mark_used(self) -> None:
         """Set the time of last use; on a read-only disk nothing happens."""

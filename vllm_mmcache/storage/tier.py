@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
-from vllm_mmcache.base.errors import StoreCorrupt, StoreForeign, StoreKeyMismatch
+from vllm_mmcache.base.errors import StoreCorrupt, StoreForeign, StoreKeyMismatch, StoreUnreadable
 from vllm_mmcache.base.lru import Size
 from vllm_mmcache.storage.backend import (
     Backend,
@@ -274,14 +274,19 @@ class Tier:
             log = logger.debug if self.counts.snapshot()[self.kind.rejected] else logger.warning
             log("mmcache %s set aside %s: %s (further ones at log level debug)", self.name, name.hex(), error)
             self.counts.add(**{self.kind.rejected: 1})
-            self._reject(name, log)
+            self._reject(name, error, log)
             return False
 
-    def _reject(self, name: bytes, log: Callable[..., None]) -> None:
-        """Take a damaged entry out of service. Where that can't be, on a read-only disk, it is read again next time."""
+    def _reject(self, name: bytes, reason: StoreCorrupt, log: Callable[..., None]) -> None:
+        """Take a damaged entry out of service. Where that can't be, on a read-only disk, it is read again next time.
+
+        Raises: one of the backend's failures, if the entry could not be read, either.
+        """
         try:
             self.backend.reject(name)
         except self.backend.failures as error:
+            if isinstance(reason, StoreUnreadable):
+                raise
             self.counts.add(errors=1)
             log("mmcache could not take %s out of %s: %s", name.hex(), self.name, self.backend.recover(error))
 

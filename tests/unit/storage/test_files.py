@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries as files: the contract, and what is special about a directory and its lock."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -300,6 +302,53 @@ def test_a_file_that_is_cut_off_while_it_is_read(tmp_path: Path) -> None:
         assert load(tier, 0, LARGE) is None
     assert tier.counts.snapshot()["set_aside"] == 1  # what lies there now is another file
     assert load(tier, 0, LARGE) == features(0, LARGE)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("may_move", [True, False], ids=["set aside", "in place"])
+def test_a_file_that_can_t_be_read_keeps_nobody_from_the_others(
+    tmp_path: Path, error: int, may_move: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that can't set it aside, either, is left alone."""
+    tier = file_tier(tmp_path)
+    assert isinstance(tier.backend, FileBackend)
+    assert save(tier, 0)
+    assert save(tier, 1)
+    bad, read, rename = tier.backend.path_of(bytes.fromhex(identity(0).key)).stat().st_ino, os.preadv, os.replace
+
+    def preadv(file: int, *args: Any) -> int:
+        if os.fstat(file).st_ino == bad:
+            raise OSError(error, os.strerror(error))
+        return read(file, *args)
+
+    def replace(*args: Any) -> None:
+        if not may_move:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(*args)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "replace", replace)
+    assert load(tier, 0) is None
+    assert tier.is_open() != may_move
+    assert load(tier, 1) == (features(1) if may_move else None)
+    counts = tier.counts.snapshot()
+    assert (counts["set_aside"], counts["errors"]) == (1, 0 if may_move else 1)
+
+
+def test_a_file_that_is_gone_on_its_server_is_not_set_aside(
+    backend: FileBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies under its name now is another one."""
+
+    def fail(file: int) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    put(backend, 0)
+    with backend.open(name(0)) as entry:
+        assert entry is not None
+        with monkeypatch.context() as gone:
+            gone.setattr(os, "fstat", fail)
+            assert not entry.is_current()
 
 
 @pytest.mark.parametrize("how", ["replaced", "removed"])
