@@ -115,6 +115,8 @@ class FileStore:
         self._swept = time.monotonic()
         self._swept_of: LruTable[bytes, float] = LruTable(lambda: _MOST_SWEPT, _SWEPT_BYTES)  # by tenant
         self._sweeping = threading.Lock()
+        self._reserving = threading.Lock()
+        self._in_flight: list[tuple[str, int]] = []  # content that is being written: its path, and what it counts for
         self._alone: LruTable[str, float] = LruTable(lambda: _MOST_ALONE, _ALONE_BYTES)  # since when, by path
 
     @classmethod
@@ -168,10 +170,11 @@ class FileStore:
         info = FileInfo(file_id, filename, purpose, len(content), now, expires_s, media_type, name is not None)
         info_path = self._info_path(tenant_key, name or file_id)
         content_path = self._content_path(info_path, info)
-        with self._serving(self._writing):
-            held, needed = self._held_bytes(tenant_key, but=content_path), len(content) + ENTRY_BYTES
+        needed = len(content) + ENTRY_BYTES
+        with self._serving(self._writing), self._reserved(content_path, needed) as reserved:
+            held = self._held_bytes(tenant_key, content_path, reserved)
             if held + needed > self._quota and self._sweep_of(tenant_key):
-                held = self._held_bytes(tenant_key, but=content_path)
+                held = self._held_bytes(tenant_key, content_path, reserved)
             if held + needed > self._quota:
                 raise QuotaExceeded(
                     f"{held} of {self._quota} bytes are in use, and the file has {len(content)} and {ENTRY_BYTES} more"
@@ -296,9 +299,28 @@ class FileStore:
         with contextlib.suppress(FilesUnusable):  # the log has it
             self.sweep()
 
-    def _held_bytes(self, tenant_key: bytes | None, but: str) -> int:
-        objects = self._objects(self._folder(tenant_key))
-        return sum(entry["size"] + ENTRY_BYTES for path, entry in objects if not path.endswith(_INFO) and path != but)
+    @contextlib.contextmanager
+    def _reserved(self, path: str, num_bytes: int) -> Iterator[dict[str, int]]:
+        """Counts content as written while it is. Gives what others reserved before, of the same tenant, by path."""
+        folder, own = path.rpartition("/")[0], (path, num_bytes)
+        with self._reserving:
+            before = {other: size for other, size in self._in_flight if other.startswith(folder) and other != path}
+            self._in_flight.append(own)
+        try:
+            yield before
+        finally:
+            with self._reserving:
+                self._in_flight.remove(own)
+
+    def _held_bytes(self, tenant_key: bytes | None, but: str, reserved: dict[str, int]) -> int:
+        """What a tenant's files take beside the one at `but`: those that are there, and those that others write."""
+        counted = but, *reserved  # also where they have another name while they are written
+        there: int = sum(
+            entry["size"] + ENTRY_BYTES
+            for path, entry in self._objects(self._folder(tenant_key))
+            if not path.endswith(_INFO) and not path.startswith(counted)
+        )
+        return there + sum(reserved.values())
 
     def _folder(self, tenant_key: bytes | None) -> str:
         return f"{self._root}/{self._codec.name(tenant_key or _COMMON).hex()}"

@@ -290,6 +290,54 @@ def test_quota(place: tuple[Any, str, PlainCodec]) -> None:
     assert len(store.files_of(ALICE)) == 2
 
 
+@pytest.mark.parametrize("num_fitting", [1, 2])
+def test_two_uploads_at_once_keep_the_quota(
+    place: tuple[Any, str, PlainCodec], num_fitting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One begins while the other is being written; a file that is written under another name first counts once."""
+    store = opened(place, quota=num_fitting * (len(CONTENT) + ENTRY_BYTES))
+    write, is_writing, may_end = place[0].pipe_file, threading.Event(), threading.Event()
+
+    def write_slowly(*args: Any, **more: Any) -> None:
+        write(*args, **more)
+        is_writing.set()
+        assert may_end.wait(10)
+
+    monkeypatch.setattr(place[0], "pipe_file", write_slowly)
+    thread = threading.Thread(target=kept, args=(store,))
+    thread.start()
+    assert is_writing.wait(10)
+    monkeypatch.setattr(place[0], "pipe_file", write)
+    try:
+        with pytest.raises(QuotaExceeded) if num_fitting == 1 else contextlib.nullcontext():
+            kept(store, content=CONTENT[::-1])
+    finally:
+        may_end.set()
+    thread.join(10)
+    assert len(store.files_of(ALICE)) == num_fitting
+
+
+def test_an_upload_that_was_listed_before_the_other_was_written(
+    place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both look at what is there before either has written; the one that came first is kept."""
+    store = opened(place, quota=len(CONTENT) + ENTRY_BYTES)
+    write = store._write
+
+    def write_late(path: str, content: bytes) -> None:
+        monkeypatch.setattr(store, "_write", write)
+        with pytest.raises(QuotaExceeded):
+            kept(store, content=CONTENT[::-1])
+        kept(store, BOB)
+        write(path, content)
+
+    monkeypatch.setattr(store, "_write", write_late)
+    info = kept(store)
+    assert store.files_of(ALICE) == [info]
+    assert store.delete(ALICE, info.id)
+    kept(store, content=CONTENT[::-1])
+
+
 def test_expired_files_do_not_use_up_the_quota(
     place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
