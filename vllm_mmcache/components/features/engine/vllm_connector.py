@@ -425,6 +425,8 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
             for output in outputs.outputs:
                 if (names := self._refuted.pop(output.request_id, None)) is not None:
                     output.mm_cache_miss_hashes = names
+        # Of a request that vLLM was to fail in this step, and that its client had aborted, there is no output.
+        self._refuted = {one: names for one, names in self._refuted.items() if one in self._failed}
 
     def request_finished(self, request: Any) -> tuple[bool, None]:
         """Whatever was begun for it goes on, for the next one."""

@@ -19,6 +19,7 @@ from vllm.multimodal.inputs import (
 )
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from tests.support.packages import SHAPE, features
@@ -445,6 +446,35 @@ def test_a_request_waits_for_its_pixels(trusting: Beside, maker: Maker, monkeypa
     maker.may_go_on.set()
     assert goes_on(trusting, request)
     assert len(maker.made) == 1
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_an_image_that_nobody_can_make_is_named_with_the_error_of_its_request(
+    trusting: Beside, is_aborted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the step that fails it. Where its client has gone meanwhile there is no such output, and nothing is kept."""
+
+    def fail(maker: PixelMaker, item: Any) -> Any:
+        raise ValueError("not of this image")
+
+    monkeypatch.setattr(PixelMaker, "make", fail)
+    trusting.tier.reading.open()
+    connector, request = trusting.connector, lacking("a", 8)
+    connector.on_request_added(request)
+    assert within(LONG_S, lambda: not trusting.may_go_on(request) and bool(connector._failed))
+    if is_aborted:
+        connector.request_finished(request)
+    assert connector.take_unavailable_requests() == {"a"}
+    with_error, later = output_of(*(["b"] if is_aborted else ["b", "a"])), output_of("b", "a")
+    connector.name_refuted(with_error)
+    connector.name_refuted(later)
+    named = [[one.mm_cache_miss_hashes for one in outputs[0].outputs] for outputs in (with_error, later)]
+    assert named == [[None] if is_aborted else [None, ["image-8"]], [None, None]]
+
+
+def output_of(*request_ids: str) -> dict[int, Any]:
+    """As vLLM's scheduler has the outputs of a step."""
+    return {0: EngineCoreOutputs(outputs=[EngineCoreOutput(one, []) for one in request_ids])}
 
 
 def test_a_step_waits_where_it_could_compute_nothing(trusting: Beside, maker: Maker) -> None:
