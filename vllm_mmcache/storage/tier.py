@@ -122,6 +122,10 @@ class Tier:
         hung = time.monotonic() - HUNG_S
         return self._reading.is_open() or any(until < hung for until in list(self._loads.values()))
 
+    def is_taking(self) -> bool:
+        """Whether something may be written now: not while the tier is left alone after a write that failed."""
+        return not self._writing.is_open()
+
     def load(self, key: bytes, checker: Checker, reserve: Callable[[], memoryview | None], until: float) -> bool:
         """Fill the memory that `reserve` gives with exactly what the checker was made for; whether it did.
 
@@ -154,7 +158,7 @@ class Tier:
         """
         written: int | None = None
         start = time.perf_counter()
-        if num_bytes <= self.max_bytes and not self._writing.is_open():
+        if num_bytes <= self.max_bytes and self.is_taking():
             written = self._attempt(self._writing, lambda: self._put(key, content))
         if written is None:
             self.counts.add(dropped=1)
@@ -182,7 +186,7 @@ class Tier:
         num_kept = 0
         named = {self.codec.name(key): value for key, value in values.items()}
         for names in self.backend.groups(list(named)):
-            if self._writing.is_open():
+            if not self.is_taking():
                 break
             usage = self._attempt(self._writing, partial(self._put_values, {name: named[name] for name in names}))
             if usage is not None:
@@ -192,7 +196,7 @@ class Tier:
 
     def tidy(self) -> None:
         """Remove what is over its time or over the budget, where that does not happen by itself. Never raises."""
-        if self.ttl_s and not self._writing.is_open():
+        if self.ttl_s and self.is_taking():
             self._attempt(self._writing, self._tidy)
 
     def sweep(self) -> Usage:

@@ -154,9 +154,10 @@ class Store:
             return self._changed.wait_for(lambda: all(one.is_done for one in waited_for), timeout_s)
 
     def find(self, identity: Identity, shape: Shape) -> Slot | None:
-        """The features in RAM, held for the caller until it calls `release`; handed to tiers that are owed them.
+        """The features in RAM, held for the caller until it calls `release`.
 
-        None where they are not there, or have another size.
+        None where they are not there, or have another size. Tiers that are owed them are handed them, unless they are
+        left alone now.
         """
         slot = self.ram.find(identity.key)
         if slot is not None and slot.num_bytes != shape.num_bytes + SEAL_BYTES:
@@ -166,8 +167,9 @@ class Store:
             if monotonic() - slot.touched_s > self._renew_s:
                 slot.touched_s = monotonic()
                 slot.pending_tiers.update(tier.name for tier in self.below)
-            for name in tuple(slot.pending_tiers):
-                self._writers[name].submit(identity.key, (identity, shape))
+            for tier in self.below:
+                if tier.name in slot.pending_tiers and tier.is_taking():
+                    self._writers[tier.name].submit(identity.key, (identity, shape))
         return slot
 
     def hold_if_there(self, identity: Identity, shape: Shape) -> Slot | None:
