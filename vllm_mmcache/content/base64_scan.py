@@ -2,8 +2,9 @@
 """Finds base64 text in the bytes of a JSON body, at the speed of memchr, before anybody parses it.
 
 Only candidates: a string that opens with `data:image/...;base64,`, or the value of a key `data`. Whether a candidate
-is an image of the request is decided on the parsed rest of the body (`shapes`). Strings that write their opening
-with other escapes than of a slash, bodies in UTF-16 and short images are not found, and then stay as they are.
+is an image of the request is decided on the parsed rest of the body (components/image_extraction/request_shapes.py).
+Strings that write their opening with other escapes than of a slash, bodies in UTF-16 and short images are not found,
+and then stay as they are.
 
 A text is long and has no quote in it, so it is looked for around one byte in so many, and memchr passes over what
 stands between: quotes, needles and backslashes cost no step of Python, however many there are.

@@ -15,13 +15,17 @@ from struct import Struct
 from blake3 import blake3
 
 FORMAT = 2
-"""Of features: raise it when a package's bytes change, or what features of an identity are.
+"""Of features: raise it when a package's bytes change, or what features of an identity are, and KEY_FORMAT with it.
 
-It is in the key and in the package's head. So versions of another format look elsewhere in the same store: neither
-finds the other's packages, nor takes them for damaged ones.
+It is in the package's head.
 """
-# Packages had their second format before keys had one, and kept the keys of the first.
-MAGIC = b"vllm-mmcache feature key %d\0" % (FORMAT - 1)
+KEY_FORMAT = 1
+"""Of keys, in which it is: raise it with FORMAT, and when a key is made of other bytes.
+
+So versions of another format look elsewhere in the same store: neither finds the other's packages, nor takes them for
+damaged ones.
+"""
+MAGIC = b"vllm-mmcache feature key %d\0" % KEY_FORMAT
 
 _U32 = Struct("<I")
 _JSON_NAMES = {"identifier": "content_id"}  # those that differ from the field's

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vllm_mmcache.base import settings
-from vllm_mmcache.components.lazy_processing.vllm_processor_facts import _processing
+from vllm_mmcache.components.lazy_processing.vllm_processor_facts import processing_facts
 from vllm_mmcache.content.digests import canonical_text, inputs_digest
 
 _NOT_THE_TOWERS = frozenset({"text_config", "llm_config", "_name_or_path", "transformers_version"})
@@ -68,7 +68,7 @@ def facts_of(vllm_config: Any, device: torch.device) -> dict[str, str]:
         model["one by one"] = True
     return {
         "model": inputs_digest({name: canonical_text(value) for name, value in model.items()}),
-        "processor": inputs_digest(_processing(model_config)),
+        "processor": inputs_digest(processing_facts(model_config)),
         "dtype": str(model_config.dtype).removeprefix("torch."),
         "layout": f"{mm_config.mm_encoder_tp_mode}/{vllm_config.parallel_config.tensor_parallel_size}",
     }

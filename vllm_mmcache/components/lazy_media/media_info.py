@@ -3,7 +3,7 @@
 
 API server process, any thread. A record exists only for bytes that decoded successfully under the same settings, so
 an image that is known would decode again. The table is bounded by entries and bytes; what a decode says is also kept
-as a record (vllm_mmcache.storage.records) with the mm_hashes, so that a restart and other servers know it.
+as a record (vllm_mmcache.storage.record_store) with the mm_hashes, so that a restart and other servers know it.
 """
 
 import threading

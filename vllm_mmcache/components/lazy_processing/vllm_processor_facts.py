@@ -23,7 +23,7 @@ def processor_facts(model_config: Any, processor: Any) -> dict[str, str]:
     of_tokenizer = model_config.tokenizer, model_config.tokenizer_revision
     files = files_digest(*of_model)
     return {
-        **_processing(model_config),
+        **processing_facts(model_config),
         "videos": _of_videos(processor),
         "config": canonical_text(hf_config.to_dict()),
         "processor": f"{type(processor).__module__}.{type(processor).__qualname__}",
@@ -36,7 +36,7 @@ def processor_facts(model_config: Any, processor: Any) -> dict[str, str]:
     }
 
 
-def _processing(model_config: Any) -> dict[str, str]:
+def processing_facts(model_config: Any) -> dict[str, str]:
     """What features depend on of it: a name stands for an image's bytes, and what becomes of them for who does it."""
     mm_config = model_config.multimodal_config
     made_by = {name: installed(name) for name in ("pillow", "numpy", "torchvision", "transformers")}

@@ -27,10 +27,10 @@ SMALL = Shape(4, 8, "bfloat16")
 @contextmanager
 def next_version(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Features are of the next format within."""
-    number = identities.FORMAT + 1
+    of_package, of_key = identities.FORMAT, identities.KEY_FORMAT
     with monkeypatch.context() as version:
-        version.setattr(identities, "MAGIC", identities.MAGIC.replace(b"%d" % (number - 2), b"%d" % (number - 1)))
-        version.setattr(package, "FORMAT", package.FORMAT.replace(str(number - 1), str(number)))
+        version.setattr(identities, "MAGIC", identities.MAGIC.replace(b"%d" % of_key, b"%d" % (of_key + 1)))
+        version.setattr(package, "FORMAT", package.FORMAT.replace(str(of_package), str(of_package + 1)))
         yield
 
 

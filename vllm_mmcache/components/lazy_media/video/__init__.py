@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Videos whose bytes are known stay undecoded until somebody needs their frames; as images do.
 
-`record` is what is known of a video, `recorded` a video with its record, `loader` puts both under vLLM's loader.
+`video_info` is what is known of a video, `vllm_video` a video with it, `hooks` puts both under vLLM's loader.
 """
 
 DECODERS = ("opencv-python-headless", "opencv-python", "torchcodec", "av")
