@@ -13,7 +13,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -344,17 +344,18 @@ def _changing() -> Iterator[list[Any]]:
 
     Raises: ProofsUnwritable.
     """
-    try:
-        place = path()
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        place.parent.chmod(0o700)
-        lock = os.open(place.with_name("proofs.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except (OSError, RuntimeError) as error:
-        raise ProofsUnwritable(
-            f"{_shown()} can't be written: {error}: set XDG_STATE_HOME to a folder of yours"
-        ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as opened:
+        try:
+            place = path()
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            place.parent.chmod(0o700)
+            lock = os.open(place.with_name("proofs.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            opened.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except (OSError, RuntimeError) as error:
+            raise ProofsUnwritable(
+                f"{_shown()} can't be written: {error}: set XDG_STATE_HOME to a folder of yours"
+            ) from error
         entries, ignored = _entries()
         yield entries
         try:
@@ -363,8 +364,6 @@ def _changing() -> Iterator[list[Any]]:
             _write(place, entries)
         except OSError as error:
             raise ProofsUnwritable(f"{place} can't be written: {error}") from error
-    finally:
-        os.close(lock)
 
 
 def _write(place: Path, entries: list[Any]) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The user's proofs: each bad file and entry is ignored with its line, and a good file is used."""
 
+import errno
+import fcntl
 import json
 import os
 import stat
@@ -241,6 +243,18 @@ def test_a_folder_that_can_not_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path
     with pytest.raises(ProofsUnwritable, match="can't be written"):
         add()
     assert "it can't be read" in user_proofs.read()[1][0]
+
+
+def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch, state: Path) -> None:
+    def no_lock(file: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ProofsUnwritable, match=r"can't be written: .*: set XDG_STATE_HOME"):
+        add()
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert not state.exists()
 
 
 def test_a_proof_of_a_configuration_holds_for_that_one_alone() -> None:
