@@ -176,6 +176,7 @@ def add(
 ) -> None:
     """Keep that `components` passed for one ProofScope, and take back what was proven for it of those in `failed`.
 
+    Taken back is what covers that scope, and what that scope covers.
     An older entry of the same origin keeps the components that are not named here, as when a start tries those alone
     that were not proven yet. All other entries stay as they are. A file that can't be used is set aside, with .ignored
     after its name.
@@ -188,14 +189,14 @@ def add(
     proof = Proof(
         scope, tuple(component for component in components if component not in failed), now, how, tuple(arguments)
     )
-    mine = {"place": asdict(scope), "how": how, "arguments": list(arguments)}
     with _changing() as entries:
         kept = []
         for entry in entries:
-            is_here = isinstance(entry, dict) and entry.get("place") == mine["place"]
-            if is_here and isinstance(entry.get("rooms"), list):
-                is_again = all(entry.get(name) == value for name, value in mine.items())
-                gone = [*failed, *(proof.components if is_again else ())]
+            old, _ = _proof(entry, "")
+            if old is not None:
+                gone = set(failed) if old.place.covers(scope) or scope.covers(old.place) else set()
+                if (old.place, old.how, old.arguments) == (proof.place, proof.how, proof.arguments):
+                    gone.update(proof.components)
                 entry = {**entry, "rooms": [component for component in entry["rooms"] if component not in gone]}
                 if not entry["rooms"]:
                     continue

@@ -201,6 +201,21 @@ def test_a_failure_takes_back_what_was_proven_there(state: Path) -> None:
     assert [proof.place.runner for proof in user_proofs.read()[0]] == [1]
 
 
+@pytest.mark.parametrize(("proven_for", "failed_for"), [("0123", ""), ("", "0123"), ("none", "0123"), ("none", "")])
+def test_a_failure_takes_back_what_covers_it_or_is_covered(state: Path, proven_for: str, failed_for: str) -> None:
+    """`mmcache prove` writes proofs of any configuration, and a trial those of one; older files name none."""
+    here = replace(PLACE, configuration="0123")
+    add(replace(PLACE, configuration=proven_for.replace("none", "")))
+    if proven_for == "none":
+        changed(state, lambda whole: whole["proofs"][0]["place"].pop("configuration"))
+    add(replace(PLACE, configuration="4567"))
+    assert user_proofs.proven_components(here) == set(COMPONENT_NAMES)
+    user_proofs.add(replace(PLACE, configuration=failed_for), [], "a test", [], failed=["features"])
+    assert user_proofs.proven_components(here) == {"block_keys"}
+    other = user_proofs.proven_components(replace(PLACE, configuration="4567"))
+    assert ("features" in other) == (failed_for == "0123"), "of another configuration than the one that failed"
+
+
 def test_the_same_proof_again_takes_the_old_ones_place() -> None:
     add()
     add(PLACE, "features")
