@@ -62,7 +62,7 @@ class AuditedEngine:
     def ask(self, sample: Sample, run: uses.Run, *, hit_tokens: int | None = None) -> Any:
         """Put a request of the audit's own, which waits for the next step; returns it.
 
-        hit_tokens: where another one of the sample was divided; this one is then computed in smaller chunks.
+        hit_tokens: where another one of the sample was divided; this one is then computed in other chunks than that.
         """
         core, scheduler = self._core, self._core.scheduler
         self._number += 1
@@ -138,18 +138,25 @@ class AuditedEngine:
     def _limit(self, request: Any, hit_tokens: int | None) -> int:
         """Tokens of a step: whole blocks, and an image that must be whole in one.
 
-        With `hit_tokens`, half of that, so that chunks end in other places, and, where blocks are as long, where states
-        were kept.
+        With `hit_tokens`, half of that where it is less than without, so that chunks end in other places, and, where
+        blocks are as long, where states were kept. Else half of what it is without, or, where images need more, a block
+        more.
         """
         spans = image_spans(request) if keeps_images_whole(self._core.vllm_config) else []
         longest = max((last - first + 1 for first, last in spans), default=0)
-        most = STEP_TOKENS
-        if hit_tokens is not None:
-            most = min((hit_tokens or request.num_tokens) // 2, STEP_TOKENS)
-        blocks = max(-(-most // self._block_tokens), 1)
-        if longest:
-            blocks = max(blocks, -(-longest // self._block_tokens) + 1)
-        return min(self._step_tokens, blocks * self._block_tokens)
+
+        def limit_of(tokens: int) -> int:
+            blocks = max(-(-tokens // self._block_tokens), 1)
+            if longest:
+                blocks = max(blocks, -(-longest // self._block_tokens) + 1)
+            return min(self._step_tokens, blocks * self._block_tokens)
+
+        most = limit_of(STEP_TOKENS)
+        if hit_tokens is None:
+            return most
+        half = (hit_tokens or request.num_tokens) // 2
+        others = map(limit_of, (min(half, most), most // 2, most + 1))
+        return next((other for other in others if other != most), most)
 
 
 def sample_of(request: Any, components: frozenset[str]) -> Sample | None:

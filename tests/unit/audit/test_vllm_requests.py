@@ -16,7 +16,7 @@ from vllm.multimodal.inputs import (
 )
 
 from vllm_mmcache.audit import vllm_requests
-from vllm_mmcache.audit.vllm_requests import sample_of
+from vllm_mmcache.audit.vllm_requests import STEP_TOKENS, AuditedEngine, sample_of
 
 USED = frozenset({"features"})
 
@@ -94,3 +94,22 @@ def test_an_engine_that_can_not_be_audited(part: str, value: Any, why: str) -> N
     owner, _, name = f"vllm_config.{part}".rpartition(".")
     setattr(attrgetter(owner)(engine), name, value)
     assert why in vllm_requests.why_not(engine)
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "block_tokens", "image_tokens"),
+    [(8192, 16, 0), (512, 16, 0), (1000, 16, 0), (8192, 2048, 0), (8192, 16, 280), (8192, 16, 2000), (1000, 128, 280)],
+)
+@pytest.mark.parametrize(("hit", "prompt"), [(hit, hit + 90) for hit in (900, 2040, 2048, 4000, 8192)] + [(0, 5000)])
+def test_the_third_question_has_other_chunks(
+    monkeypatch: pytest.MonkeyPatch, hit: int, prompt: int, image_tokens: int, block_tokens: int, step_tokens: int
+) -> None:
+    engine = AuditedEngine.__new__(AuditedEngine)
+    vars(engine).update(_core=SimpleNamespace(vllm_config=None), _step_tokens=step_tokens, _block_tokens=block_tokens)
+    monkeypatch.setattr(vllm_requests, "keeps_images_whole", lambda vllm_config: image_tokens)
+    monkeypatch.setattr(vllm_requests, "image_spans", lambda request: [(16, 16 + image_tokens - 1)])
+    asked = SimpleNamespace(num_tokens=prompt)
+    cold, again = engine._limit(asked, None), engine._limit(asked, hit)
+    assert cold != again
+    assert image_tokens <= min(cold, again)
+    assert max(cold, again) <= min(step_tokens, max(STEP_TOKENS, image_tokens) + 3 * block_tokens)
