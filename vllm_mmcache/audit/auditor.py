@@ -105,6 +105,8 @@ class Auditor:
 
     def on_finished(self, request: Any, sample_of: Callable[[frozenset[str]], Sample | None]) -> None:
         """A user's request has its answer. sample_of makes a sample of it, where it can be asked again."""
+        for dropped in self._samples.take_old(time.monotonic()):  # an engine may have something to do for hours
+            _count(dropped.components, "cut")
         components = frozenset(one for one in uses.of(request) if status.is_on(one))
         if not components or self._draw() >= settings.current().audit:
             return

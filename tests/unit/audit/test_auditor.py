@@ -190,6 +190,19 @@ def test_what_is_not_there_any_more(rig: Rig) -> None:
     assert rig.counted == {("block_keys", "unavailable"): 1, ("features", "unavailable"): 1}
 
 
+def test_what_has_waited_too_long_makes_room(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is busy for hours keeps no images of old requests, and audits a new one when it is free."""
+    for _ in range(MOST_WAITING):
+        rig.finish("block_keys")
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + samples.LONGEST_WAIT_S + 1)
+    rig.finish()
+    assert rig.counted == {("block_keys", "cut"): MOST_WAITING}
+    rig.finish("features")
+    assert rig.audit(warm=RIGHT, cold=RIGHT) == ["warm", "cold"]
+    assert rig.counted == {("block_keys", "cut"): MOST_WAITING, ("features", "match"): 1}
+
+
 def test_only_while_the_engine_has_nothing_to_do(rig: Rig) -> None:
     rig.finish("block_keys")
     rig.engine.is_free = False
