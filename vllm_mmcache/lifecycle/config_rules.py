@@ -51,6 +51,8 @@ def why_no_trial(vllm_config: Any) -> str:
         return "it takes no images"
     if model_config.runner_type != "generate":
         return "it does not generate text"
+    if model_config.logprobs_mode != "raw_logprobs":
+        return f"its log-probabilities are {model_config.logprobs_mode}"
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is off"
     if vllm_config.kv_transfer_config is not None or vllm_config.ec_transfer_config is not None:

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM itself answers wrongly, it is said, and where one thing is otherwise, or vLLM is mended, it is not.
+"""Which engines can't try their components, and where it is said that vLLM itself answers wrongly.
 
-That it is wrong there, and nowhere else, is tests/engine/speculative/test_hybrid_prefix.py's.
+That it does so there, and nowhere else, is tests/engine/speculative/test_hybrid_prefix.py's.
 """
 
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_mmcache.lifecycle.config_rules import wrong_in_vllm
+from vllm_mmcache.lifecycle.config_rules import why_no_trial, wrong_in_vllm
 
 
 def config(**other: Any) -> Any:
@@ -37,3 +38,31 @@ def test_a_mended_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(GPUModelRunner, "_prepare_inputs", lambda self: self.prev_num_accepted_tokens)
     assert wrong_in_vllm(config()) == ""
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "why"),
+    [
+        ("model_config.logprobs_mode", "raw_logits", "its log-probabilities are raw_logits"),
+        ("model_config.logprobs_mode", "processed_logprobs", "its log-probabilities are processed_logprobs"),
+        ("model_config.runner_type", "pooling", "does not generate text"),
+        ("cache_config.enable_prefix_caching", False, "prefix caching is off"),
+        ("ec_transfer_config", object(), "a connector"),
+        ("parallel_config.data_parallel_size", 2, "mixture of experts"),
+    ],
+)
+def test_an_engine_that_can_not_try_its_components(part: str, value: Any, why: str) -> None:
+    images = SimpleNamespace(get_limit_per_prompt=lambda modality: 1)
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(
+            multimodal_config=images, runner_type="generate", logprobs_mode="raw_logprobs", is_moe=True
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        parallel_config=SimpleNamespace(data_parallel_size=1, distributed_executor_backend="mp"),
+        kv_transfer_config=None,
+        ec_transfer_config=None,
+    )
+    assert why_no_trial(engine) == ""
+    owner, _, name = f"engine.{part}".rpartition(".")
+    setattr(attrgetter(owner)(SimpleNamespace(engine=engine)), name, value)
+    assert why in why_no_trial(engine)
