@@ -36,6 +36,8 @@ FIRST = ("picture one", "What is the first one?" * 3, "picture two", "What is in
 SECOND = (*FIRST[:3], "Which colours are at their edges?")
 OTHER = (*FIRST[:2], "picture three", FIRST[3])
 
+MOST_NOISE = 0.1
+"""What two cold runs may differ by: a warm answer may differ by several times as much, and no wrong one may pass."""
 _KERNEL_TOKENS = 64
 """GDN kernels work on so many tokens at a time: a step that ends between two of these rounds otherwise."""
 
@@ -76,8 +78,8 @@ class Trial:
                 cold = engine.ask(first, engine.salt("cold"), "kept")
             again = engine.ask(first, engine.salt("cold again"), stops=[self._stop_before(first.start(0))])
         self.verdict.noise = distance.between(cold, again)
-        self._bound = self._bound_of(self.verdict.noise)
         self._try_metrics()
+        self._bound = self._bound_of(self.verdict.noise)
         self._try_features(first, cold)
         self._try_hits(first, second, other, cold)
         self._try_image_spans(first, cold)
@@ -303,6 +305,9 @@ class Trial:
             self._passed(component)
 
     def _bound_of(self, noise: float) -> float:
+        """Raises: TrialFailed, where an answer as far away as that would show nothing."""
+        if noise > MOST_NOISE:
+            raise TrialFailed(f"two cold runs of this engine differ by {noise:.2g}, and {MOST_NOISE} is the most")
         return distance.bound_of(self._engine.floor, noise)
 
     @contextmanager
