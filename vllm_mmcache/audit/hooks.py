@@ -38,6 +38,11 @@ hook = Hooks(
 
 
 @hook(
+    "vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop",
+    name="begin_of_data_parallel",
+    why="a data-parallel engine of a mixture of experts has a loop of its own, and is not audited: the log says so",
+)
+@hook(
     "vllm.v1.engine.core:EngineCoreProc.run_busy_loop",
     name="begin",
     reads=(
@@ -47,7 +52,7 @@ hook = Hooks(
     ),
 )
 def audit_in_loop(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of EngineCoreProc.run_busy_loop: this engine is audited while it runs."""
+    """Wrapper of EngineCoreProc.run_busy_loop: this engine is audited while it runs, or the log says why not."""
     with failsafe("audit"):
         if reason := vllm_requests.why_not(instance):
             logger.warning("mmcache: there is no audit of this engine: %s", reason)

@@ -39,6 +39,20 @@ def test_entry_is_complete(hook: Hook) -> None:
     assert source_digests.compare_all_installed((hook.target, *hook.reads), vllm_version()) == "tested"
 
 
+def test_the_audit_hears_of_every_engine() -> None:
+    """A loop that a subclass has instead of EngineCoreProc's would begin without a line about the audit."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    targets = {hook.target for hook in table() if hook.component == AUDIT.name}
+    loops = {
+        f"{owner.__module__}:{owner.__name__}.run_busy_loop"
+        for owner in (EngineCoreProc, *EngineCoreProc.__subclasses__())
+        if "run_busy_loop" in vars(owner)
+    }
+    assert len(loops) > 1
+    assert loops <= targets
+
+
 def test_changed_body_is_noticed() -> None:
     """Negative control of the digests: a docstring does not change them, a statement does."""
     plain = source_digests.digest(source_digests.find("def f(a):\n    return a\n", "f"))
