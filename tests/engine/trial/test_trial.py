@@ -139,7 +139,7 @@ def test_nothing_is_left(get: Get, told: dict[str, str], family: str) -> None:
     assert scheduler.kv_event_publisher is own["kv_event_publisher"]
     assert "schedule" not in vars(scheduler)
     assert scheduler.max_num_scheduled_tokens == own["max_num_scheduled_tokens"]
-    assert transport.take_feature_source("x") == ""
+    assert not transport._feature_sources
 
 
 @pytest.mark.parametrize(("family", "name"), PLANTED)
