@@ -2,13 +2,16 @@
 """What a trial makes of what it sees; the engine is one that answers as a test says."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vllm_mmcache.base import status
+from vllm_mmcache.base.status import ON, State
+from vllm_mmcache.reference_attention.comparison import KINDS, PICTURE
 from vllm_mmcache.trial import sequence
 from vllm_mmcache.trial.sequence import TRIABLE, Trial
 
@@ -46,12 +49,14 @@ def off() -> dict[str, str]:
     return {}
 
 
-def trial_of(engine: Scripted, off: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Trial:
+def trial_of(
+    engine: Scripted, off: dict[str, str], monkeypatch: pytest.MonkeyPatch, components: Sequence[str] = TRIABLE
+) -> Trial:
     monkeypatch.setattr(sequence, "TrialEngine", lambda *args: engine)
     prompt = SimpleNamespace(start=lambda picture: 128)
     monkeypatch.setattr(Trial, "_prompts", lambda self: (prompt, prompt, prompt))
     monkeypatch.setattr(Trial, "_stop_before", lambda self, end: end)
-    return Trial(None, TRIABLE, 30.0, off.__setitem__)
+    return Trial(None, components, 30.0, off.__setitem__)
 
 
 def test_an_engine_that_can_not_repeat_itself_passes_nothing(
@@ -63,3 +68,20 @@ def test_an_engine_that_can_not_repeat_itself_passes_nothing(
     assert verdict.passed == ["metrics"], "which compares no answers"
     assert set(verdict.untried) == set(off) == set(TRIABLE) - {"metrics"}
     assert "two cold runs of this engine differ by 0.3" in off["features"]
+
+
+@pytest.mark.parametrize("state", [ON, State("unneeded", "no image attends both ways")])
+def test_wrong_attention_over_a_picture(
+    off: dict[str, str], monkeypatch: pytest.MonkeyPatch, no_role: None, state: State
+) -> None:
+    """It switches image_spans off where that is on, also if it was proven and is not on trial."""
+    status.begin("engine")
+    status.put("engine", "image_spans", state)
+    engine = Scripted(0.9, 0.6)  # no answers are compared
+    engine.attention = [{"rows": dict.fromkeys(KINDS, 1), "wrong": {PICTURE: "layer 3, token 7"}, "unread": ""}]
+    verdict = trial_of(engine, off, monkeypatch, ["metrics"]).run()
+    assert verdict.attention_wrong == "picture: layer 3, token 7"
+    assert verdict.passed == ["metrics"]
+    assert set(verdict.differed) == set(off) == ({"image_spans"} if state == ON else set())
+    if state == ON:
+        assert off["image_spans"].endswith("attention over a picture is not the naive form's: layer 3, token 7")
