@@ -132,6 +132,10 @@ class ReferenceLayers:
 
     def _why_not(self, layer: Any) -> str:
         impl = layer.impl
+        if type(layer) is not Attention:  # a subclass may mask otherwise, as ChunkedLocalAttention does
+            return f"it is a {type(layer).__name__}"
+        if (ranks := getattr(impl, "dcp_world_size", 1)) > 1:
+            return f"each of {ranks} ranks has a part of its KV cache"
         if getattr(impl, "sinks", None) is not None:
             return "it has attention sinks"
         if getattr(impl, "alibi_slopes", None) is not None:
