@@ -29,9 +29,9 @@ class Prefixed(Attention):
     ],
 )
 def test_what_it_does_not_compute(
-    monkeypatch: pytest.MonkeyPatch, kind: type, impl: dict[str, Any], cache_dtype: str, why: str
+    monkeypatch: pytest.MonkeyPatch, kind: type[Attention], impl: dict[str, Any], cache_dtype: str, why: str
 ) -> None:
-    layer = kind.__new__(kind)
+    layer: Any = object.__new__(kind)
     vars(layer).update(
         layer_name="layers.0", impl=SimpleNamespace(**impl), kv_cache_dtype=cache_dtype, dtype=torch.bfloat16
     )
