@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO, cast
 
 import msgspec
 
@@ -63,7 +63,7 @@ class Log:
             if path not in turned_over:
                 yield path
 
-    def _prompts_in(self, file: IO[bytes]) -> Iterator[Prompt]:
+    def _prompts_in(self, file: BinaryIO) -> Iterator[Prompt]:
         first = True
         for line in file:
             self.num_bytes += len(line)
@@ -89,12 +89,12 @@ class Log:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def _opened(path: Path) -> Iterator[BinaryIO]:
     """A file or a pipe as it is when it is not compressed. Raises: RecordsError where it can't be read."""
     try:
         with open(0, "rb", closefd=False) if path == STDIN else path.open("rb") as file:
             is_compressed = isinstance(file, io.BufferedReader) and file.peek(2)[:2] == GZIP
-            yield gzip.GzipFile(fileobj=file) if is_compressed else file
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if is_compressed else file
     except (OSError, EOFError, zlib.error) as error:
         raise RecordsError(f"{path} can't be read: {error}") from error
 

@@ -151,7 +151,7 @@ def test_the_examples_are_read(is_compressed: bool, tmp_path: Path) -> None:
         assert not log.unused
         assert log.recorded.prompt_tokens == sum(one["prompt_tokens"] for one in examples)
         assert not log.recorded.on_stock
-        assert sum(part.tokens or 0 for prompt in found for turn in prompt.turns for part in turn) == sum(
+        assert sum(getattr(part, "tokens", 0) for prompt in found for turn in prompt.turns for part in turn) == sum(
             one["prompt_tokens"] for one in examples
         )
 
