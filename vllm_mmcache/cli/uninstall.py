@@ -6,13 +6,16 @@ admin key that `mmcache serve --observe` has made, and what `python -m vllm_mmca
 Python environment. Redis or Valkey is others', too, and stays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from vllm_mmcache.base.errors import StoreUnusable
 from vllm_mmcache.cli import store
-from vllm_mmcache.cli.store import DryRun, Yes
+from vllm_mmcache.cli.store import DryRun, Store, Yes
+
+Answer = TypeVar("Answer")
 
 MADE_KEY = "the admin key that `mmcache serve --observe` made"
 
@@ -63,16 +66,8 @@ def to_remove(places: Sequence[str]) -> tuple[list[str], list[str]]:
     from vllm_mmcache import environment
     from vllm_mmcache.lifecycle import user_proofs
 
-    found: list[str] = []
-    refused: list[str] = []
-    for place in places:
-        try:
-            with store.opened(Path(place), may_be_empty=True) as kept:
-                there = store.to_clear(kept)
-        except StoreUnusable as error:
-            refused.append(f"{place} would be left: {error}")
-        else:
-            found += there.sentences if there.files[0] else []
+    stores, refused = of_stores(places, store.to_clear, "would be left")
+    found = [sentence for there in stores.values() if there.files[0] for sentence in there.sentences]
     with suppress(RuntimeError):
         if admin_key_file().exists():
             found.append(MADE_KEY)
@@ -86,16 +81,10 @@ def remove(places: Sequence[str]) -> list[str]:
     from vllm_mmcache import environment
     from vllm_mmcache.lifecycle import user_proofs
 
-    refused = []
-    for place in places:
-        try:
-            with store.opened(Path(place), may_be_empty=True) as kept:
-                num_files = store.cleared(kept)
-        except StoreUnusable as error:
-            refused.append(f"{place} is left: {error}")
-        else:
-            if num_files:
-                print(f"removed {num_files} files of {place}")
+    stores, refused = of_stores(places, store.cleared, "is left")
+    for place, num_files in stores.items():
+        if num_files:
+            print(f"removed {num_files} files of {place}")
     with suppress(FileNotFoundError, RuntimeError):
         admin_key_file().unlink()
         print(f"removed {MADE_KEY}")
@@ -104,6 +93,23 @@ def remove(places: Sequence[str]) -> list[str]:
     for thing in environment.take_back():
         print(f"removed {thing}")
     return refused
+
+
+def of_stores(places: Sequence[str], ask: Callable[[Store], Answer], what: str) -> tuple[dict[str, Answer], list[str]]:
+    """Ask each of the stores at these places.
+
+    Returns the answers by place; and a sentence for each place that can't be opened, where `what` says what becomes of
+    it.
+    """
+    answers: dict[str, Answer] = {}
+    refused: list[str] = []
+    for place in places:
+        try:
+            with store.opened(Path(place), may_be_empty=True) as kept:
+                answers[place] = ask(kept)
+        except StoreUnusable as error:
+            refused.append(f"{place} {what}: {error}")
+    return answers, refused
 
 
 def admin_key_file() -> Path:
