@@ -21,6 +21,7 @@ from vllm_mmcache.audit.samples import Sample
 from vllm_mmcache.base import engine_caches, status, uses
 from vllm_mmcache.components.image_spans.spans import image_spans, keeps_images_whole
 from vllm_mmcache.exactness.distance import Logprobs, floor_of
+from vllm_mmcache.lifecycle import config_rules
 
 PREFIX = "mmcache-audit-"
 """Of the ids of the audit's requests."""
@@ -223,10 +224,8 @@ def why_not(engine_core: Any) -> str:
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     if model_config.runner_type != "generate" or model_config.max_logprobs == 0:
         return "it gives no log-probabilities"
-    if model_config.logprobs_mode != "raw_logprobs":
-        return f"its log-probabilities are {model_config.logprobs_mode}"
-    if not vllm_config.cache_config.enable_prefix_caching:
-        return "prefix caching is off"
+    if reason := config_rules.why_not_compared(vllm_config):
+        return reason
     if vllm_config.kv_transfer_config is not None or vllm_config.ec_transfer_config is not None:
         return "a connector would keep what the audit computes"
     if vllm_config.speculative_config is not None:

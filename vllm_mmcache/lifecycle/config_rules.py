@@ -51,10 +51,8 @@ def why_no_trial(vllm_config: Any) -> str:
         return "it takes no images"
     if model_config.runner_type != "generate":
         return "it does not generate text"
-    if model_config.logprobs_mode != "raw_logprobs":
-        return f"its log-probabilities are {model_config.logprobs_mode}"
-    if not vllm_config.cache_config.enable_prefix_caching:
-        return "prefix caching is off"
+    if reason := why_not_compared(vllm_config):
+        return reason
     if vllm_config.kv_transfer_config is not None or vllm_config.ec_transfer_config is not None:
         return "a connector would take its requests to other engines"
     if parallel.data_parallel_size > 1 and model_config.is_moe:
@@ -62,6 +60,13 @@ def why_no_trial(vllm_config: Any) -> str:
     if parallel.distributed_executor_backend == "external_launcher":
         return "each rank of an external launcher has an engine of its own"
     return ""
+
+
+def why_not_compared(vllm_config: Any) -> str:
+    """Why an engine's cached and uncached answers can't be compared by probability; empty where they can."""
+    if vllm_config.model_config.logprobs_mode != "raw_logprobs":
+        return f"its log-probabilities are {vllm_config.model_config.logprobs_mode}"
+    return "" if vllm_config.cache_config.enable_prefix_caching else "prefix caching is off"
 
 
 def is_of_an_engine(vllm_config: Any) -> bool:
