@@ -4,7 +4,6 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,6 +73,7 @@ def estimate(
     Nothing is asked of a server, and nothing is kept of the requests.
     """
     from vllm_mmcache.traffic import models, report
+    from vllm_mmcache.traffic import png as png_plot
     from vllm_mmcache.traffic.estimate import Estimate, Sizes
     from vllm_mmcache.traffic.logs import Log
 
@@ -83,8 +83,8 @@ def estimate(
     for option, path in ("--html", page), ("--png", plot):
         if path is not None and not path.parent.is_dir():
             raise RecordsError(f"{option} {path} can't be written: there is no directory {path.parent}")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise RecordsError("--png needs matplotlib: pip install matplotlib; --html has the same plot")
+    if plot is not None:
+        png_plot.figure_class()  # says at once that matplotlib is not there
     sizes = Sizes(
         kv_tokens=kv_tokens,
         encoder_tokens=encoder_tokens,
@@ -109,9 +109,7 @@ def estimate(
     if page is not None:
         _write(page, result)
     if plot is not None:
-        from vllm_mmcache.traffic.png import write
-
-        write(plot, played.distances.curve(), sizes.feature_bytes)
+        png_plot.write(plot, played.distances.curve(), sizes.feature_bytes)
     if not played.seen.requests:
         raise typer.Exit(2)
 

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.traffic.models import UNKNOWN_SIDE, Model
-from vllm_mmcache.traffic.requests import DIGEST_BYTES, Other, Part, Picture, Prompt, Words
+from vllm_mmcache.traffic.requests import DIGEST_BYTES, Other, Part, Picture, Prompt, Words, digest_of
 
 BLOCK_CHARS = 256
 TURN_TOKENS = 4
@@ -126,7 +126,7 @@ class Estimate:
         self.seen = Seen()
         self.done = {side: Done() for side in SIDES}
         self.distances = Distances()
-        """Of the features that an image would find, if there were room for all."""
+        """Of the features that are looked for in the plugin's store, if there were room for all."""
         self._kv: Lru[bytes] = Lru(sizes.kv_tokens)
         self._states: dict[str, dict[bytes, int]] = {side: {} for side in SIDES}  # unit -> where a hit may end
         self._encoder: dict[str, Lru[tuple[str, bytes]]] = {side: Lru(sizes.encoder_tokens) for side in SIDES}
@@ -165,7 +165,7 @@ class Estimate:
         self._keep(units, ends, junction=ends[known - 1] if known else 0)
 
     def _units(self, prompt: Prompt) -> Iterator[_Unit]:
-        chain = blake3(prompt.tenant.encode("utf-8", "surrogatepass")).digest(DIGEST_BYTES)
+        chain = digest_of(prompt.tenant)
         for turn in prompt.turns:
             pieces = [piece for part in turn for piece in self._pieces(part, prompt.tenant)]
             for number, piece in enumerate(pieces):
@@ -193,9 +193,7 @@ class Estimate:
             key = tenant, part.uuid
             if part.digest:
                 self._by_uuid[key] = part
-            yield self._by_uuid.get(key) or Picture(
-                blake3(part.uuid.encode("utf-8", "surrogatepass")).digest(DIGEST_BYTES)
-            )
+            yield self._by_uuid.get(key) or Picture(digest_of(part.uuid))
         else:
             yield part
 

@@ -7,7 +7,6 @@ looked at.
 """
 
 import gzip
-import io
 import json
 import zlib
 from collections import Counter
@@ -51,7 +50,7 @@ class Log:
                 yield from self._prompts_in(file)
 
     def _files(self) -> Iterator[Path]:
-        """Each file once that a server or a tool has turned over comes before the one that it began then."""
+        """The files in order; one that was turned over (NAME.1) comes just before the one that followed it (NAME)."""
         turned_over = set()
         for path in self.paths:
             before = older(path)
@@ -93,7 +92,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     """A file or a pipe as it is when it is not compressed. Raises: RecordsError where it can't be read."""
     try:
         with open(0, "rb", closefd=False) if path == STDIN else path.open("rb") as file:
-            is_compressed = isinstance(file, io.BufferedReader) and file.peek(2)[:2] == GZIP
+            is_compressed = file.peek(2)[:2] == GZIP
             yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if is_compressed else file
     except (OSError, EOFError, zlib.error) as error:
         raise RecordsError(f"{path} can't be read: {error}") from error

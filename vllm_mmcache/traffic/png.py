@@ -3,10 +3,20 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm_mmcache.base.errors import RecordsError
 from vllm_mmcache.traffic import report
 from vllm_mmcache.traffic.page import MARGIN, PLOT_TITLE
+
+
+def figure_class() -> Any:
+    """Matplotlib's Figure. Raises: RecordsError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise RecordsError("--png needs matplotlib: pip install matplotlib; --html has the same plot") from error
+    return Figure
 
 
 def write(path: Path, curve: Sequence[tuple[float, float]], chosen_bytes: float) -> None:
@@ -15,14 +25,10 @@ def write(path: Path, curve: Sequence[tuple[float, float]], chosen_bytes: float)
     curve: the size of a store in bytes, rising, and the share of features that it lacks. chosen_bytes is marked where
     it lies in the plot. Raises: RecordsError without matplotlib, for one point alone, or where it can't be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise RecordsError("--png needs matplotlib: pip install matplotlib; --html has the same plot") from error
     if len(curve) < 2:
         raise RecordsError("--png: no image would be looked for in the store a second time: there is nothing to plot")
     most_bytes = curve[-1][0] * MARGIN
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    figure = figure_class()(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
     sizes, shares = zip(*curve, (most_bytes, curve[-1][1]), strict=True)
     axes.step(sizes, shares, where="post")

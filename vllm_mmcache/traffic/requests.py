@@ -136,7 +136,7 @@ def _part(part: dict[str, Any]) -> Iterator[Part]:
     elif isinstance(part.get("text"), str):
         yield Words(part["text"])
     elif kind in _OTHERS and not (isinstance(source, dict) and source.get("type") in ("text", "content")):
-        yield Other(blake3(_text(part).encode()).digest(DIGEST_BYTES))
+        yield Other(digest_of(_text(part)))
     else:
         yield Words(_text(part))
 
@@ -161,10 +161,14 @@ def picture_of(named: str, *, is_base64: bool = False) -> Picture:
     """
     if named.startswith("data:"):
         named, is_base64 = named.partition(",")[2], True
-    data = named.encode("utf-8", "surrogatepass")
     if is_base64 or _NAME.fullmatch(named) is None:
-        return _opened(data)
-    return Picture(blake3(data).digest(DIGEST_BYTES))
+        return _opened(named.encode("utf-8", "surrogatepass"))
+    return Picture(digest_of(named))
+
+
+def digest_of(text: str) -> bytes:
+    """What a text is known by; also one with halves of surrogate pairs, which JSON may have."""
+    return blake3(text.encode("utf-8", "surrogatepass")).digest(DIGEST_BYTES)
 
 
 _seen: dict[bytes, Picture] = {}
