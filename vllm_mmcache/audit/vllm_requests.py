@@ -63,7 +63,8 @@ class AuditedEngine:
     def ask(self, sample: Sample, run: uses.Run, *, hit_tokens: int | None = None) -> Any:
         """Put a request of the audit's own, which waits for the next step; returns it.
 
-        hit_tokens: where another one of the sample was divided; this one is then computed in other chunks than that.
+        hit_tokens: how many were cached for another one of the sample; this one is then computed in other chunks than
+        without, where the engine allows it.
         """
         core, scheduler = self._core, self._core.scheduler
         self._number += 1
@@ -137,11 +138,11 @@ class AuditedEngine:
         self._on_idle()
 
     def _limit(self, request: Any, hit_tokens: int | None) -> int:
-        """Tokens of a step: whole blocks, and an image that must be whole in one.
+        """The most tokens of a step: whole blocks, enough for the longest image where images must be whole in a step.
 
-        With `hit_tokens`, half of that where it is less than without, so that chunks end in other places, and, where
-        blocks are as long, where states were kept. Else half of what it is without, or, where images need more, a block
-        more.
+        It is STEP_TOKENS or what images need, as far as the engine allows. With `hit_tokens` it is another number, so
+        that chunks end in other places: half of the hit, or of the prompt if there was none. Where that gives the same
+        number, it is half of that, and where images need more, a block more.
         """
         spans = image_spans(request) if keeps_images_whole(self._core.vllm_config) else []
         longest = max((last - first + 1 for first, last in spans), default=0)

@@ -15,7 +15,7 @@ from vllm_mmcache.base.errors import StoreUnusable
 from vllm_mmcache.cli import store
 from vllm_mmcache.cli.store import DryRun, Store, Yes
 
-Answer = TypeVar("Answer")
+Outcome = TypeVar("Outcome")
 
 MADE_KEY = "the admin key that `mmcache serve --observe` made"
 
@@ -66,7 +66,7 @@ def to_remove(places: Sequence[str]) -> tuple[list[str], list[str]]:
     from vllm_mmcache import environment
     from vllm_mmcache.lifecycle import user_proofs
 
-    stores, refused = of_stores(places, store.to_clear, "would be left")
+    stores, refused = at_stores(places, store.to_clear, "would be left")
     found = [sentence for there in stores.values() if there.files[0] for sentence in there.sentences]
     with suppress(RuntimeError):
         if admin_key_file().exists():
@@ -81,7 +81,7 @@ def remove(places: Sequence[str]) -> list[str]:
     from vllm_mmcache import environment
     from vllm_mmcache.lifecycle import user_proofs
 
-    stores, refused = of_stores(places, store.cleared, "is left")
+    stores, refused = at_stores(places, store.cleared, "is left")
     for place, num_files in stores.items():
         if num_files:
             print(f"removed {num_files} files of {place}")
@@ -95,21 +95,23 @@ def remove(places: Sequence[str]) -> list[str]:
     return refused
 
 
-def of_stores(places: Sequence[str], ask: Callable[[Store], Answer], what: str) -> tuple[dict[str, Answer], list[str]]:
-    """Ask each of the stores at these places.
+def at_stores(
+    places: Sequence[str], act: Callable[[Store], Outcome], what: str
+) -> tuple[dict[str, Outcome], list[str]]:
+    """Do something with each of the stores at these places.
 
-    Returns the answers by place; and a sentence for each place that can't be opened, where `what` says what becomes of
-    it.
+    Returns what came of it, by place; and a sentence for each store for which that failed, with `what` behind its
+    place, such as "is left".
     """
-    answers: dict[str, Answer] = {}
+    outcomes: dict[str, Outcome] = {}
     refused: list[str] = []
     for place in places:
         try:
             with store.opened(Path(place), may_be_empty=True) as kept:
-                answers[place] = ask(kept)
+                outcomes[place] = act(kept)
         except StoreUnusable as error:
             refused.append(f"{place} {what}: {error}")
-    return answers, refused
+    return outcomes, refused
 
 
 def admin_key_file() -> Path:

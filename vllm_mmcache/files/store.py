@@ -2,7 +2,8 @@
 """Files of clients, in a directory, S3, Redis, or wherever else fsspec can write. API server process, any thread.
 
 A file's id is the digest of its content under its tenant's key, so that the same bytes have the same id, and nobody can
-say what an id of another tenant stands for. It lies below its tenant's folder, in two objects:
+say what an id of another tenant stands for. It lies below its tenant's folder, in two objects, of which the content's
+has one of two names:
 
     v1/TENANT/NAME          the content
     v1/TENANT/NAME.DIGEST   the content of a file that is found by another name than its id
@@ -58,7 +59,7 @@ _INFO = ".json"
 _VERSION = "v1"
 """Of how files are kept: the folder that holds the tenants' folders."""
 _ABANDONED_S = 86400.0
-"""How old content is, of which nothing is said, when it is taken for what a server has left that was ended."""
+"""Content without a FileInfo that is older was left by a server that ended while it wrote."""
 _REPLACED_S = 600.0
 """How long content stays whose name was given to other content: requests under way may read it."""
 _SWEPT_BYTES = 128
@@ -66,7 +67,7 @@ _MOST_SWEPT = Budget(4096, 4096 * _SWEPT_BYTES)
 """Of the tenants whose expired files were removed lately."""
 _ALONE_BYTES = 512
 _MOST_ALONE = Budget(65536, 65536 * _ALONE_BYTES)
-"""Of content without a time of its own, of which a sweep has found that it is no file's."""
+"""Of content that belongs to no file, where listings have no times: since when a sweep has found it so."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ class FileStore:
     def _sweep_folder(self, folder: str) -> int:
         objects = dict(self._objects(folder))
         info_paths = [path for path in objects if path.endswith(_INFO)]
-        said = dict.fromkeys(info_paths) | self._infos(info_paths)  # None for what is not ours
+        said = dict.fromkeys(info_paths) | self._infos(info_paths)  # None for what can't be read
         removed = 0
         for path, entry in objects.items():
             info = said.get(path)
@@ -239,14 +240,18 @@ class FileStore:
                 # What was uploaded since is there again.
                 if _is_over(info) and _is_over(self._info(path) or info):
                     paths = path, self._content_path(path, info)
-            elif path not in said and self._is_spare(path, entry, said):
+            elif path not in said and self._is_orphan(path, entry, said):
                 paths = (path,)
             self._remove(*paths)
             removed += bool(paths)
         return removed
 
-    def _is_spare(self, path: str, entry: dict[str, Any], said: dict[str, FileInfo | None]) -> bool:
-        """Whether content is no file's, and has not been for so long that nobody writes or reads it any more."""
+    def _is_orphan(self, path: str, entry: dict[str, Any], said: dict[str, FileInfo | None]) -> bool:
+        """Whether content belongs to no file, and has for so long that a write or a read of it should have ended.
+
+        entry: what the place's listing says of it. said: the folder's FileInfos by path, with None where one can't be
+        read.
+        """
         folder, _, name = path.rpartition("/")
         info_path = f"{folder}/{name.partition('.')[0]}{_INFO}"
         info = said.get(info_path)
@@ -301,7 +306,10 @@ class FileStore:
 
     @contextlib.contextmanager
     def _reserved(self, path: str, num_bytes: int) -> Iterator[dict[str, int]]:
-        """Counts content as written while it is. Gives what others reserved before, of the same tenant, by path."""
+        """Count content against the quota while it is written.
+
+        Yields the bytes of the tenant's other content that this process was writing already, by path.
+        """
         folder, own = path.rpartition("/")[0], (path, num_bytes)
         with self._reserving:
             before = {other: size for other, size in self._in_flight if other.startswith(folder) and other != path}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The texts and images of one request in the order in which a model reads them: OpenAI's, Anthropic's, Responses.
 
-Pure: parsed JSON in, digests and sizes out.
+Parsed JSON in, digests and sizes out; nothing is fetched. Sizes of images that were opened are remembered.
 """
 
 import io
@@ -30,7 +30,7 @@ class Picture:
     """An image of a request. Units: pixels, and bytes of its file; 0 where they are not known."""
 
     digest: bytes
-    """Empty where the request has neither the image nor a name of it."""
+    """Of the base64 text, or of its name. Empty where the log has neither a name nor an image that can be opened."""
     width: int = 0
     height: int = 0
     num_bytes: int = 0
@@ -142,7 +142,7 @@ def _part(part: dict[str, Any]) -> Iterator[Part]:
 
 
 def _picture(content: Any, name: Any, uuid: Any) -> Picture:
-    """The image of its base64, or else of a URL or a name, and of the client's uuid."""
+    """Describe the image of a part: of its base64 `content`, or else of its URL or name; with its uuid."""
     if isinstance(content, str) and content:
         found = picture_of(content, is_base64=True)
     else:
@@ -154,10 +154,10 @@ UNKNOWN = Picture(b"")
 
 
 def picture_of(named: str, *, is_base64: bool = False) -> Picture:
-    """The image of a data URL, of base64, of a URL or of a name; UNKNOWN for what is none of these.
+    """Describe the image of a data URL, of base64, of a URL or of a name.
 
-    An image without its content is known by its URL or name. Logs have other texts where something has taken images
-    out, and what they have in common says nothing of the images.
+    is_base64: whether it can be nothing but base64. UNKNOWN for what is no URL or name, and no image that Pillow opens:
+    logs may have placeholders such as "<image removed>", and equal placeholders do not mean equal images.
     """
     if named.startswith("data:"):
         named, is_base64 = named.partition(",")[2], True
