@@ -53,6 +53,8 @@ class Trial:
         self._begun = time.monotonic()
         self._engine = TrialEngine(engine_core, self._begun + seconds)
         self._bound = math.inf
+        self._equal: dict[str, float] = {}  # components whose answers were as cold ones: how far they might have been
+        self._elsewhere: Reply | None = None  # a cold answer about another second picture
         self._warm = ("", "")  # the salt of what is cached, and the name of its pictures
 
     def run(self) -> Verdict:
@@ -85,6 +87,7 @@ class Trial:
         self._try_hits(first, second, other, cold)
         self._try_image_spans(first, cold)
         self._try_resumed_images(second)
+        self._pass_equal(other, cold)
 
     def _prompts(self) -> tuple[Prompt, Prompt, Prompt]:
         """Two questions about two pictures, and the first about another second one. Raises: CannotRender.
@@ -184,6 +187,8 @@ class Trial:
             stops = [*sorted(stop for stop in kept if stop < cached), cached, *hit.stops, *hit.cuts]
             with engine.without_checkpoints():
                 alike = engine.ask(prompt, engine.salt(f"cold {name} {cached}"), stops=stops)
+            if prompt is other:
+                self._elsewhere = alike
             answers.append((alike, hit))
             if (far := distance.between(alike, hit)) > self._bound:
                 return (
@@ -285,6 +290,23 @@ class Trial:
             warm, cold = warm.part(1, NUM_TOKENS), cold.part(0, NUM_TOKENS - 1)
             self._judge("resumed_images", cold, warm, "after it was preempted")
 
+    def _pass_equal(self, other: Prompt, cold: Reply) -> None:
+        """Components whose answers were as cold ones pass, if the answer about another picture is further away."""
+        if not self._equal:
+            return
+        if self._elsewhere is None:
+            with self._engine.without_checkpoints():
+                self._elsewhere = self._engine.ask(other, self._engine.salt("another picture"))
+        far = distance.between(cold, self._elsewhere)
+        for component, bound in self._equal.items():
+            if far > bound:
+                self._passed(component)
+            else:
+                self._untried(
+                    component,
+                    f"another picture moves the model's answer by {far:.2g}, and {bound:.2g} is allowed",
+                )
+
     @contextmanager
     def _without_features(self) -> Iterator[None]:
         """The store would stand in for the inputs that a resumed request needs: it is not asked."""
@@ -298,13 +320,13 @@ class Trial:
                 del features.on_request_added
 
     def _judge(self, component: str, cold: Reply, reply: Reply, how: str, noise: float | None = None) -> None:
-        """A component passes whose answer is as near to a cold one as cold ones are to each other: `noise`."""
+        """A component can pass whose answer is as near to a cold one as cold ones are to each other: `noise`."""
         far = distance.between(cold, reply)
         bound = self._bound if noise is None else self._bound_of(noise)
         if far > bound:
             self._differs(component, f"an answer {how} is {far:.2g} from the cold one, and {bound:.2g} is allowed")
         else:
-            self._passed(component)
+            self._equal[component] = bound
 
     def _bound_of(self, noise: float) -> float:
         """Raises: TrialFailed, where an answer as far away as that would show nothing."""

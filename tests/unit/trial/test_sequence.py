@@ -40,7 +40,11 @@ class Scripted:
 
     def ask(self, *args: Any, **kwargs: Any) -> Any:
         p = self._probabilities.pop(0)
-        return SimpleNamespace(token_ids=[1], logprobs=[{1: math.log(p), 2: math.log(1 - p)}])
+        logprobs = [{1: math.log(p), 2: math.log(1 - p)}]
+        return SimpleNamespace(token_ids=[1], logprobs=logprobs, tower_images=0, tower_runs=0)
+
+    def forget_pictures(self) -> None:
+        """It knows none."""
 
 
 @pytest.fixture
@@ -85,3 +89,24 @@ def test_wrong_attention_over_a_picture(
     assert set(verdict.differed) == set(off) == ({"image_spans"} if state == ON else set())
     if state == ON:
         assert off["image_spans"].endswith("attention over a picture is not the naive form's: layer 3, token 7")
+
+
+def test_an_answer_that_does_not_depend_on_the_picture_passes_nothing(
+    off: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Features of another picture would have given it, too. The control: an answer that does depend on it."""
+    for elsewhere, passes in ((0.895, False), (0.8, True)):
+        # Cold, cold again, with features from the store, and about another picture.
+        verdict = trial_of(Scripted(0.9, 0.9, 0.9, elsewhere), off, monkeypatch, ["features"]).run()
+        assert (verdict.passed == ["features"]) == passes
+        assert set(verdict.untried) == (set() if passes else {"features"})
+    assert "another picture moves the model's answer by 0.005, and 0.01 is allowed" in off["features"]
+
+
+def test_what_was_not_compared_with_another_picture_does_not_pass(
+    off: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial ends before it: here since the engine has no fourth answer."""
+    verdict = trial_of(Scripted(0.9, 0.9, 0.9), off, monkeypatch, ["features"]).run()
+    assert verdict.passed == []
+    assert set(verdict.untried) == set(off) == {"features"}
