@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from vllm_mmcache.base.errors import StoreUnusable
+from vllm_mmcache.base.errors import ProofsUnwritable, StoreUnusable
 from vllm_mmcache.cli import store
 from vllm_mmcache.cli.store import DryRun, Store, Yes
 
@@ -26,7 +26,7 @@ def uninstall(yes: Yes = False, dry_run: DryRun = False) -> None:
     That is stored features and records, proofs, the admin key that `mmcache serve` made, and the start-up hook of the
     Python environment. What is left is named, with the way to remove it. On a terminal it asks before.
 
-    Stop the servers first, since a running server makes its directory anew. Where a store can't be removed, all else
+    Stop the servers first, since a running server makes its directory anew. Where something can't be removed, all else
     is, and the exit status is 2.
     """
     from vllm_mmcache.base.settings import load_settings
@@ -77,7 +77,7 @@ def to_remove(places: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def remove(places: Sequence[str]) -> list[str]:
-    """Remove all that `to_remove` names, and say so; returns which stores are left, and why."""
+    """Remove all that `to_remove` names, and say so; returns a sentence about each thing that is left."""
     from vllm_mmcache import environment
     from vllm_mmcache.lifecycle import user_proofs
 
@@ -85,11 +85,18 @@ def remove(places: Sequence[str]) -> list[str]:
     for place, num_files in stores.items():
         if num_files:
             print(f"removed {num_files} files of {place}")
-    with suppress(FileNotFoundError, RuntimeError):
+    try:
         admin_key_file().unlink()
         print(f"removed {MADE_KEY}")
-    if num_proofs := user_proofs.remove():
-        print(f"removed {num_proofs} proofs")
+    except (FileNotFoundError, RuntimeError):
+        pass
+    except OSError as error:
+        refused.append(f"{MADE_KEY} is left: {error}")
+    try:
+        if num_proofs := user_proofs.remove():
+            print(f"removed {num_proofs} proofs")
+    except ProofsUnwritable as error:
+        refused.append(str(error))
     for thing in environment.take_back():
         print(f"removed {thing}")
     return refused

@@ -126,6 +126,21 @@ def test_a_store_that_may_not_be_touched_is_named(home: Path, capsys: pytest.Cap
     assert files(home / "elsewhere")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("admin-key", "mmcache serve --observe` made is left"), ("proofs.json", "")]
+)
+def test_what_can_not_be_removed_is_named(home: Path, capsys: pytest.CaptureFixture[str], name: str, said: str) -> None:
+    """All else goes. Here a directory lies where a file should be."""
+    (home / "xdg_state_home" / "mmcache" / name / "in it").mkdir(parents=True)
+    (home / "xdg_state_home" / "mmcache" / name).parent.chmod(0o700)
+    install_hook()
+    with pytest.raises(StoreUnusable, match=said or f"{name} can't be removed"):
+        uninstall()
+    told = capsys.readouterr().out
+    assert "removed the start-up hook for torchvision" in told
+    assert "pip uninstall vllm-mmcache" in told
+
+
 def test_a_directory_without_a_store_is_no_error(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
