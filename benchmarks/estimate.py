@@ -54,7 +54,9 @@ def measure(options: Namespace) -> Result:
             counted: dict[str, dict[str, dict[str, float]]] = {}
             for side in SIDES:
                 with probed_server(model, side, 16, args, {}) as server:
-                    sizes = Sizes(kv_tokens(server), STEP_TOKENS, block_tokens=block_tokens)
+                    has_states = rules_of(model).state_blocks > 0
+                    room = round(num_blocks * options.room) * block_tokens if has_states else kv_tokens(server)
+                    sizes = Sizes(room, STEP_TOKENS, block_tokens=block_tokens)
                     counted[side] = {workload: asked(server, path) for workload, path in logs.items()}
             for workload, path in logs.items():
                 predicted = predict(model, path, sizes, counted["stock"][workload]["prompt_tokens"])
@@ -117,6 +119,7 @@ def rules_of(model: Path) -> Model:
         size["longest_edge"],
         feature_bytes=512,
         keeps_all_kv="qwen3.5" not in model.name,
+        state_blocks=3 * ("qwen3.5" in model.name),
     )
 
 

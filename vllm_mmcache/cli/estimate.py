@@ -96,7 +96,7 @@ def estimate(
     begin = list(islice(prompts, 1))
     first = log.recorded.first
     if first is not None:
-        asked = replace(asked, keeps_all_kv=first.keeps_all_kv)
+        asked = replace(asked, keeps_all_kv=first.keeps_all_kv, state_blocks=first.state_blocks)
     sizes = replace(sizes, block_tokens=block_tokens or (first and first.block_tokens) or sizes.block_tokens)
     played = Estimate(asked, sizes)
     played.add_all(chain(begin, prompts))

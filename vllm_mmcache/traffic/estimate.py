@@ -4,7 +4,8 @@
 Each cache forgets what was used longest ago. Requests that run at the same time are taken as if one came after the
 other, answers take no room in the KV cache, and a hit ends in the block where a piece of text of BLOCK_CHARS or an
 image does. Layers with a window or a recurrent state have what a hit needs at the end of a prompt, on stock also where
-an earlier request with the same beginning has stopped to find it, and with the plugin at the end of each image.
+an earlier request with the same beginning has stopped to find it, and with the plugin at the end of each image. A
+recurrent state takes room in the KV cache, and goes before the blocks of its request.
 """
 
 import sys
@@ -127,7 +128,10 @@ class Estimate:
         self.done = {side: Done() for side in SIDES}
         self.distances = Distances()
         """Of the features that are looked for in the plugin's store, if there were room for all."""
-        self._kv: Lru[bytes] = Lru(sizes.kv_tokens)
+        self._state_tokens = model.state_blocks * sizes.block_tokens
+        room = max(0, sizes.kv_tokens - self._state_tokens)  # a request that runs has a state of its own
+        kv = Lru[bytes](room)  # of both sides, where they keep the same
+        self._kv = {side: Lru[bytes](room) if self._state_tokens else kv for side in SIDES}
         self._states: dict[str, dict[bytes, int]] = {side: {} for side in SIDES}  # unit -> where a hit may end
         self._encoder: dict[str, Lru[tuple[str, bytes]]] = {side: Lru(sizes.encoder_tokens) for side in SIDES}
         self._processor: Lru[bytes] = Lru(sizes.processor_bytes)
@@ -153,8 +157,8 @@ class Estimate:
         self.seen.continued += prompt.is_continued
         ends = list(accumulate(unit.tokens for unit in units))
         self.seen.prompt_tokens += ends[-1]
-        known = self._num_known(units)
-        reused = {side: self._reused_tokens(side, units[:known], ends) for side in SIDES}
+        known = {side: units[: self._num_known(side, units)] for side in SIDES}
+        reused = {side: self._reused_tokens(side, known[side], ends) for side in SIDES}
         for side in SIDES:
             self.done[side].reused_tokens += reused[side]
         for place, unit in enumerate(units):
@@ -162,7 +166,8 @@ class Estimate:
                 self._count(unit.picture, prompt.tenant, conversation)
                 self._stock(unit.picture, unit.tokens, is_reused=ends[place] <= reused["stock"])
                 self._ours(unit.picture, prompt.tenant, unit.tokens, is_reused=ends[place] <= reused["mmcache"])
-        self._keep(units, ends, junction=ends[known - 1] if known else 0)
+        junction = ends[len(known["stock"]) - 1] if known["stock"] else 0
+        self._keep(units, ends, {"stock": [junction], "mmcache": _image_ends(units, ends)}, reused)
 
     def _units(self, prompt: Prompt) -> Iterator[_Unit]:
         chain = digest_of(prompt.tenant)
@@ -219,10 +224,10 @@ class Estimate:
         self._longest[known] = units[-1].chain
         return known
 
-    def _num_known(self, units: Sequence[_Unit]) -> int:
+    def _num_known(self, side: str, units: Sequence[_Unit]) -> int:
         """How many units the layers with full attention still have; at least the last one is computed."""
         known = 0
-        while known < len(units) - 1 and units[known].chain in self._kv:
+        while known < len(units) - 1 and units[known].chain in self._kv[side]:
             known += 1
         return known
 
@@ -231,25 +236,35 @@ class Estimate:
         if self.model.keeps_all_kv:
             return self._whole_blocks(ends[len(known) - 1]) if known else 0
         states = self._states[side]
-        return max((states.get(unit.chain, 0) for unit in known), default=0)
+        kept = (unit for unit in known if not self._state_tokens or _state_of(unit) in self._kv[side])
+        return max((states.get(unit.chain, 0) for unit in kept), default=0)
 
-    def _keep(self, units: Sequence[_Unit], ends: Sequence[int], junction: int) -> None:
-        """The KV of a prompt, from its end to its beginning, so that its end goes first, and its states.
+    def _keep(
+        self, units: Sequence[_Unit], ends: Sequence[int], stops: dict[str, Sequence[int]], reused: dict[str, int]
+    ) -> None:
+        """The KV of a prompt, from its end to its beginning, so that its end goes first, and before it its states.
 
-        junction: how many tokens the layers with full attention still had.
+        stops: by side, where there is a state, beside the prompt's end. reused: by side, tokens of the hit.
         """
-        for unit in reversed(units):
-            self._kv.use(unit.chain, unit.tokens)
-        if self.model.keeps_all_kv:
-            return
-        images = [end for unit, end in zip(units, ends, strict=True) if unit.picture is not None]
-        places: dict[str, Sequence[int]] = {"stock": [ends[-1], junction], "mmcache": [ends[-1], *images]}
-        if ends[-1] <= self.model.window_tokens:
-            places = dict.fromkeys(SIDES, ends)
-        for side in SIDES:
-            for place in map(self._whole_blocks, places[side]):
-                unit = units[bisect_left(ends, place)]
-                self._states[side][unit.chain] = max(place, self._states[side].get(unit.chain, 0))
+        if not self.model.keeps_all_kv:
+            is_whole = ends[-1] <= self.model.window_tokens
+            for side in SIDES:
+                self._keep_states(side, units, ends, ends if is_whole else [*stops[side], ends[-1]], reused[side])
+        for kv in dict.fromkeys(self._kv.values()):
+            for unit in reversed(units):
+                kv.use(unit.chain, unit.tokens)
+
+    def _keep_states(
+        self, side: str, units: Sequence[_Unit], ends: Sequence[int], places: Sequence[int], reused: int
+    ) -> None:
+        """States at these places, as far as they are whole blocks; those before the end of a hit were not made anew."""
+        for place in sorted(map(self._whole_blocks, places)):
+            if not place or (self._state_tokens and place < reused):
+                continue
+            unit = units[bisect_left(ends, place)]
+            self._states[side][unit.chain] = max(place, self._states[side].get(unit.chain, 0))
+            if self._state_tokens:
+                self._kv[side].use(_state_of(unit), self._state_tokens)
 
     def _whole_blocks(self, tokens: int) -> int:
         return tokens // self.sizes.block_tokens * self.sizes.block_tokens
@@ -300,6 +315,16 @@ class Estimate:
         """As the processor brings it to its size."""
         wide, high = self.model.size(picture.width, picture.height)
         return wide * high
+
+
+def _image_ends(units: Sequence[_Unit], ends: Sequence[int]) -> list[int]:
+    """How many tokens a prompt has up to the end of each of its images."""
+    return [end for unit, end in zip(units, ends, strict=True) if unit.picture is not None]
+
+
+def _state_of(unit: _Unit) -> bytes:
+    """The key in the KV cache of the state that belongs to a unit."""
+    return unit.chain + b"state"
 
 
 class Distances:

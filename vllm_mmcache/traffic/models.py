@@ -31,6 +31,8 @@ class Model:
     """Full attention in every layer: a hit can end anywhere, and not only where a state was kept."""
     window_tokens: int = 0
     """Of sliding windows: a prompt that is no longer is kept whole in them."""
+    state_blocks: int = 0
+    """Blocks of the KV cache that a recurrent state takes: groups of such layers, for each of full attention."""
     feature_bytes: int = 0
     """Of one token as the vision tower gives it, in 16 bits."""
     pixel_bytes: int = 6
@@ -78,7 +80,7 @@ MODELS = {
     model.name: model
     for model in (
         replace(_QWEN_NEW, name="qwen3-vl-8b", feature_bytes=4 * 4096 * 2),  # with three levels of DeepStack
-        replace(_QWEN_NEW, name="qwen3.5-4b", feature_bytes=2560 * 2, keeps_all_kv=False),
+        replace(_QWEN_NEW, name="qwen3.5-4b", feature_bytes=2560 * 2, keeps_all_kv=False, state_blocks=3),
         replace(_QWEN_OLD, name="qwen2.5-vl-7b", feature_bytes=3584 * 2),
         replace(_QWEN_OLD, name="qwen2-vl-7b", feature_bytes=3584 * 2),
         Model("gemma3-12b", fixed=256, feature_bytes=3840 * 2, keeps_all_kv=False, window_tokens=1024),

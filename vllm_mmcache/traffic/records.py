@@ -90,6 +90,12 @@ class Record(msgspec.Struct):
         """Whether a hit can end at any block, since no layer has a window or a recurrent state."""
         return not any(group.kind.startswith(_WITH_STATES) for group in self.groups)
 
+    @property
+    def state_blocks(self) -> int:
+        """Blocks of the KV cache that a recurrent state takes, for each that a block of tokens takes."""
+        num_recurrent = sum(group.kind.startswith("mamba") for group in self.groups)
+        return num_recurrent // max(1, len(self.groups) - num_recurrent)
+
 
 @dataclass(slots=True)
 class _Known:

@@ -94,6 +94,26 @@ def test_hybrids_hit_at_ends_of_pictures_with_the_plugin_alone() -> None:
     assert counts(played(requests, FULL))["stock"][3] == TURN_TOKENS + 1 + IMAGE_TOKENS
 
 
+@pytest.mark.parametrize(("kv_tokens", "reused"), [(144, 0), (145, TURN_TOKENS + 1 + IMAGE_TOKENS)])
+def test_recurrent_states_take_room_in_the_kv_cache(kv_tokens: int, reused: int) -> None:
+    """Two prompts have 45 tokens together and leave two states of 20 each; and one state belongs to what runs."""
+    requests = [chat(user(image(number), text(letter * 40))) for number, letter in ((1, "a"), (2, "b"), (1, "c"))]
+    states = replace(WINDOWS, state_blocks=20)
+    sizes = replace(ROOMY, kv_tokens=kv_tokens)
+    assert counts(played(requests, states, sizes))["mmcache"][3] == reused
+    assert counts(played(requests, WINDOWS, sizes))["mmcache"][3] == TURN_TOKENS + 1 + IMAGE_TOKENS
+
+
+def test_a_state_that_is_used_outlives_one_that_is_not() -> None:
+    """A picture is asked about again and again, and others once; its state stays."""
+    states = replace(WINDOWS, state_blocks=20)
+    sizes = replace(ROOMY, kv_tokens=180)
+    requests = [chat(user(image(number), text(f"{number}" * 40))) for number in (1, 2, 1, 3, 1, 4, 1)]
+    for place, request in enumerate(requests):
+        request["messages"][0]["content"][1]["text"] = f"{place}" * 40
+    assert counts(played(requests, states, sizes))["mmcache"][3] == 3 * (TURN_TOKENS + 1 + IMAGE_TOKENS)
+
+
 def test_stock_hits_where_it_has_stopped_before_to_find_a_state() -> None:
     """The third question about one picture: the second one has left a state where it differs from the first."""
     requests = [chat(user(image(1), text(letter * 40))) for letter in "abc"]
