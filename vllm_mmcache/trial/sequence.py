@@ -85,7 +85,9 @@ class Trial:
         self._bound = self._bound_of(self.verdict.noise)
         self._try_features(first, cold)
         self._try_hits(first, second, other, cold)
+        self._pass_equal(other, cold)
         self._try_image_spans(first, cold)
+        self._pass_equal(other, cold)
         self._try_resumed_images(second)
         self._pass_equal(other, cold)
 
@@ -291,14 +293,18 @@ class Trial:
             self._judge("resumed_images", cold, warm, "after it was preempted")
 
     def _pass_equal(self, other: Prompt, cold: Reply) -> None:
-        """Components whose answers were as cold ones pass, if the answer about another picture is further away."""
+        """Components whose answers were as cold ones pass, if the answer about another picture is further away.
+
+        At once, so that what comes later and takes too long takes nothing back.
+        """
         if not self._equal:
             return
         if self._elsewhere is None:
             with self._engine.without_checkpoints():
                 self._elsewhere = self._engine.ask(other, self._engine.salt("another picture"))
         far = distance.between(cold, self._elsewhere)
-        for component, bound in self._equal.items():
+        while self._equal:
+            component, bound = self._equal.popitem()
             if far > bound:
                 self._passed(component)
             else:
