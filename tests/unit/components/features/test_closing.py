@@ -307,6 +307,33 @@ def test_towers_are_tried_only_with_what_all_ranks_have(
     assert all_ended()
 
 
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("why", ["its features", "its memory"])
+def test_a_rank_that_refuses_has_run_the_tower_as_often_as_others(
+    engine: Engine, worker: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would wait for it in the next run for ever, as here those of videos."""
+    runs: list[str] = []
+
+    def probe(config: Any, model: Any, tower: Any, device: Any, inputs: Any) -> FeatureFormat:
+        runs.append(inputs.modality)
+        if why == "its features" and inputs.modality == "image":
+            raise Unsupported("it is unlike the others, says a test")
+        return FeatureFormat(SHAPE.width, "sample")
+
+    def no_memory(*args: Any) -> Any:
+        raise Unsupported("no memory is shared, says a test")
+
+    inputs = {name: SimpleNamespace(modality=name) for name in ("image", "video")}
+    monkeypatch.setattr(worker.model_runner, opening._TRIAL, inputs)
+    monkeypatch.setattr(opening, "probe", probe)
+    if why == "its memory":
+        monkeypatch.setattr(opening, "_rank_features", no_memory)
+    assert opening.open_on_rank(worker, engine.arena.address, ["image", "video"]) == {}
+    assert runs == ["image", "video"]
+    assert all_ended()
+
+
 def test_what_can_t_be_made_is_said_before_the_tower_runs(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:

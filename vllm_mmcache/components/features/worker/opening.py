@@ -23,7 +23,6 @@ from vllm_mmcache.components.features.worker.vllm_probe import (
     TrialInputs,
     Unsupported,
     probe,
-    probe_videos,
     takes,
     trial_inputs,
 )
@@ -112,13 +111,15 @@ def _open(worker: Any, address: str, modalities: Collection[str]) -> dict[str, A
     inputs: dict[str, TrialInputs] = getattr(runner, _TRIAL)
     delattr(runner, _TRIAL)
     start = time.perf_counter()
-    try:
-        kind = probe(vllm_config, model, tower, runner.device, inputs["image"])
-    except Unsupported:
-        raise
-    except Exception as error:  # a model's own code
-        logger.debug("mmcache could not try the vision tower", exc_info=True)
-        raise Unsupported(f"{type(model).__name__} could not be tried with two images: {error}") from error
+    # The tower runs with all inputs before anything is refused: another rank would wait in it for one that has left.
+    tried = {
+        modality: _tried(vllm_config, model, tower, runner.device, inputs[modality])
+        for modality in ("image", "video")
+        if modality == "image" or modality in modalities
+    }
+    kind = tried["image"]
+    if isinstance(kind, Unsupported):
+        raise kind
     if (told := said_by(type(model))) is not None:
         package = told.package(vllm_config.model_config.hf_config)
         if kind.width != package.width:
@@ -134,8 +135,20 @@ def _open(worker: Any, address: str, modalities: Collection[str]) -> dict[str, A
     guard_positions(model, vllm_config.model_config)
     logger.info("mmcache: vision tower tried and its weights known in %.0f ms", 1000 * (time.perf_counter() - start))
     facts = {"width": kind.width, "sample": kind.sample, **facts_of(vllm_config, runner.device)}
-    videos = inputs["video"] if "video" in modalities else None
-    return {"row": place.row, **facts, **_of_videos(vllm_config, model, tower, runner.device, videos, kind)}
+    return {"row": place.row, **facts, **_of_videos(vllm_config, tried.get("video"), kind)}
+
+
+def _tried(
+    vllm_config: Any, model: Any, tower: Tower, device: torch.device, inputs: TrialInputs
+) -> FeatureFormat | Unsupported:
+    """What the tower gives for these inputs, or why it can't be had. Never raises."""
+    try:
+        return probe(vllm_config, model, tower, device, inputs)
+    except Unsupported as reason:
+        return reason
+    except Exception as error:  # a model's own code
+        logger.debug("mmcache could not try the vision tower", exc_info=True)
+        return Unsupported(f"{type(model).__name__} could not be tried with two {inputs.modality}s: {error}")
 
 
 def _rank_features(tower: Tower, address: str, row: int, device: torch.device) -> RankFeatures:
@@ -174,24 +187,18 @@ def close_on_rank(worker: Any) -> None:
         runner.ec_connector = connector.replaced
 
 
-def _of_videos(
-    vllm_config: Any,
-    model: Any,
-    tower: Tower,
-    device: torch.device,
-    inputs: TrialInputs | None,
-    images: FeatureFormat,
-) -> dict[str, str]:
+def _of_videos(vllm_config: Any, videos: FeatureFormat | Unsupported | None, images: FeatureFormat) -> dict[str, str]:
     """What the engine must know to keep features of videos, too; empty texts where they are not kept."""
+    if isinstance(videos, FeatureFormat) and videos.width != images.width:
+        videos = Unsupported(f"a video's features have {videos.width} columns, an image's {images.width}")
     try:
-        if inputs is not None:
-            sample = probe_videos(vllm_config, model, tower, device, inputs, images).sample
-            return {"video": video_facts(vllm_config.model_config), "video_sample": sample}
-    except Unsupported as reason:
-        logger.info("mmcache: no features of videos are kept: %s", reason)
+        if isinstance(videos, FeatureFormat):
+            return {"video": video_facts(vllm_config.model_config), "video_sample": videos.sample}
     except Exception as error:  # a model's own code
-        logger.debug("mmcache could not try the vision tower with videos", exc_info=True)
-        logger.info("mmcache: no features of videos are kept: two could not be tried: %s", error)
+        logger.debug("mmcache could not tell how a model samples frames", exc_info=True)
+        videos = Unsupported(f"how frames are sampled is not known: {error}")
+    if videos is not None:
+        logger.info("mmcache: no features of videos are kept: %s", videos)
     return {"video": "", "video_sample": ""}
 
 

@@ -96,16 +96,6 @@ def probe(vllm_config: Any, model: Any, tower: Tower, device: torch.device, inpu
     return FeatureFormat(first.shape[1], inputs_digest({"first": first, "second": second}))
 
 
-def probe_videos(
-    vllm_config: Any, model: Any, tower: Tower, device: torch.device, inputs: TrialInputs, images: FeatureFormat
-) -> FeatureFormat:
-    """As `probe`, of videos. Raises: Unsupported, or whatever the model's own code raises."""
-    videos = probe(vllm_config, model, tower, device, inputs)
-    if videos.width != images.width:
-        raise Unsupported(f"a video's features have {videos.width} columns, an image's {images.width}")
-    return videos
-
-
 def takes(vllm_config: Any, modality: str) -> bool:
     """Whether the deployment takes images, or videos."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
