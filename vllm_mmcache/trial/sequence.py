@@ -84,7 +84,7 @@ class Trial:
         self._try_metrics()
         self._bound = self._bound_of(self.verdict.noise)
         self._try_features(first, cold)
-        self._try_hits(first, second, other, cold)
+        self._try_hits(first, second, other)
         self._pass_equal(other, cold)
         self._try_image_spans(first, cold)
         self._pass_equal(other, cold)
@@ -142,7 +142,7 @@ class Trial:
                 )
             self._judge("features", cold, warm, "with both pictures' features from the store")
 
-    def _try_hits(self, first: Prompt, second: Prompt, other: Prompt, cold: Reply) -> None:
+    def _try_hits(self, first: Prompt, second: Prompt, other: Prompt) -> None:
         """Another question about both pictures, and the same about another second one, on what the first has left.
 
         A wrong answer may be of any component that has a part in a hit. So one after the other is switched off, and
@@ -157,7 +157,7 @@ class Trial:
             return
         with self._trying(*suspects):
             for number in range(len(suspects) + 1):
-                component, wrong = self._wrong_hit(first, second, other, cold, f"{number}")
+                component, wrong = self._wrong_hit(first, second, other, f"{number}")
                 blamed = [one for one in ([component] if component else suspects) if self._is_tried(one)]
                 if not wrong or not blamed:
                     break
@@ -165,8 +165,8 @@ class Trial:
             if wrong:
                 raise TrialFailed(f"hits are wrong without it, too: {wrong}")
 
-    def _wrong_hit(self, first: Prompt, second: Prompt, other: Prompt, cold: Reply, name: str) -> tuple[str, str]:
-        """Which component made an answer on a cached prefix wrong, and what is wrong; components pass without any.
+    def _wrong_hit(self, first: Prompt, second: Prompt, other: Prompt, name: str) -> tuple[str, str]:
+        """Which component made an answer on a cached prefix wrong, and what is wrong; components can pass without any.
 
         The component is empty where it may be of several.
         """
@@ -181,7 +181,6 @@ class Trial:
         kept = {*before.stops, *before.cuts}
         if hits[1][1].num_cached_tokens > other.start(1):
             return "block_keys", "a question about another picture was a hit on the blocks of the first one"
-        answers = []
         for prompt, hit in hits:
             cached = hit.num_cached_tokens
             if not cached:
@@ -191,7 +190,6 @@ class Trial:
                 alike = engine.ask(prompt, engine.salt(f"cold {name} {cached}"), stops=stops)
             if prompt is other:
                 self._elsewhere = alike
-            answers.append((alike, hit))
             if (far := distance.between(alike, hit)) > self._bound:
                 return (
                     "",
@@ -199,12 +197,10 @@ class Trial:
                 )
         for component in ("inner_checkpoints", "image_checkpoints", "block_keys"):
             if self._is_tried(component):
-                self._passed_if_used(component, before, [hit for _, hit in hits], cold, answers)
+                self._equal_if_used(component, before, [hit for _, hit in hits])
         return "", ""
 
-    def _passed_if_used(
-        self, component: str, before: Reply, hits: Sequence[Reply], cold: Reply, answers: Sequence[tuple[Reply, Reply]]
-    ) -> None:
+    def _equal_if_used(self, component: str, before: Reply, hits: Sequence[Reply]) -> None:
         ends = {hit.num_cached_tokens for hit in hits}
         if component == "block_keys" and not any(ends):
             self._untried(component, "no question was a hit")
@@ -212,10 +208,8 @@ class Trial:
             self._untried(component, "no hit ended at a checkpoint")
         elif component == "inner_checkpoints" and not ends & set(before.cuts):
             self._untried(component, "no hit ended at a state that was kept inside a step")
-        elif all(distance.between(cold, alike) <= self._bound for alike, _ in answers):
-            self._untried(component, "the model's answers do not depend on the question or the picture")
         else:
-            self._passed(component)
+            self._equal[component] = self._bound
 
     def _try_image_spans(self, first: Prompt, cold: Reply) -> None:
         """The first question in steps that would end inside a picture."""
@@ -295,16 +289,15 @@ class Trial:
     def _pass_equal(self, other: Prompt, cold: Reply) -> None:
         """Components whose answers were as cold ones pass, if the answer about another picture is further away.
 
-        At once, so that what comes later and takes too long takes nothing back.
+        They pass as soon as that can be said, so that what comes later and takes too long takes nothing back.
         """
-        if not self._equal:
-            return
-        if self._elsewhere is None:
-            with self._engine.without_checkpoints():
-                self._elsewhere = self._engine.ask(other, self._engine.salt("another picture"))
-        far = distance.between(cold, self._elsewhere)
-        while self._equal:
-            component, bound = self._equal.popitem()
+        with self._trying(*self._equal):
+            if self._equal and self._elsewhere is None:
+                with self._engine.without_checkpoints():
+                    self._elsewhere = self._engine.ask(other, self._engine.salt("another picture"))
+        for component, bound in list(self._equal.items()):
+            assert self._elsewhere is not None
+            far = distance.between(cold, self._elsewhere)
             if far > bound:
                 self._passed(component)
             else:
@@ -353,15 +346,18 @@ class Trial:
                     self._untried(component, str(reason))
 
     def _passed(self, component: str) -> None:
+        self._equal.pop(component, None)
         self.verdict.passed.append(component)
 
     def _differs(self, component: str, what: str) -> None:
+        self._equal.pop(component, None)
         self.verdict.differed[component] = what
         if component in self.verdict.passed:
             self.verdict.passed.remove(component)
         self._switch_off(component, self.verdict.reason_of(component))
 
     def _untried(self, component: str, why: str) -> None:
+        self._equal.pop(component, None)
         self.verdict.untried[component] = why
         self._switch_off(component, self.verdict.reason_of(component))
 
