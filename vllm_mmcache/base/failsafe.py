@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps our own bookkeeping from failing a request. Any process; imports no vLLM."""
+"""What comes of an error in our own code: bookkeeping fails no request, and a rank ends with all others.
+
+Any process; imports no vLLM.
+"""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -26,3 +31,17 @@ class failsafe:  # noqa: N801 -- a context manager, as those of contextlib
             _logged.add(self.component)
             logger.error("mmcache: bookkeeping of %s failed; requests go on without it", self.component, exc_info=error)
         return True
+
+
+@contextmanager
+def ends_rank(component: str) -> Iterator[None]:
+    """Around a rank's part of what several ranks do together: an error ends its process, and so the engine.
+
+    vLLM drops the error of a rank whose answer it does not wait for. The others would then wait in their next
+    all-reduce, or take what this rank computes in its next step for what they wait for. Raises: SystemExit.
+    """
+    try:
+        yield
+    except Exception as error:
+        logger.exception("mmcache: %s failed on this rank, and the engine can't go on without it", component)
+        raise SystemExit(f"mmcache: {component}: {error}") from error

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two tensor-parallel ranks that differ: a component that is off in one is off in all, and the report says which."""
 
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.support.deployment import TWO_RANKS, Answer, Deployment, deployed, plant, refused
@@ -78,3 +80,29 @@ def test_one_rank_without_us(model: Path, stock: list[Answer], tmp_path: Path) -
         assert_exact(server, stock)
     said = refused(model, tmp_path / "refused", *TWO_RANKS, paths=[path])
     assert "require_salt is set, but mmcache is not in worker 1 of engine 0" in said
+
+
+@larger
+def test_a_rank_that_fails_in_a_step_ends_the_engine(model: Path, tmp_path: Path) -> None:
+    """vLLM drops its error, and the other one would wait for it for five minutes, or take its next step for this one.
+
+    The control is in the same deployment: requests are answered until it fails.
+    """
+    code = """
+def load(self, places):
+    if places:
+        raise MemoryError("no memory on this rank, says a test")
+    return stock(self, places)
+stock, module.DeviceCopies.load = module.DeviceCopies.load, load
+"""
+    path = plant(tmp_path / "site", "vllm_mmcache.components.features.worker.device_copies", "VllmWorker-1", code)
+    with deployed(model, tmp_path / "log", *TWO_RANKS, paths=[path]) as server:
+        assert server.ask(0).num_cached == 0
+        assert server.ask(0).num_cached > 0
+        server.forget()
+        begun = time.monotonic()
+        with pytest.raises(httpx.HTTPError):
+            server.ask(0)
+        server.process.wait(60)
+        assert time.monotonic() - begun < 60
+        assert "features failed on this rank, and the engine can't go on without it" in server.log()

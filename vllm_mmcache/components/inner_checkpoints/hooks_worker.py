@@ -2,15 +2,17 @@
 """Cuts the tokens of a step inside the core of GDN layers. Worker process, model runner's thread.
 
 A step that says nothing of checkpoints, which is most of them, passes by. Nothing here is guarded: keys of the states
-are published already, so they are written, or the worker raises and the engine ends.
+are published already, so they are written, or the engine ends.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 from vllm.forward_context import get_forward_context
 
 from vllm_mmcache.base import status
 from vllm_mmcache.base.arguments import argument, named
+from vllm_mmcache.base.failsafe import ends_rank
 from vllm_mmcache.base.status import State
 from vllm_mmcache.components.inner_checkpoints import vllm_gdn
 from vllm_mmcache.components.inner_checkpoints.cuts import CUTS
@@ -36,7 +38,7 @@ hook = Hooks(
 def compute_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of Worker.execute_model(scheduler_output): a step with checkpoints ends with their states written.
 
-    Raises: StateNotWritten.
+    Raises: StateNotWritten; with several ranks SystemExit.
     """
     global _step
     step = argument(wrapped, args, kwargs, "scheduler_output")
@@ -44,9 +46,11 @@ def compute_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if cuts is None:
         return wrapped(*args, **kwargs)
     _step = vllm_gdn.Step(instance.model_runner, step, cuts)
+    is_alone = instance.parallel_config.world_size == 1
     try:
-        output = wrapped(*args, **kwargs)
-        _step.end()
+        with nullcontext() if is_alone else ends_rank("inner_checkpoints"):
+            output = wrapped(*args, **kwargs)
+            _step.end()
     finally:
         _step = None
     return output

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vllm_mmcache.base.estimate import Estimate
-from vllm_mmcache.base.failsafe import failsafe
+from vllm_mmcache.base.failsafe import ends_rank, failsafe
 from vllm_mmcache.components.features.arena import BOARD
 from vllm_mmcache.components.features.message import Message, SlotRef
 from vllm_mmcache.components.features.worker.device_copies import DeviceCopies
@@ -64,13 +64,14 @@ class RankFeatures:
         """Around a step's encoding: stored features are in `outputs` before it, what `message` asks for is saved after.
 
         Yields the names that need not be encoded. Shapes: outputs (num_tokens, width) each, on the device.
-        Raises: what the block raises; with several ranks also errors of loading before it and of fitting after it.
+        Raises: what the block raises; with several ranks also SystemExit, where loading before it or fitting after it
+        fails.
         """
         global _encoding
         taken: set[str] = set()
         kept: list[SlotRef] = []
-        # Ranks wait for each other: one that went on without the others would hang them all, so with several it raises.
-        with failsafe("features") if self._is_alone else contextlib.nullcontext():
+        # Ranks wait for each other: one that goes on without the others hangs them all.
+        with failsafe("features") if self._is_alone else ends_rank("features"):
             kept, taken = self._begin(message, outputs)
         before = set(outputs)
         self._runs = []
@@ -80,7 +81,7 @@ class RankFeatures:
             yield taken
         finally:
             _encoding = None
-        with failsafe("features") if self._is_alone else contextlib.nullcontext():
+        with failsafe("features") if self._is_alone else ends_rank("features"):
             self._fit(message, outputs)
         with failsafe("features"):
             made = {name: outputs[name] for name in outputs.keys() - before}
