@@ -335,8 +335,8 @@ class Settings(BaseSettings):
     tower_one_by_one: bool = Field(
         default=False,
         description=(
-            "Runs the vision tower on one image at a time. Features then do not depend on the batch, down to the last "
-            "bit, and the peak memory is that of one image. The store keeps such features apart from others."
+            "Runs the vision tower on one image at a time, where `features` is on. Features then do not depend on the "
+            "batch, down to the last bit. The store keeps such features apart from others."
         ),
     )
     store_wait_s: float | None = Field(

@@ -71,8 +71,9 @@ def encode_v1(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def count_runs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[Any]:
     """Wrapper of group_and_batch_mm_kwargs as the model runners see it: a batch of images or videos is a run.
 
-    With the setting tower_one_by_one each item is a batch, so that features don't depend on what else was there. A
-    batch ends when the runner asks for the next one.
+    With the setting tower_one_by_one each item of a step is a batch, so that features don't depend on what else was
+    there. Outside of steps, as when vLLM looks how much memory a full batch takes, and on ranks that keep no features,
+    batches are vLLM's. A batch ends when the runner asks for the next one.
     """
     items = argument(wrapped, args, kwargs, "mm_kwargs")
     maker, encoding = pixel_maker(), current()
@@ -83,7 +84,8 @@ def count_runs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Iterator[
         if encoding is not None and not all(is_as_recorded for *_, is_as_recorded in completed):
             encoding.is_spoiled = True
     more = {name: value for name, value in kwargs.items() if name != "mm_kwargs"}
-    parts = [[item] for item in items] if settings.current().tower_one_by_one else [items]
+    splits = encoding is not None and settings.current().tower_one_by_one
+    parts = [[item] for item in items] if splits else [items]
     for part in parts:
         for batch in wrapped(part, *args[1:], **more):
             modality, num_items, _ = batch
