@@ -16,6 +16,9 @@ def state_in(vllm_config: Any) -> State | None:
         return State("off", "ec_transfer_config is set, and wins")
     if vllm_config.parallel_config.prefill_context_parallel_size > 1:
         return State("off", "not written for context parallelism in prefill")
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        return State("off", "each rank of an external launcher has an engine of its own")
     if mm_config.mm_processor_cache_type == "shm" and settings.current().identity is False:
         why = "with mm_processor_cache_type=shm the engine can't see what an image shows, and identity, which says it"
         return State("off", f"{why}, is switched off")

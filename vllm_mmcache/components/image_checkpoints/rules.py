@@ -38,4 +38,6 @@ def state_in(vllm_config: Any) -> State | None:
             return State("off", "with a KV connector, not shown to be right with async scheduling on model runner V1")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return State("off", "not shown to be right with context parallelism")
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        return State("off", "which checkpoints pay is measured, and each rank of an external launcher measures its own")
     return None

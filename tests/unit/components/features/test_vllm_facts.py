@@ -22,7 +22,11 @@ def config(**more: Any) -> Any:
         "cache_config": SimpleNamespace(enable_prefix_caching=more.pop("caching", True)),
         "ec_transfer_config": None,
         "lora_config": None,
-        "parallel_config": SimpleNamespace(prefill_context_parallel_size=more.pop("split", 1)),
+        "parallel_config": SimpleNamespace(
+            prefill_context_parallel_size=more.pop("split", 1),
+            distributed_executor_backend=more.pop("executor", "mp"),
+            world_size=more.pop("ranks", 2),
+        ),
         "model_config": SimpleNamespace(
             multimodal_config=SimpleNamespace(
                 get_limit_per_prompt=lambda modality: limit,
@@ -44,6 +48,8 @@ def config(**more: Any) -> Any:
         (config(caching=False), "off: prefix caching is off"),
         (config(ec_transfer_config=SimpleNamespace()), "off: ec_transfer_config is set, and wins"),
         (config(split=2), "off: not written for context parallelism in prefill"),
+        (config(executor="external_launcher"), "off: each rank of an external launcher has an engine of its own"),
+        (config(executor="external_launcher", ranks=1), "None"),
         (config(processor_cache="shm"), "None"),
         (config(lora_config=SimpleNamespace(enable_tower_connector_lora=True)), "off: LoRA adapters"),
         (config(lora_config=SimpleNamespace(enable_tower_connector_lora=False)), "None"),

@@ -52,6 +52,15 @@ def test_beside_a_connector(is_hybrid: bool, is_v2: bool, is_async: bool, drafte
     assert str(state_in(config(is_hybrid, is_v2, drafter, is_async, connector="SomeConnector"))).startswith(said)
 
 
+@pytest.mark.parametrize(("ranks", "said"), [(1, "None"), (2, "off: which checkpoints pay is measured")])
+def test_under_an_external_launcher(ranks: int, said: str) -> None:
+    """Each rank has a scheduler of its own, and all must decide alike."""
+    launched = config(True, False, None)
+    launched.parallel_config.distributed_executor_backend = "external_launcher"
+    launched.parallel_config.world_size = ranks
+    assert str(state_in(launched)).startswith(said)
+
+
 def config(
     is_hybrid: bool, is_v2: bool, drafter: str | None, is_async: bool = False, connector: str | None = None
 ) -> SimpleNamespace:
@@ -64,5 +73,10 @@ def config(
         kv_transfer_config=connector,
         scheduler_config=SimpleNamespace(async_scheduling=is_async),
         use_v2_model_runner=is_v2,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            distributed_executor_backend="mp",
+            world_size=2,
+        ),
     )
