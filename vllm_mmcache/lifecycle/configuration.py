@@ -4,11 +4,12 @@
 import json
 import os
 import re
+import weakref
 from typing import Any
 
 from blake3 import blake3
 
-_MODEL = ("model", "revision", "dtype", "quantization", "enforce_eager", "max_model_len", "hf_overrides")
+_MODEL = ("model", "revision", "dtype", "quantization", "enforce_eager")
 _PARTS = {
     "cache_config": (
         "cache_dtype",
@@ -30,7 +31,6 @@ _PARTS = {
         "disable_hybrid_kv_cache_manager",
     ),
     "parallel_config": (
-        "data_parallel_size",
         "enable_expert_parallel",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
@@ -45,21 +45,38 @@ _VARIABLES = re.compile(r"VLLM_(.*(ATTENTION|FLASH|KERNEL|INVARIANT|MOE|GEMM).*)
 """Variables that choose kernels."""
 
 
-def digest(vllm_config: Any) -> str:
-    """16 hex digits, the same for engines that are configured alike, before and after the model was loaded.
+_digests: dict[int, str] = {}
+"""Of each VllmConfig of this process, by its id."""
 
-    Another model at the same path has other ones.
+
+def digest(vllm_config: Any) -> str:
+    """16 hex digits, the same for engines that are configured alike. Another model at the same path has other ones.
+
+    Of a VllmConfig as it was when this was asked first: vLLM writes what it chooses into it while a model is loaded.
     """
-    model_config = vllm_config.model_config
+    known = _digests.get(id(vllm_config))
+    if known is None:
+        known = _digests[id(vllm_config)] = digest_now(vllm_config)
+        weakref.finalize(vllm_config, _digests.pop, id(vllm_config), None)
+    return known
+
+
+def digest_now(vllm_config: Any) -> str:
+    """The digest of a VllmConfig as it is now."""
+    model_config, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     facts: dict[str, Any] = {name: getattr(model_config, name, None) for name in _MODEL}
-    facts["hf_config"] = model_config.hf_config.to_dict()
+    # With -1, vLLM takes what fits the memory that is free at this start.
+    is_fitted = getattr(model_config, "original_max_model_len", None) == -1
+    facts["max_model_len"] = -1 if is_fitted else model_config.max_model_len
+    facts["hf_config"] = model_config.hf_config.to_dict()  # with what hf_overrides has changed
     facts["multimodal"] = vars(model_config.multimodal_config) if model_config.multimodal_config else None
     for part, names in _PARTS.items():
         found = getattr(vllm_config, part, None)
         facts[part] = found if found is None or not names else {name: getattr(found, name, None) for name in names}
-    cache = vllm_config.cache_config
-    # One that vLLM chooses is known when the layers are made, and a hybrid model changes any: not at every call.
-    has_chosen = getattr(cache, "user_specified_block_size", False) and not model_config.is_hybrid
+    # Data-parallel engines of other models are engines for themselves.
+    facts["data_parallel_size"] = parallel.data_parallel_size if model_config.is_moe else 1
+    # One that vLLM chooses depends on the attention backend and on the sizes of Mamba states.
+    has_chosen = getattr(cache, "user_specified_block_size", False)
     facts["block_size"] = cache.block_size if has_chosen else None
     facts["variables"] = {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)}
     return blake3(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
