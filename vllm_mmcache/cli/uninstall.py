@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from vllm_mmcache.base.errors import ProofsUnwritable, StoreUnusable
+from vllm_mmcache.base.errors import EnvironmentProblem, ProofsUnwritable, StoreUnusable
 from vllm_mmcache.cli import store
 from vllm_mmcache.cli.store import DryRun, Store, Yes
 
@@ -68,7 +68,7 @@ def to_remove(places: Sequence[str]) -> tuple[list[str], list[str]]:
 
     stores, refused = at_stores(places, store.to_clear, "would be left")
     found = [sentence for there in stores.values() if there.files[0] for sentence in there.sentences]
-    with suppress(RuntimeError):
+    with suppress(RuntimeError, OSError):  # there is no home, or one that others can't look into
         if admin_key_file().exists():
             found.append(MADE_KEY)
     if num_proofs := len(user_proofs.read()[0]):
@@ -88,17 +88,20 @@ def remove(places: Sequence[str]) -> list[str]:
     try:
         admin_key_file().unlink()
         print(f"removed {MADE_KEY}")
-    except (FileNotFoundError, RuntimeError):
+    except (FileNotFoundError, RuntimeError):  # there is none, or no home where it could be
         pass
     except OSError as error:
-        refused.append(f"{MADE_KEY} is left: {error}")
+        refused.append(f"{MADE_KEY} is left: {error}: remove it as its owner")
     try:
         if num_proofs := user_proofs.remove():
             print(f"removed {num_proofs} proofs")
     except ProofsUnwritable as error:
         refused.append(str(error))
-    for thing in environment.take_back():
-        print(f"removed {thing}")
+    try:
+        for thing in environment.take_back():
+            print(f"removed {thing}")
+    except EnvironmentProblem as error:
+        refused.append(str(error))
     return refused
 
 

@@ -227,8 +227,12 @@ def forget(number: int | None = None) -> int:
 def remove() -> int:
     """Remove the file of proofs with all that lies beside it for its sake. Returns how many proofs went.
 
-    Raises: ProofsUnwritable.
+    Without a home directory there is no such file. Raises: ProofsUnwritable.
     """
+    try:
+        path()
+    except RuntimeError:
+        return 0
     count = forget()
     try:
         for left in (path().with_name("proofs.lock"), path().with_name("proofs.json.ignored")):

@@ -141,6 +141,29 @@ def test_what_can_not_be_removed_is_named(home: Path, capsys: pytest.CaptureFixt
     assert "pip uninstall vllm-mmcache" in told
 
 
+def test_what_another_user_has_installed_is_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The start-up hook may belong to root. What was left before is said as well."""
+    (home / "xdg_state_home" / "mmcache" / "admin-key" / "in it").mkdir(parents=True)
+
+    def denied() -> None:
+        raise PermissionError(13, "Permission denied", "the hook")
+
+    monkeypatch.setattr(repair, "remove_hook", denied)
+    with pytest.raises(StoreUnusable, match=r"made is left: .*; can't remove the hook: Permission denied"):
+        uninstall()
+    assert "pip uninstall vllm-mmcache" in capsys.readouterr().out
+
+
+def test_without_a_home_directory_there_is_nothing(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(user_proofs, "state_directory", no_home)
+    assert user_proofs.remove() == 0
+
+
 def test_a_directory_without_a_store_is_no_error(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
