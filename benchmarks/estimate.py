@@ -8,6 +8,7 @@ other, on servers with a KV cache and an encoder cache that are too small for so
 import json
 import re
 import tempfile
+import urllib.request
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -54,8 +55,7 @@ def measure(options: Namespace) -> Result:
             counted: dict[str, dict[str, dict[str, float]]] = {}
             for side in SIDES:
                 with probed_server(model, side, 16, args, {}) as server:
-                    has_states = rules_of(model).state_blocks > 0
-                    room = round(num_blocks * options.room) * block_tokens if has_states else kv_tokens(server)
+                    room = num_kv_blocks(server) * block_tokens if rules_of(model).state_blocks else kv_tokens(server)
                     sizes = Sizes(room, STEP_TOKENS, block_tokens=block_tokens)
                     counted[side] = {workload: asked(server, path) for workload, path in logs.items()}
             for workload, path in logs.items():
@@ -70,6 +70,15 @@ def kv_tokens(server: Probed) -> int:
     if said is None:
         raise RuntimeError(f"{server.server.log_path} does not say how large the KV cache is")
     return int(said[1].replace(",", ""))
+
+
+def num_kv_blocks(server: Probed) -> int:
+    """How many blocks the KV cache has, as the docs tell users of models with Mamba layers to look it up."""
+    with urllib.request.urlopen(f"{server.server.url}/metrics", timeout=30) as answer:
+        said = re.search(r'^vllm:cache_config_info{.*num_gpu_blocks="(\d+)"', answer.read().decode(), re.MULTILINE)
+    if said is None:
+        raise RuntimeError("the server's metrics don't say how many blocks its KV cache has")
+    return int(said[1])
 
 
 def add(

@@ -128,7 +128,7 @@ class Estimate:
         self.done = {side: Done() for side in SIDES}
         self.distances = Distances()
         """Of the features that are looked for in the plugin's store, if there were room for all."""
-        self._state_tokens = model.state_blocks * sizes.block_tokens
+        self._state_tokens = round(model.state_blocks * sizes.block_tokens)
         room = max(0, sizes.kv_tokens - self._state_tokens)  # a request that runs has a state of its own
         kv = Lru[bytes](room)  # of both sides, where they keep the same
         self._kv = {side: Lru[bytes](room) if self._state_tokens else kv for side in SIDES}
@@ -244,12 +244,14 @@ class Estimate:
     ) -> None:
         """The KV of a prompt, from its end to its beginning, so that its end goes first, and before it its states.
 
-        stops: by side, where there is a state, beside the prompt's end. reused: by side, tokens of the hit.
+        stops: by side, where there is a state, beside the prompt's end. reused: by side, tokens of the hit, whose state
+        was used again.
         """
         if not self.model.keeps_all_kv:
             is_whole = ends[-1] <= self.model.window_tokens
             for side in SIDES:
-                self._keep_states(side, units, ends, ends if is_whole else [*stops[side], ends[-1]], reused[side])
+                places = ends if is_whole else [reused[side], *stops[side], ends[-1]]
+                self._keep_states(side, units, ends, places, reused[side])
         for kv in dict.fromkeys(self._kv.values()):
             for unit in reversed(units):
                 kv.use(unit.chain, unit.tokens)

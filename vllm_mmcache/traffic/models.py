@@ -31,7 +31,7 @@ class Model:
     """Full attention in every layer: a hit can end anywhere, and not only where a state was kept."""
     window_tokens: int = 0
     """Of sliding windows: a prompt that is no longer is kept whole in them."""
-    state_blocks: int = 0
+    state_blocks: float = 0
     """Blocks of the KV cache that a recurrent state takes: groups of such layers, for each of full attention."""
     feature_bytes: int = 0
     """Of one token as the vision tower gives it, in 16 bits."""

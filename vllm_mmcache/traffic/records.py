@@ -91,10 +91,10 @@ class Record(msgspec.Struct):
         return not any(group.kind.startswith(_WITH_STATES) for group in self.groups)
 
     @property
-    def state_blocks(self) -> int:
+    def state_blocks(self) -> float:
         """Blocks of the KV cache that a recurrent state takes, for each that a block of tokens takes."""
         num_recurrent = sum(group.kind.startswith("mamba") for group in self.groups)
-        return num_recurrent // max(1, len(self.groups) - num_recurrent)
+        return num_recurrent / max(1, len(self.groups) - num_recurrent)
 
 
 @dataclass(slots=True)

@@ -114,6 +114,16 @@ def test_a_state_that_is_used_outlives_one_that_is_not() -> None:
     assert counts(played(requests, states, sizes))["mmcache"][3] == 3 * (TURN_TOKENS + 1 + IMAGE_TOKENS)
 
 
+def test_a_hit_renews_the_state_that_it_ends_at() -> None:
+    """Also where no image and no prompt ends: what three requests begin with stays, what others leave goes."""
+    beginning = text("a" * 40)
+    asked = [[beginning], [text("x" * 80)], [beginning, text("b" * 40)], [text("y" * 80)], [beginning, text("c" * 40)]]
+    requests = [chat(user(*parts)) for parts in asked]
+    sizes = replace(ROOMY, kv_tokens=150)
+    reused = played(requests, replace(WINDOWS, state_blocks=20), sizes).done["mmcache"].reused_tokens
+    assert reused == 2 * (TURN_TOKENS + 1 + 10)
+
+
 def test_stock_hits_where_it_has_stopped_before_to_find_a_state() -> None:
     """The third question about one picture: the second one has left a state where it differs from the first."""
     requests = [chat(user(image(1), text(letter * 40))) for letter in "abc"]

@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -236,3 +237,24 @@ def test_digests_that_may_be_those_of_several_pictures() -> None:
     some, many = (records.Recorded(digests={str(n).encode() for n in range(number)}) for number in (1_000, 100_000))
     assert some.mistaken < 0.001
     assert 1 < many.mistaken < 1.2
+
+
+@pytest.mark.parametrize(
+    ("kinds", "state_blocks", "keeps_all_kv"),
+    [
+        (["full_attention"], 0, True),
+        (["full_attention", "sliding_window"], 0, False),
+        (["full_attention", "mamba", "mamba", "mamba"], 3, False),
+        (["full_attention", "full_attention", "mamba"], 0.5, False),
+    ],
+)
+def test_what_a_state_takes(kinds: list[str], state_blocks: float, keeps_all_kv: bool) -> None:
+    """A page of each group of recurrent layers, where a block of tokens takes one of each group with attention."""
+    record = msgspec.convert(
+        {
+            "format": 1, "id": "a", "time_s": 0.0, "prompt_tokens": 1, "reused_tokens": 0, "block_tokens": 16,
+            "segments": [], "groups": [{"kind": kind} for kind in kinds],
+        },
+        records.Record,
+    )  # fmt: skip
+    assert (record.state_blocks, record.keeps_all_kv) == (state_blocks, keeps_all_kv)
