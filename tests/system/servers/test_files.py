@@ -28,6 +28,7 @@ from tests.support.sizes import scaled
 from tests.support.store_server import PATIENCE_S, TIMEOUT_S, Server
 from vllm_mmcache.client import OnceTransport
 from vllm_mmcache.exactness.pictures import ellipses
+from vllm_mmcache.metrics import table_sizes
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("files")]
 
@@ -248,24 +249,27 @@ def test_a_replica_that_has_not_seen_an_image_does_nothing_again(place: Place) -
 
 
 def saved_by_now(place: Place, former: Mapping[Saved, int] | None = None) -> dict[Saved, int]:
-    """What the first server has put where, once nothing waits to be written and nothing more comes.
+    """What the first server has put where, once nothing waits to be written and nothing has come for a while.
 
     former: what it had put where before; it must have become more everywhere. A record that is put again while it waits
     is written once, so not everything that RAM takes is counted for the store.
     """
     until = time.monotonic() + 60
-    last: dict[Saved, int] = {}
+    last, since = dict[Saved, int](), 0.0
     while True:
         place.post(0, CHAT, NOTHING_TO_SEE).raise_for_status()  # a step, with which the engine tells what it has done
         text = httpx.get(f"{place.urls[0]}/metrics", timeout=30).text
         counted = re.findall(r'^mmcache:(record|features)_saved_total{\w+="(ram|remote)"} (\S+)$', text, re.MULTILINE)
         waiting = re.findall(r'^mmcache:.*table_entries{.*table="\w*waiting\w*"} (\S+)$', text, re.MULTILINE)
         now = {(what, tier): int(float(number)) for what, tier, number in counted}
+        if now != last:
+            last, since = now, time.monotonic()
         grown = former is None or all(now[each] > number for each, number in former.items())
-        if grown and now == last and waiting and not any(map(float, waiting)):
+        is_steady = time.monotonic() - since > table_sizes.SECONDS + 1  # what waits may be so old
+        if grown and is_steady and waiting and not any(map(float, waiting)):
             return now
         assert time.monotonic() < until, (former, now, waiting)
-        last = now
+        time.sleep(0.2)
 
 
 def test_the_client_of_anthropic(place: Place) -> None:
