@@ -167,7 +167,7 @@ class Estimate:
                 self._stock(unit.picture, unit.tokens, is_reused=ends[place] <= reused["stock"])
                 self._ours(unit.picture, prompt.tenant, unit.tokens, is_reused=ends[place] <= reused["mmcache"])
         junction = ends[len(known["stock"]) - 1] if known["stock"] else 0
-        self._keep(units, ends, {"stock": [junction], "mmcache": _image_ends(units, ends)}, reused)
+        self._keep(units, ends, junction, reused)
 
     def _units(self, prompt: Prompt) -> Iterator[_Unit]:
         chain = digest_of(prompt.tenant)
@@ -239,15 +239,15 @@ class Estimate:
         kept = (unit for unit in known if not self._state_tokens or _state_of(unit) in self._kv[side])
         return max((states.get(unit.chain, 0) for unit in kept), default=0)
 
-    def _keep(
-        self, units: Sequence[_Unit], ends: Sequence[int], stops: dict[str, Sequence[int]], reused: dict[str, int]
-    ) -> None:
+    def _keep(self, units: Sequence[_Unit], ends: Sequence[int], junction: int, reused: dict[str, int]) -> None:
         """The KV of a prompt, from its end to its beginning, so that its end goes first, and before it its states.
 
-        stops: by side, where there is a state, beside the prompt's end. reused: by side, tokens of the hit, whose state
-        was used again.
+        junction: how many tokens the layers with full attention of stock still had. reused: by side, tokens of the hit,
+        whose state was used again.
         """
         if not self.model.keeps_all_kv:
+            images = [end for unit, end in zip(units, ends, strict=True) if unit.picture is not None]
+            stops = {"stock": [junction], "mmcache": images}
             is_whole = ends[-1] <= self.model.window_tokens
             for side in SIDES:
                 places = ends if is_whole else [reused[side], *stops[side], ends[-1]]
@@ -317,11 +317,6 @@ class Estimate:
         """As the processor brings it to its size."""
         wide, high = self.model.size(picture.width, picture.height)
         return wide * high
-
-
-def _image_ends(units: Sequence[_Unit], ends: Sequence[int]) -> list[int]:
-    """How many tokens a prompt has up to the end of each of its images."""
-    return [end for unit, end in zip(units, ends, strict=True) if unit.picture is not None]
 
 
 def _state_of(unit: _Unit) -> bytes:

@@ -9,14 +9,13 @@ from vllm_mmcache.base.status import State
 
 def state_in(vllm_config: Any) -> State | None:
     """Features are off where what the tower makes of an image depends on more than the image."""
-    mm_config = vllm_config.model_config.multimodal_config
+    mm_config, parallel = vllm_config.model_config.multimodal_config, vllm_config.parallel_config
     if not vllm_config.cache_config.enable_prefix_caching:
         return State("off", "prefix caching is off")
     if vllm_config.ec_transfer_config is not None:
         return State("off", "ec_transfer_config is set, and wins")
-    if vllm_config.parallel_config.prefill_context_parallel_size > 1:
+    if parallel.prefill_context_parallel_size > 1:
         return State("off", "not written for context parallelism in prefill")
-    parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return State("off", "each rank of an external launcher has an engine of its own")
     if mm_config.mm_processor_cache_type == "shm" and settings.current().identity is False:

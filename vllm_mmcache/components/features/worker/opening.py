@@ -112,11 +112,7 @@ def _open(worker: Any, address: str, modalities: Collection[str]) -> dict[str, A
     delattr(runner, _TRIAL)
     start = time.perf_counter()
     # The tower runs with all inputs before anything is refused: another rank would wait in it for one that has left.
-    tried = {
-        modality: _tried(vllm_config, model, tower, runner.device, inputs[modality])
-        for modality in ("image", "video")
-        if modality == "image" or modality in modalities
-    }
+    tried = {modality: _tried(vllm_config, model, tower, runner.device, inputs[modality]) for modality in modalities}
     kind = tried["image"]
     if isinstance(kind, Unsupported):
         raise kind

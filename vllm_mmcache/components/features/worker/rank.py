@@ -42,7 +42,8 @@ class RankFeatures:
         self.copies = copies
         self.weights = Fingerprints(tower, self._say_fingerprint)
         self._row = row
-        self._is_alone = is_alone
+        # Ranks wait for each other: one that goes on without the others hangs them all.
+        self._guard = failsafe if is_alone else ends_rank
         self._estimate = Estimate(row["tower_s"][0])
         self._runs: list[Seconds] = []  # of the tower in this step
         self._is_serving = False
@@ -70,8 +71,7 @@ class RankFeatures:
         global _encoding
         taken: set[str] = set()
         kept: list[SlotRef] = []
-        # Ranks wait for each other: one that goes on without the others hangs them all.
-        with failsafe("features") if self._is_alone else ends_rank("features"):
+        with self._guard("features"):
             kept, taken = self._begin(message, outputs)
         before = set(outputs)
         self._runs = []
@@ -81,7 +81,7 @@ class RankFeatures:
             yield taken
         finally:
             _encoding = None
-        with failsafe("features") if self._is_alone else ends_rank("features"):
+        with self._guard("features"):
             self._fit(message, outputs)
         with failsafe("features"):
             made = {name: outputs[name] for name in outputs.keys() - before}
