@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes of an error in our own code: bookkeeping fails no request, and a rank ends with all others.
+"""What comes of an error in our own code: one in bookkeeping fails no request, one in joint work ends the engine.
 
 Any process; imports no vLLM.
 """
@@ -37,8 +37,9 @@ class failsafe:  # noqa: N801 -- a context manager, as those of contextlib
 def ends_rank(component: str) -> Iterator[None]:
     """Around a rank's part of what several ranks do together: an error ends its process, and so the engine.
 
-    vLLM drops the error of a rank whose answer it does not wait for. The others would then wait in their next
-    all-reduce, or take what this rank computes in its next step for what they wait for. Raises: SystemExit.
+    vLLM awaits the answer of some ranks only, and an error on another one is lost. The others would then wait in an
+    all-reduce for this rank, or be joined in it by this rank's next step, and give wrong numbers. Main thread only.
+    Raises: SystemExit.
     """
     try:
         yield

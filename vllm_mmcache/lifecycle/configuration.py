@@ -50,9 +50,11 @@ _digests: dict[int, str] = {}
 
 
 def digest(vllm_config: Any) -> str:
-    """16 hex digits, the same for engines that are configured alike. Another model at the same path has other ones.
+    """16 hex digits, the same for engines that are configured alike.
 
-    Of a VllmConfig as it was when this was asked first: vLLM writes what it chooses into it while a model is loaded.
+    A model at the same path with another config of its own has other ones; weights are not looked at. The digest is
+    made at the first call for a VllmConfig and remembered. Where a start looks for proofs that is before the model is
+    loaded, during which vLLM writes what it chooses into the VllmConfig.
     """
     known = _digests.get(id(vllm_config))
     if known is None:
@@ -62,7 +64,7 @@ def digest(vllm_config: Any) -> str:
 
 
 def digest_now(vllm_config: Any) -> str:
-    """The digest of a VllmConfig as it is now."""
+    """The digest of a VllmConfig as it is now; not remembered."""
     model_config, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     facts: dict[str, Any] = {name: getattr(model_config, name, None) for name in _MODEL}
     # With -1, vLLM takes what fits the memory that is free at this start.
@@ -73,9 +75,9 @@ def digest_now(vllm_config: Any) -> str:
     for part, names in _PARTS.items():
         found = getattr(vllm_config, part, None)
         facts[part] = found if found is None or not names else {name: getattr(found, name, None) for name in names}
-    # Data-parallel engines of other models are engines for themselves.
+    # Data-parallel engines of a model that is no mixture of experts run independently.
     facts["data_parallel_size"] = parallel.data_parallel_size if model_config.is_moe else 1
-    # One that vLLM chooses depends on the attention backend and on the sizes of Mamba states.
+    # A block size that vLLM chooses depends on the attention backend and on the sizes of Mamba states.
     has_chosen = getattr(cache, "user_specified_block_size", False)
     facts["block_size"] = cache.block_size if has_chosen else None
     facts["variables"] = {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)}

@@ -240,10 +240,10 @@ class Estimate:
         return max((states.get(unit.chain, 0) for unit in kept), default=0)
 
     def _keep(self, units: Sequence[_Unit], ends: Sequence[int], junction: int, reused: dict[str, int]) -> None:
-        """The KV of a prompt, from its end to its beginning, so that its end goes first, and before it its states.
+        """Keep the states and the KV of a prompt: its states are evicted first, then its end, and its beginning last.
 
-        junction: how many tokens the layers with full attention of stock still had. reused: by side, tokens of the hit,
-        whose state was used again.
+        junction: how many tokens the layers with full attention still had, on stock. reused: by side, tokens of the
+        hit; the state there was used again.
         """
         if not self.model.keeps_all_kv:
             images = [end for unit, end in zip(units, ends, strict=True) if unit.picture is not None]
@@ -259,7 +259,10 @@ class Estimate:
     def _keep_states(
         self, side: str, units: Sequence[_Unit], ends: Sequence[int], places: Sequence[int], reused: int
     ) -> None:
-        """States at these places, as far as they are whole blocks; those before the end of a hit were not made anew."""
+        """Keep states at these places, in tokens, as far as they are whole blocks.
+
+        Where states take room, those before the end of the hit are left out, since they were not computed again.
+        """
         for place in sorted(map(self._whole_blocks, places)):
             if not place or (self._state_tokens and place < reused):
                 continue

@@ -53,8 +53,8 @@ class Trial:
         self._begun = time.monotonic()
         self._engine = TrialEngine(engine_core, self._begun + seconds)
         self._bound = math.inf
-        self._equal: dict[str, float] = {}  # components whose answers were as cold ones: how far they might have been
-        self._elsewhere: Reply | None = None  # a cold answer about another second picture
+        self._pending: dict[str, float] = {}  # component -> allowed distance; its answer was within it
+        self._cold_other: Reply | None = None  # a cold answer about another second picture
         self._warm = ("", "")  # the salt of what is cached, and the name of its pictures
 
     def run(self) -> Verdict:
@@ -85,11 +85,11 @@ class Trial:
         self._bound = self._bound_of(self.verdict.noise)
         self._try_features(first, cold)
         self._try_hits(first, second, other)
-        self._pass_equal(other, cold)
+        self._settle_pending(other, cold)
         self._try_image_spans(first, cold)
-        self._pass_equal(other, cold)
+        self._settle_pending(other, cold)
         self._try_resumed_images(second)
-        self._pass_equal(other, cold)
+        self._settle_pending(other, cold)
 
     def _prompts(self) -> tuple[Prompt, Prompt, Prompt]:
         """Two questions about two pictures, and the first about another second one. Raises: CannotRender.
@@ -166,7 +166,7 @@ class Trial:
                 raise TrialFailed(f"hits are wrong without it, too: {wrong}")
 
     def _wrong_hit(self, first: Prompt, second: Prompt, other: Prompt, name: str) -> tuple[str, str]:
-        """Which component made an answer on a cached prefix wrong, and what is wrong; components can pass without any.
+        """Which component made an answer on a cached prefix wrong, and what is wrong; else those in use are pending.
 
         The component is empty where it may be of several.
         """
@@ -189,7 +189,7 @@ class Trial:
             with engine.without_checkpoints():
                 alike = engine.ask(prompt, engine.salt(f"cold {name} {cached}"), stops=stops)
             if prompt is other:
-                self._elsewhere = alike
+                self._cold_other = alike
             if (far := distance.between(alike, hit)) > self._bound:
                 return (
                     "",
@@ -197,10 +197,10 @@ class Trial:
                 )
         for component in ("inner_checkpoints", "image_checkpoints", "block_keys"):
             if self._is_tried(component):
-                self._equal_if_used(component, before, [hit for _, hit in hits])
+                self._pend_if_used(component, before, [hit for _, hit in hits])
         return "", ""
 
-    def _equal_if_used(self, component: str, before: Reply, hits: Sequence[Reply]) -> None:
+    def _pend_if_used(self, component: str, before: Reply, hits: Sequence[Reply]) -> None:
         ends = {hit.num_cached_tokens for hit in hits}
         if component == "block_keys" and not any(ends):
             self._untried(component, "no question was a hit")
@@ -209,7 +209,7 @@ class Trial:
         elif component == "inner_checkpoints" and not ends & set(before.cuts):
             self._untried(component, "no hit ended at a state that was kept inside a step")
         else:
-            self._equal[component] = self._bound
+            self._pending[component] = self._bound
 
     def _try_image_spans(self, first: Prompt, cold: Reply) -> None:
         """The first question in steps that would end inside a picture."""
@@ -286,18 +286,19 @@ class Trial:
             warm, cold = warm.part(1, NUM_TOKENS), cold.part(0, NUM_TOKENS - 1)
             self._judge("resumed_images", cold, warm, "after it was preempted")
 
-    def _pass_equal(self, other: Prompt, cold: Reply) -> None:
-        """Components whose answers were as cold ones pass, if the answer about another picture is further away.
+    def _settle_pending(self, other: Prompt, cold: Reply) -> None:
+        """Pending components pass if a cold answer about another picture is further from `cold` than their bound.
 
-        They pass as soon as that can be said, so that what comes later and takes too long takes nothing back.
+        Else the answers would have shown no wrong picture, and the components count as not tried. Called after each
+        group of trials, so that a later one that takes too long undoes no earlier one.
         """
-        if self._equal and self._elsewhere is None:
-            with self._trying(*self._equal), self._engine.without_checkpoints():
-                self._elsewhere = self._engine.ask(other, self._engine.salt("another picture"))
-        if self._elsewhere is None:  # nothing is left to pass
+        if self._pending and self._cold_other is None:
+            with self._trying(*self._pending), self._engine.without_checkpoints():
+                self._cold_other = self._engine.ask(other, self._engine.salt("another picture"))
+        if self._cold_other is None:  # nothing is left to pass
             return
-        far = distance.between(cold, self._elsewhere)
-        for component, bound in list(self._equal.items()):
+        far = distance.between(cold, self._cold_other)
+        for component, bound in list(self._pending.items()):
             if far > bound:
                 self._passed(component)
             else:
@@ -319,13 +320,13 @@ class Trial:
                 del features.on_request_added
 
     def _judge(self, component: str, cold: Reply, reply: Reply, how: str, noise: float | None = None) -> None:
-        """A component can pass whose answer is as near to a cold one as cold ones are to each other: `noise`."""
+        """A component whose answer is as near to a cold one as cold ones are to each other, `noise`, is pending."""
         far = distance.between(cold, reply)
         bound = self._bound if noise is None else self._bound_of(noise)
         if far > bound:
             self._differs(component, f"an answer {how} is {far:.2g} from the cold one, and {bound:.2g} is allowed")
         else:
-            self._equal[component] = bound
+            self._pending[component] = bound
 
     def _bound_of(self, noise: float) -> float:
         """Raises: TrialFailed, where an answer as far away as that would show nothing."""
@@ -346,18 +347,18 @@ class Trial:
                     self._untried(component, str(reason))
 
     def _passed(self, component: str) -> None:
-        self._equal.pop(component, None)
+        self._pending.pop(component, None)
         self.verdict.passed.append(component)
 
     def _differs(self, component: str, what: str) -> None:
-        self._equal.pop(component, None)
+        self._pending.pop(component, None)
         self.verdict.differed[component] = what
         if component in self.verdict.passed:
             self.verdict.passed.remove(component)
         self._switch_off(component, self.verdict.reason_of(component))
 
     def _untried(self, component: str, why: str) -> None:
-        self._equal.pop(component, None)
+        self._pending.pop(component, None)
         self.verdict.untried[component] = why
         self._switch_off(component, self.verdict.reason_of(component))
 

@@ -158,6 +158,15 @@ def test_what_another_user_has_installed_is_named(
     assert "pip uninstall vllm-mmcache" in capsys.readouterr().out
 
 
+def test_a_home_that_can_not_be_looked_into(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as another user's; here a name that is too long."""
+    monkeypatch.setenv("XDG_STATE_HOME", f"/{'x' * 300}")
+    uninstall(dry_run=True)
+    assert capsys.readouterr().out == "there is nothing to remove\n"
+
+
 def test_without_a_home_directory_there_is_nothing(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")

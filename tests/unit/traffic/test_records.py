@@ -258,3 +258,16 @@ def test_what_a_state_takes(kinds: list[str], state_blocks: float, keeps_all_kv:
         records.Record,
     )  # fmt: skip
     assert (record.state_blocks, record.keeps_all_kv) == (state_blocks, keeps_all_kv)
+
+
+def test_states_that_records_tell_of_take_room(path: Path) -> None:
+    """Of the same requests, as a model with windows and one with Mamba layers would have recorded them."""
+    Server(path, FULL).ask_all(AGENTS)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    reused = []
+    for kinds in (["full_attention", "sliding_window"], ["full_attention", *["mamba"] * 3]):
+        groups = {"groups": [{"kind": kind} for kind in kinds]}
+        path.write_text("".join(json.dumps(line | groups) + "\n" for line in lines))
+        done = CliRunner().invoke(app, ["estimate", str(path), "--kv-tokens", "150", "--json"])
+        reused.append(json.loads(done.stdout)["mmcache"]["reused_tokens"])
+    assert reused == [392, 200]

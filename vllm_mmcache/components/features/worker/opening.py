@@ -111,7 +111,8 @@ def _open(worker: Any, address: str, modalities: Collection[str]) -> dict[str, A
     inputs: dict[str, TrialInputs] = getattr(runner, _TRIAL)
     delattr(runner, _TRIAL)
     start = time.perf_counter()
-    # The tower runs with all inputs before anything is refused: another rank would wait in it for one that has left.
+    # All inputs are tried before anything is refused: a rank that stops after images leaves the others waiting in the
+    # run with videos.
     tried = {modality: _tried(vllm_config, model, tower, runner.device, inputs[modality]) for modality in modalities}
     kind = tried["image"]
     if isinstance(kind, Unsupported):
@@ -137,7 +138,7 @@ def _open(worker: Any, address: str, modalities: Collection[str]) -> dict[str, A
 def _tried(
     vllm_config: Any, model: Any, tower: Tower, device: torch.device, inputs: TrialInputs
 ) -> FeatureFormat | Unsupported:
-    """What the tower gives for these inputs, or why it can't be had. Never raises."""
+    """What the tower gives for these inputs; an error is returned as the reason why it can't be had."""
     try:
         return probe(vllm_config, model, tower, device, inputs)
     except Unsupported as reason:

@@ -103,6 +103,31 @@ def test_weights_that_are_being_changed_are_not_known(engine: Engine, side: Rank
     assert engine.ranks.identity("image") == known  # the same weights as at first
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_an_error_while_loading_ends_one_of_several_ranks(
+    engine: Engine, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is alone runs the tower instead."""
+
+    def no_memory(self: DeviceCopies, places: object) -> object:
+        raise MemoryError("no memory on this rank, says a test")
+
+    arena = Arena.open(engine.arena.address)
+    rank = RankFeatures(Tower(Model()), DeviceCopies(arena, 0, CPU), arena.board[0:1], is_alone=is_alone)
+    rank.know_weights()
+    engine.put(0)
+    message = Message(engine.ranks.generation(), loads=[engine.load(0)[0]])
+    monkeypatch.setattr(DeviceCopies, "load", no_memory)
+    try:
+        if is_alone:
+            assert step(rank, message, {"image-0": given(0)})[0] == set()
+        else:
+            with pytest.raises(SystemExit, match="no memory on this rank"):
+                step(rank, message, {})
+    finally:
+        rank.close()
+
+
 def test_only_what_this_step_made_is_kept(engine: Engine, side: RankFeatures) -> None:
     """V2 does not encode what its cache has, whoever put it there. The control is the image that is encoded."""
     message = Message(engine.ranks.generation(), saves=[engine.save(number)[0] for number in (1, 2)])
