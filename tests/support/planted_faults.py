@@ -126,7 +126,7 @@ def _causal_images(set_: Set) -> None:
     set_(vllm_backend, "cut_step", lambda starts, ends, spans: None)
 
 
-ALL = ("qwen3-vl", "gemma3", "gemma4", "qwen3.5")
+ALL = ("qwen3-vl", "gemma3", "gemma4", "qwen3.5", "qwen2-vl", "qwen2.5-vl", "qwen3-vl-moe")
 FAULTS: dict[str, Fault] = {
     "feature_of_another_image": Fault("features", ALL, _another_image),
     "feature_shifted_by_a_row": Fault("features", ALL, _changed(lambda features: features.roll(1, 0))),

@@ -126,10 +126,12 @@ def _try(engine_core: Any) -> None:
         )
     if settings.current().attention == "reference":
         return  # it says nothing of this engine's own attention
-    # With wrong attention the next start is to say so again, which one without a trial could not.
-    passed = [] if verdict.attention_wrong else verdict.passed
+    # With wrong attention the next start is to say so again, which one without a trial could not: no proof stays.
+    passed, failed = verdict.passed, list(verdict.differed)
+    if verdict.attention_wrong:
+        passed, failed = [], [*failed, *passed]
     try:
         scope = user_proofs.ProofScope.of(engine_core.vllm_config)
-        user_proofs.add(scope, passed, HOW, [], failed=list(verdict.differed))
+        user_proofs.add(scope, passed, HOW, [], failed=failed)
     except ProofsUnwritable as error:
         logger.warning("mmcache: the next start tries this engine again: %s", error)

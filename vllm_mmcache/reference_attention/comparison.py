@@ -28,13 +28,17 @@ class Comparison:
     """Compares steps of a model runner until `end`. Raises nothing within a step."""
 
     def __init__(self, runner: Any, spans: Sequence[Span]) -> None:
-        """spans: of the images of the request that runs alone."""
+        """spans: of the images of the request that runs alone. Raises: what layers of another kind do."""
         self._layers = ReferenceLayers(runner)
         self._layers.spans = tuple(spans)
         self._rows = dict.fromkeys(KINDS, 0)
         self._wrong: dict[str, str] = {}
         self._unread = ""
-        self._layers.watch(self._compare)
+        try:
+            self._layers.watch(self._compare)
+        except BaseException:
+            self._layers.leave()
+            raise
 
     def end(self) -> dict[str, Any]:
         """Leave the layers as they were. Returns what was seen, of plain values, for `merged`."""
@@ -80,6 +84,11 @@ def kind_of(request: Request, position: int) -> str:
     if any(first <= position <= last for first, last in request.spans):
         return PICTURE
     return AFTER_HIT if request.start else PREFILL
+
+
+def unread(reason: str) -> dict[str, Any]:
+    """What is seen where nothing could be compared, for `merged`."""
+    return {"rows": dict.fromkeys(KINDS, 0), "wrong": {}, "unread": reason}
 
 
 def merged(seen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -109,6 +109,8 @@ class ReferenceLayers:
         layer, impl = step.layer, step.layer.impl
         if reason := self._why_not(layer):
             raise CannotCompute(reason)
+        if step.output.dtype != step.query.dtype:  # a kernel that quantizes what it gives, with a scale of its own
+            raise CannotCompute(f"its output is {step.output.dtype}")
         keys, values, key_order, value_order = _pages(layer, step.kv_cache)
         at = torch.tensor(positions, dtype=torch.int64, device=step.query.device)
         mask = allowed_at(at, request.end, self._spans_in(layer, request), layer.sliding_window or 0)

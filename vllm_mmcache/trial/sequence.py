@@ -246,14 +246,14 @@ class Trial:
                 raise TrialFailed(f"tokens {start} to {end} are no picture as the model was trained with it")
 
     def _judge_attention(self) -> None:
-        """Attention over pictures is of image_spans, where that is on, also if it is not tried; all other is vLLM's."""
+        """Attention over pictures is that of image_spans where it computes it, also if not tried; else it is vLLM's."""
         seen = merged(self._engine.attention)
         rows = ", ".join(f"{count} ({kind})" for kind, count in seen["rows"].items() if count)
         unread = f"not computed anew: attention ({seen['unread']})" if seen["unread"] else ""
         self.verdict.attention = f"attention computed anew: rows {rows}" if rows else unread
         self.verdict.attention_wrong = "; ".join(f"{kind}: {what}" for kind, what in seen["wrong"].items())
         is_on = status.is_on("image_spans") and not self.verdict.reason_of("image_spans")
-        if PICTURE in seen["wrong"] and is_on:
+        if PICTURE in seen["wrong"] and is_on and self._engine.attends_with_image_spans:
             self._differs("image_spans", f"attention over a picture is not the naive form's: {seen['wrong'][PICTURE]}")
 
     def _try_resumed_images(self, second: Prompt) -> None:

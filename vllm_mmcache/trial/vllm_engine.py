@@ -15,9 +15,11 @@ from typing import Any
 from uuid import uuid4
 
 from vllm.distributed.kv_events import NullEventPublisher
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from vllm_mmcache.base import uses
 from vllm_mmcache.components.features.engine.hooks import connector_of
 from vllm_mmcache.components.features.tiers import FEATURES
 from vllm_mmcache.components.image_checkpoints.hooks import checkpoints_of, forget
@@ -81,7 +83,7 @@ class TrialEngine:
         self.vllm_config = engine_core.vllm_config
         self.num_requests = 0
         self.has_sent_counts = False
-        """Whether statistics of a step had what components have counted."""
+        """Whether statistics of a step had what a worker has counted."""
         self.attention: list[dict[str, Any]] = []
         """What comparisons of rows with the naive attention have seen."""
         self._deadline = deadline
@@ -102,6 +104,11 @@ class TrialEngine:
         """What two right answers of this engine may differ by in any case."""
         dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
         return distance.floor_of(dtype, str(self.vllm_config.cache_config.cache_dtype) not in ("auto", dtype))
+
+    @property
+    def attends_with_image_spans(self) -> bool:
+        """Whether attention over pictures is computed by the backend of image_spans, which is for CPUs alone."""
+        return bool(current_platform.is_cpu())
 
     @property
     def is_over(self) -> bool:
@@ -250,7 +257,7 @@ class TrialEngine:
             replace(feature, identifier=name, mm_hash=name)
             for feature, name in zip(prompt.features, names, strict=True)
         ]
-        return Request(
+        request = Request(
             request_id=f"mmcache-trial-{number}",
             prompt_token_ids=list(prompt.token_ids),
             sampling_params=SamplingParams(
@@ -261,6 +268,8 @@ class TrialEngine:
             cache_salt=salt,
             block_hasher=self.core.request_block_hasher,
         )
+        uses.mark(request, "trial")
+        return request
 
     def _step(self) -> list[Any]:
         """One step of the engine's own; the outputs of all requests."""
@@ -270,7 +279,8 @@ class TrialEngine:
         self.core.post_step(was_executed)
         for outputs in (by_client or {}).values():
             stats = outputs.scheduler_stats
-            self.has_sent_counts |= stats is not None and KEY in (stats.ec_connector_stats or {})
+            if stats is not None:
+                self.has_sent_counts |= worker.PROBE in (stats.ec_connector_stats or {}).get(KEY, {})
         return [output for outputs in (by_client or {}).values() for output in outputs.outputs]
 
     @contextmanager

@@ -11,7 +11,7 @@ import base64
 import copy
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -58,7 +58,7 @@ class Prompts:
         try:
             # Ours, which a process has that serves as well, would remember the trial's pictures.
             with vllms_renderers():
-                self._renderer = renderer_from_config(_without_cache(vllm_config))
+                self._renderer = renderer_from_config(_config_of_renderer(vllm_config))
         except Exception as error:  # of a tokenizer or a processor
             raise CannotRender(f"the model's tokenizer or processor could not be loaded: {one_line(error)}") from error
         self._config = vllm_config
@@ -104,12 +104,19 @@ class Prompts:
         self._renderer.shutdown()
 
 
-def _without_cache(vllm_config: Any) -> Any:
-    """The configuration, of an engine without a processor cache: one in shared memory can't be made a second time."""
+def _config_of_renderer(vllm_config: Any) -> Any:
+    """The configuration, without a processor cache, and with two images in a prompt also where users may send one.
+
+    A processor cache in shared memory can't be made a second time. How many images a prompt may have is the renderer's
+    to check; the engine takes two wherever it takes one.
+    """
     vllm_config = copy.copy(vllm_config)
     model_config = vllm_config.model_config = copy.copy(vllm_config.model_config)
     multimodal = model_config.multimodal_config = copy.copy(model_config.multimodal_config)
     multimodal.mm_processor_cache_gb = 0
+    if multimodal.get_limit_per_prompt("image") == 1:
+        multimodal.limit_per_prompt = copy.copy(multimodal.limit_per_prompt)
+        multimodal.limit_per_prompt["image"] = replace(multimodal.limit_per_prompt["image"], count=2)
     return vllm_config
 
 

@@ -3,12 +3,17 @@
 
 from typing import Any
 
-from vllm_mmcache.metrics import counters
+from vllm_mmcache.base.errors import one_line
+from vllm_mmcache.metrics import counters, transport
 from vllm_mmcache.models import tower_trap
-from vllm_mmcache.reference_attention.comparison import Comparison
+from vllm_mmcache.reference_attention.comparison import Comparison, unread
+
+PROBE = "trial"
+"""Counted once in each worker, and shown by nobody: whether what workers count reaches the engine's statistics."""
 
 _kept: Any = None
 _comparison: Comparison | None = None
+_why_not = ""
 
 
 def tower_images(worker: Any) -> int:
@@ -22,23 +27,32 @@ def tower_runs(worker: Any) -> int:
 
 
 def compare_attention(worker: Any, spans: list[tuple[int, int]]) -> None:
-    """From now on, compare rows of steps with the naive attention; spans are those of the request that runs alone."""
-    global _comparison
+    """From now on, compare rows of steps with the naive attention; spans are those of the request that runs alone.
+
+    Where the layers can't be watched, nothing is compared, and `attention_compared` says why.
+    """
+    global _comparison, _why_not
     attention_compared(worker)
-    _comparison = Comparison(worker.model_runner, spans)
+    try:
+        _comparison = Comparison(worker.model_runner, spans)
+    except Exception as error:  # of a runner or a backend that has other parts; it must not end the trial
+        _why_not = one_line(error)
 
 
 def attention_compared(worker: Any) -> dict[str, Any] | None:
     """What was seen since `compare_attention`, which ends with this."""
-    global _comparison
-    comparison, _comparison = _comparison, None
-    return comparison.end() if comparison is not None else None
+    global _comparison, _why_not
+    (comparison, _comparison), (reason, _why_not) = (_comparison, None), (_why_not, "")
+    if comparison is not None:
+        return comparison.end()
+    return unread(reason) if reason else None
 
 
 def keep_counts(worker: Any) -> None:
-    """Keep what is counted now, for `restore_counts`."""
+    """Keep what is counted now, for `restore_counts`; and count PROBE."""
     global _kept
     _kept = counters.snapshot()
+    transport.count(PROBE, 1)
 
 
 def restore_counts(worker: Any) -> None:

@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 
+from tests.support.observing import observing, picture, user
 from tests.support.planted_faults import FAULTS, plant
 from tests.support.sizes import larger
 from vllm_mmcache.base import status
 from vllm_mmcache.base.status import ON, State
+from vllm_mmcache.components.observe.observer import OBSERVER
 from vllm_mmcache.lifecycle.rank_sync import of_ranks
 from vllm_mmcache.metrics import counters, transport
 from vllm_mmcache.reference_attention.comparison import KINDS
-from vllm_mmcache.trial import vllm_engine, vllm_prompts
+from vllm_mmcache.reference_attention.vllm_layers import ReferenceLayers
+from vllm_mmcache.trial import vllm_engine, vllm_prompts, worker
 from vllm_mmcache.trial.sequence import TRIABLE, Trial
 from vllm_mmcache.trial.verdict import Verdict
 
@@ -34,10 +37,11 @@ FIRST = {
 """What is planted in each run of the tests; the other families and faults in the larger ones."""
 PLANTED = [
     pytest.param(family, name, marks=() if name in FIRST.get(family, ()) else larger, id=f"{family}-{name}")
-    for family in FAMILIES
     for name, fault in FAULTS.items()
-    if family in fault.families
+    for family in fault.families
 ]
+PRECISIONS = {"qwen3-vl-moe": "bfloat16"}
+"""Where small differences choose other experts, and so become large ones."""
 LONG_S = 300.0
 MOST_REQUESTS = 12
 
@@ -47,7 +51,9 @@ Get = Callable[[str], ZooRig]
 @pytest.fixture
 def get(pool: EnginePool) -> Get:
     """An engine of a family, as a server has it."""
-    return lambda family: pool.get(EngineConfig(family, block_tokens=None, max_tokens=4096))
+    return lambda family: pool.get(
+        EngineConfig(family, block_tokens=None, max_tokens=4096, precision=PRECISIONS.get(family))
+    )
 
 
 @pytest.fixture
@@ -121,6 +127,48 @@ def test_beside_a_processor_cache_in_shared_memory(pool: EnginePool, told: dict[
     assert core(rig).vllm_config.model_config.multimodal_config.mm_processor_cache_gb > 0
 
 
+def test_where_a_prompt_of_a_user_may_have_one_image(pool: EnginePool, told: dict[str, str]) -> None:
+    rig = pool.get(EngineConfig("qwen3-vl", block_tokens=None, max_tokens=4096, num_images=1))
+    limits = core(rig).vllm_config.model_config.multimodal_config
+    verdict = tried(rig, told)
+    assert verdict.untried == {}
+    assert sorted(verdict.passed) == sorted(on(rig))
+    assert limits.get_limit_per_prompt("image") == 1
+
+
+def test_metrics_pass_where_nothing_else_counts(
+    get: Get, told: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with features off, on a model without checkpoints. The control: counts of workers that are lost."""
+    rig = get("qwen3-vl")
+    for name in ("TOWER_IMAGES", "CHECKPOINTS_USED"):
+        monkeypatch.setattr(getattr(counters, name), "add", lambda amount=1: None)
+    monkeypatch.setattr("vllm_mmcache.metrics.table_sizes.take_changed", dict)
+    assert "metrics" in tried(rig, told).passed
+    monkeypatch.setattr(worker, "PROBE", "another name")
+    monkeypatch.setattr(transport, "count", lambda name, amount: None)
+    assert "metrics" in tried(rig, told).untried
+
+
+def test_attention_that_can_not_be_watched_ends_no_trial(
+    get: Get, told: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers are watched when it fails; the next comparison finds them as they were."""
+
+    def fails(self: Any, layer: Any, computed: Any) -> None:
+        note_layer(self, layer, computed)
+        raise AttributeError("no such builder")
+
+    note_layer = ReferenceLayers._note_layer
+    rig = get("qwen3-vl")
+    with monkeypatch.context() as within:
+        within.setattr(ReferenceLayers, "_note_layer", fails)
+        verdict = tried(rig, told)
+    assert sorted(verdict.passed) == sorted(on(rig))
+    assert "no such builder" in verdict.attention
+    assert "attention computed anew: rows" in tried(rig, told).attention
+
+
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen3.5"])
 def test_nothing_is_left(get: Get, told: dict[str, str], family: str) -> None:
     rig = get(family)
@@ -140,6 +188,18 @@ def test_nothing_is_left(get: Get, told: dict[str, str], family: str) -> None:
     assert "schedule" not in vars(scheduler)
     assert scheduler.max_num_scheduled_tokens == own["max_num_scheduled_tokens"]
     assert not transport._feature_sources
+
+
+def test_the_history_of_requests_has_none_of_the_trial(pool: EnginePool, told: dict[str, str]) -> None:
+    """The control: a question of a user is one."""
+    with observing(pool, EngineConfig("qwen3-vl")) as engine:
+        manager = core(engine.rig).scheduler.kv_cache_manager
+        for place in (manager, manager.block_pool):
+            vars(place).pop(OBSERVER, None)
+        assert tried(engine.rig, told).passed
+        assert OBSERVER not in vars(manager)
+        engine.chat(user(picture("one"), "What is it?"))
+        assert getattr(manager, OBSERVER).history.size().entries == 1
 
 
 @pytest.mark.parametrize(("family", "name"), PLANTED)

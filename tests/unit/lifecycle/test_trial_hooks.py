@@ -40,8 +40,11 @@ def test_a_start_goes_on_where_its_proof_can_not_be_kept(
 def test_wrong_attention_is_found_again_at_the_next_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
-    """A start that needs no trial would not say it. The control: with right attention, what passed is kept."""
-    for wrong in ("decode: layer 3, token 7", ""):
+    """A start that needs no trial would not say it. The control: with right attention, what passed is kept.
+
+    What had been proven before it was found to be wrong is tried again, too.
+    """
+    for wrong in ("decode: layer 3, token 7", "", "decode: layer 3, token 7"):
         try_features(monkeypatch, tmp_path, Verdict(passed=["features"], attention_wrong=wrong))
         assert user_proofs.proven_components(PLACE) == (frozenset() if wrong else {"features"})
         assert ("Answers may be wrong, also of stock vLLM" in log.text) == bool(wrong)

@@ -23,6 +23,7 @@ class Scripted:
     is_over = False
     num_requests = 0
     has_sent_counts = True
+    attends_with_image_spans = True
     core = SimpleNamespace(log_stats=True)
 
     def __init__(self, *probabilities: float) -> None:
@@ -74,20 +75,24 @@ def test_an_engine_that_can_not_repeat_itself_passes_nothing(
     assert "two cold runs of this engine differ by 0.3" in off["features"]
 
 
-@pytest.mark.parametrize("state", [ON, State("unneeded", "no image attends both ways")])
+@pytest.mark.parametrize(
+    ("state", "is_ours"), [(ON, True), (ON, False), (State("unneeded", "no image attends both ways"), True)]
+)
 def test_wrong_attention_over_a_picture(
-    off: dict[str, str], monkeypatch: pytest.MonkeyPatch, no_role: None, state: State
+    off: dict[str, str], monkeypatch: pytest.MonkeyPatch, no_role: None, state: State, is_ours: bool
 ) -> None:
-    """It switches image_spans off where that is on, also if it was proven and is not on trial."""
+    """It switches image_spans off where that is on and attends, also if it was proven and is not on trial."""
     status.begin("engine")
     status.put("engine", "image_spans", state)
     engine = Scripted(0.9, 0.6)  # no answers are compared
+    engine.attends_with_image_spans = is_ours
     engine.attention = [{"rows": dict.fromkeys(KINDS, 1), "wrong": {PICTURE: "layer 3, token 7"}, "unread": ""}]
     verdict = trial_of(engine, off, monkeypatch, ["metrics"]).run()
     assert verdict.attention_wrong == "picture: layer 3, token 7"
     assert verdict.passed == ["metrics"]
-    assert set(verdict.differed) == set(off) == ({"image_spans"} if state == ON else set())
-    if state == ON:
+    is_blamed = state == ON and is_ours
+    assert set(verdict.differed) == set(off) == ({"image_spans"} if is_blamed else set())
+    if is_blamed:
         assert off["image_spans"].endswith("attention over a picture is not the naive form's: layer 3, token 7")
 
 
