@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 
+from tests.support.planted_faults import FAULTS, plant
 from tests.support.sizes import larger
 from tests.support.towers import ask_about, question, slots, spoil
 from vllm_mmcache.audit import hooks
@@ -197,6 +198,40 @@ def test_spoiled_kv_is_found(audited: Callable[..., Audited], family: str, compo
         on.rig.make_cold()
     assert on.counted[component, "mismatch"] == 3
     assert status.in_force()[component].state == "off"
+
+
+SEEN = [
+    pytest.param(family, name, marks=() if (family, name) == ("gemma3", "keys_forget_the_second_image") else larger)
+    for name, fault in FAULTS.items()
+    for family in (*FAMILIES, "gemma4")
+    if family in fault.families and fault.component != "image_spans"  # a cold run has that fault, too
+]
+
+
+@pytest.mark.parametrize(("family", "name"), SEEN)
+def test_a_planted_fault_is_seen(
+    audited: Callable[..., Audited], family: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each of ten rounds of questions, once; prints how many audits of the component had no wrong answer."""
+    monkeypatch.setenv("MMCACHE_AUDIT_MISMATCHES", "1000000")
+    monkeypatch.setattr(settings, "_current", settings.load_settings())
+    on = audited(family)
+    fault = FAULTS[name]
+    plant(name, monkeypatch.setattr)
+    words, size = filler(words_before(on.rig)), (448, 448)
+    for number in range(10):
+        one_of, other, third = (picture(3 * number + place, size) for place in range(3))
+        for second, length in ((other, 200), (other, 210), (third, 220)):
+            on.ask([user(words, one_of, "and", second, "What are they?" + filler(length))])
+        on.rig.forget_all_but_features()
+        on.ask([user("Once more: " + words, one_of, "and", other, "What are they?" + filler(200))])
+        on.rig.make_cold()
+    results = {result: count for (component, result), count in on.counted.items() if component == fault.component}
+    print(f"{family}, {name}: {results}; all: {dict(on.counted)}")
+    assert results["mismatch"] == 10
+    blamed = {component for (component, result) in on.counted if result == "mismatch"}
+    of_kv = {"block_keys", "image_checkpoints", "image_spans"}  # it can't be told which of these made KV wrong
+    assert blamed == (of_kv if fault.component == "image_checkpoints" else {fault.component})
 
 
 def test_users_notice_nothing(audited: Callable[..., Audited], monkeypatch: pytest.MonkeyPatch) -> None:
