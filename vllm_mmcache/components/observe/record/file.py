@@ -89,7 +89,7 @@ class RecordFile:
 
 def before(path: Path) -> Path:
     """The file that was turned over last."""
-    return path.with_name(path.name + ".1")
+    return path.parent / f"{path.name}.1"
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -100,8 +100,7 @@ def read_records(path: Path) -> Iterator[Record]:
     """
     num_records = num_left_out = 0
     first = ""
-    older = before(path)
-    for file in (older, path) if older.exists() else (path,):
+    for file in [file for file in (before(path), path) if file.exists()] or [path]:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 try:
