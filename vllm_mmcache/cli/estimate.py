@@ -2,6 +2,7 @@
 """`mmcache estimate LOG...`: what the plugin would save for the requests of a log. Needs no vLLM, model or GPU."""
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
@@ -101,16 +102,19 @@ def estimate(
     played = Estimate(asked, sizes)
     played.add_all(chain(begin, prompts))
     result = report.Result(played, log.unused, log.recorded, report.Speeds(tower_tokens_s, prefill_tokens_s))
+    if page is not None:
+        _write(page, result)
+    if plot is not None and len(curve := played.distances.curve()) > 1:
+        png_plot.write(plot, curve, sizes.feature_bytes)
+    elif plot is not None:
+        print(f"{plot} is not written: no image would be looked for in the store a second time", file=sys.stderr)
+    found_nothing = not played.seen.requests
     if as_json:
-        print(json.dumps(report.as_json(result)))
+        print(json.dumps(report.as_json(result) | ({"error": report.verdict(played)} if found_nothing else {})))
     else:
         for line in report.lines(result):
             print(line)
-    if page is not None:
-        _write(page, result)
-    if plot is not None:
-        png_plot.write(plot, played.distances.curve(), sizes.feature_bytes)
-    if not played.seen.requests:
+    if found_nothing:
         raise typer.Exit(2)
 
 

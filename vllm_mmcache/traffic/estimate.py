@@ -9,11 +9,12 @@ recurrent state takes room in the KV cache, and goes before the blocks of its re
 """
 
 import sys
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise, takewhile
+from typing import Any, TypeVar
 
 from blake3 import blake3
 
@@ -26,6 +27,9 @@ TURN_TOKENS = 4
 """Of a chat template, for each message."""
 SIDES = ("stock", "mmcache")
 _BEFORE_USER = ("system", "developer")
+
+MOST_REMEMBERED = 1 << 20
+"""Images, and turns of conversations: those of longer ago are taken for new, so that memory is bounded."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -58,6 +62,8 @@ class Done:
     decoded_pixels: dict[str, int] = field(default_factory=dict)
     """By the format of the file."""
     processed_pixels: int = 0
+    loaded_bytes: int = 0
+    """Of features that come from the plugin's store instead of the vision tower."""
 
 
 @dataclass
@@ -90,7 +96,9 @@ class Seen:
     grown: int = 0
     """Requests that go on behind all that a former one of their conversation has asked."""
     rewritten: int = 0
-    """Requests of a conversation that differ within what was asked before: images dropped, or text changed."""
+    """Requests of a conversation that differ within what was asked before."""
+    dropped: int = 0
+    """Of these, requests that lack an image which the one before had: such as the pictures outside a window."""
 
 
 class Lru(LruTable[Key, int]):
@@ -116,6 +124,33 @@ class _Unit:
     tokens: int
     picture: Picture | None
     ends_turn: bool
+    own: bytes
+    """A digest of the piece alone."""
+
+
+class _KVCache(Lru[bytes]):
+    """Units that a KV cache holds, and where in them a hit may end; that is forgotten with the unit."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.states: dict[str, dict[bytes, int]] = {side: {} for side in SIDES}
+
+    def _remove(self, key: bytes) -> int | None:
+        for states in self.states.values():
+            states.pop(key, None)
+        return super()._remove(key)
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """What is known of one. Digests."""
+
+    end: bytes = b""
+    """Of its last request."""
+    last: frozenset[bytes] = frozenset()
+    """Images of its last request."""
+    images: set[bytes] = field(default_factory=set)
+    """Of all its requests."""
 
 
 class Estimate:
@@ -130,18 +165,15 @@ class Estimate:
         """Of the features that are looked for in the plugin's store, if there were room for all."""
         self._state_tokens = round(model.state_blocks * sizes.block_tokens)
         room = max(0, sizes.kv_tokens - self._state_tokens)  # a request that runs has a state of its own
-        kv = Lru[bytes](room)  # of both sides, where they keep the same
-        self._kv = {side: Lru[bytes](room) if self._state_tokens else kv for side in SIDES}
-        self._states: dict[str, dict[bytes, int]] = {side: {} for side in SIDES}  # unit -> where a hit may end
+        kv = _KVCache(room)  # of both sides, where they keep the same
+        self._kv = {side: _KVCache(room) if self._state_tokens else kv for side in SIDES}
         self._encoder: dict[str, Lru[tuple[str, bytes]]] = {side: Lru(sizes.encoder_tokens) for side in SIDES}
         self._processor: Lru[bytes] = Lru(sizes.processor_bytes)
         self._features: Lru[tuple[str, bytes]] = Lru(sizes.feature_bytes)
-        self._records: set[tuple[str, bytes]] = set()
-        self._by_uuid: dict[tuple[str, str], Picture] = {}  # tenant and uuid
-        self._known: dict[bytes, set[str]] = {}  # image -> tenants
-        self._in_conversation: set[tuple[int, bytes]] = set()
-        self._turns: dict[bytes, int] = {}  # the end of a turn -> its conversation
-        self._longest: dict[int, bytes] = {}  # conversation -> the end of its last request
+        self._records: LruTable[tuple[str, bytes], bool] = _of_the_last()
+        self._by_uuid: LruTable[tuple[str, str], Picture] = _of_the_last()  # by tenant and uuid
+        self._known: LruTable[bytes, set[str]] = _of_the_last()  # image -> tenants
+        self._turns: LruTable[bytes, _Conversation] = _of_the_last()  # by the end of a turn, or by two turns
 
     def add_all(self, prompts: Iterable[Prompt]) -> None:
         """Play requests in their order."""
@@ -151,7 +183,7 @@ class Estimate:
     def add(self, prompt: Prompt) -> None:
         """Play one request."""
         units = list(self._units(prompt))
-        conversation = self._conversation(units, _num_before_user(prompt))
+        conversation = self._conversation(units, _num_before_user(prompt), prompt.tenant)
         self.seen.requests += 1
         self.seen.tenants.add(prompt.tenant)
         self.seen.continued += prompt.is_continued
@@ -174,7 +206,8 @@ class Estimate:
         for turn in prompt.turns:
             pieces = [piece for part in turn for piece in self._pieces(part, prompt.tenant)]
             for number, piece in enumerate(pieces):
-                chain = blake3(chain + _digest(piece)).digest(DIGEST_BYTES)
+                own = _digest(piece)
+                chain = blake3(chain + own).digest(DIGEST_BYTES)
                 picture = None
                 if isinstance(piece, Picture):
                     tokens = self._image_tokens(piece)
@@ -187,7 +220,7 @@ class Estimate:
                     tokens = piece.tokens
                 else:
                     tokens = TURN_TOKENS * (number == 0) + round(len(piece.text) / self.sizes.chars_per_token)
-                yield _Unit(chain, tokens, picture, number == len(pieces) - 1)
+                yield _Unit(chain, tokens, picture, number == len(pieces) - 1, own)
 
     def _pieces(self, part: Part, tenant: str) -> Iterator[Part]:
         """A part as it is reused: text in pieces, and an image that has only its client's uuid as the one it is."""
@@ -197,31 +230,37 @@ class Estimate:
         elif isinstance(part, Picture) and part.uuid:
             key = tenant, part.uuid
             if part.digest:
-                self._by_uuid[key] = part
-            yield self._by_uuid.get(key) or Picture(digest_of(part.uuid))
+                self._by_uuid.replace(key, part)
+                yield part
+            else:
+                yield replace(self._by_uuid.get(key) or Picture(digest_of(part.uuid)), num_bytes=0, is_sent=False)
         else:
             yield part
 
     def _image_tokens(self, picture: Picture) -> int:
         return self.model.tokens(picture.width, picture.height) if picture.tokens is None else picture.tokens
 
-    def _conversation(self, units: Sequence[_Unit], num_before: int) -> int:
+    def _conversation(self, units: Sequence[_Unit], num_before: int, tenant: str) -> _Conversation:
         """The conversation that a request goes on with: that of the longest beginning in whole turns.
 
-        What comes before the first turn of a user, such as a system prompt, makes none.
+        Where the beginning was dropped or changed, it is that of the last two turns that are known to follow each
+        other. What comes before the first turn of a user, such as a system prompt, makes none.
         """
         ends = [unit.chain for unit in units if unit.ends_turn][num_before:]
-        known = next((self._turns[end] for end in reversed(ends) if end in self._turns), None)
+        keys = [*_pairs_of_turns(units, num_before, tenant), *ends]
+        known = next((found for key in reversed(keys) if (found := self._turns.get(key))), None)
+        images = frozenset(unit.picture.digest for unit in units if unit.picture is not None)
         if known is None:
-            known = self.seen.conversations
+            known = _Conversation()
             self.seen.conversations += 1
-        elif self._longest[known] in {unit.chain for unit in units}:
+        elif known.end in {unit.chain for unit in units}:
             self.seen.grown += 1
         else:
             self.seen.rewritten += 1
-        for end in ends:
-            self._turns.setdefault(end, known)
-        self._longest[known] = units[-1].chain
+            self.seen.dropped += not known.last <= images
+        for key in keys:
+            self._turns.admit(key, known)
+        known.end, known.last = units[-1].chain, images
         return known
 
     def _num_known(self, side: str, units: Sequence[_Unit]) -> int:
@@ -235,7 +274,7 @@ class Estimate:
         """Of these units: all in whole blocks, or up to the last place where every layer has a state."""
         if self.model.keeps_all_kv:
             return self._whole_blocks(ends[len(known) - 1]) if known else 0
-        states = self._states[side]
+        states = self._kv[side].states[side]
         kept = (unit for unit in known if not self._state_tokens or _state_of(unit) in self._kv[side])
         return max((states.get(unit.chain, 0) for unit in kept), default=0)
 
@@ -245,43 +284,48 @@ class Estimate:
         junction: how many tokens the layers with full attention still had, on stock. reused: by side, tokens of the
         hit; the state there was used again.
         """
+        places: dict[str, list[int]] = {side: [] for side in SIDES}
         if not self.model.keeps_all_kv:
             images = [end for unit, end in zip(units, ends, strict=True) if unit.picture is not None]
             stops = {"stock": [junction], "mmcache": images}
             is_whole = ends[-1] <= self.model.window_tokens
+            places = {side: [*ends] if is_whole else [reused[side], *stops[side], ends[-1]] for side in SIDES}
+        states = {side: list(self._states_at(places[side], units, ends, reused[side])) for side in SIDES}
+        if self._state_tokens:
             for side in SIDES:
-                places = ends if is_whole else [reused[side], *stops[side], ends[-1]]
-                self._keep_states(side, units, ends, places, reused[side])
+                for unit, _ in states[side]:
+                    self._kv[side].use(_state_of(unit), self._state_tokens)
         for kv in dict.fromkeys(self._kv.values()):
             for unit in reversed(units):
                 kv.use(unit.chain, unit.tokens)
+        for side in SIDES:
+            kept = self._kv[side].states[side]
+            for unit, place in states[side]:
+                if unit.chain in self._kv[side]:
+                    kept[unit.chain] = max(place, kept.get(unit.chain, 0))
 
-    def _keep_states(
-        self, side: str, units: Sequence[_Unit], ends: Sequence[int], places: Sequence[int], reused: int
-    ) -> None:
-        """Keep states at these places, in tokens, as far as they are whole blocks.
+    def _states_at(
+        self, places: Sequence[int], units: Sequence[_Unit], ends: Sequence[int], reused: int
+    ) -> Iterator[tuple[_Unit, int]]:
+        """States at these places, in tokens, as far as they are whole blocks, each with the unit that it lies in.
 
         Where states take room, those before the end of the hit are left out, since they were not computed again.
         """
         for place in sorted(map(self._whole_blocks, places)):
-            if not place or (self._state_tokens and place < reused):
-                continue
-            unit = units[bisect_left(ends, place)]
-            self._states[side][unit.chain] = max(place, self._states[side].get(unit.chain, 0))
-            if self._state_tokens:
-                self._kv[side].use(_state_of(unit), self._state_tokens)
+            if place and not (self._state_tokens and place < reused):
+                yield units[bisect_left(ends, place)], place
 
     def _whole_blocks(self, tokens: int) -> int:
         return tokens // self.sizes.block_tokens * self.sizes.block_tokens
 
-    def _count(self, picture: Picture, tenant: str, conversation: int) -> None:
+    def _count(self, picture: Picture, tenant: str, conversation: _Conversation) -> None:
         seen, digest = self.seen, picture.digest
-        tenants = self._known.setdefault(digest, set())
+        tenants = self._known.admit(digest, set())
         seen.images += 1
         seen.image_tokens += self._image_tokens(picture)
         seen.file_bytes += picture.num_bytes
         seen.of_unknown_size += not picture.width
-        if (conversation, digest) in self._in_conversation:
+        if digest in conversation.images:
             seen.in_conversation += 1
         elif tenant in tenants:
             seen.across_conversations += 1
@@ -290,25 +334,28 @@ class Estimate:
         else:
             seen.new += 1
         tenants.add(tenant)
-        self._in_conversation.add((conversation, digest))
+        conversation.images.add(digest)
 
     def _stock(self, picture: Picture, tokens: int, *, is_reused: bool) -> None:
         done = self.done["stock"]
-        _decode(done, picture)
         num_pixels = self._num_pixels(picture)
-        if not self._processor.use(picture.digest, round(num_pixels * self.model.pixel_bytes)):
+        is_processed = self._processor.use(picture.digest, round(num_pixels * self.model.pixel_bytes))
+        if picture.is_sent or not is_processed:
+            _decode(done, picture)
+        if not is_processed:
             _process(done, num_pixels)
         if not is_reused and not self._encoder["stock"].use(("", picture.digest), tokens):
             _encode(done, tokens)
 
     def _ours(self, picture: Picture, tenant: str, tokens: int, *, is_reused: bool) -> None:
         done, key = self.done["mmcache"], (tenant, picture.digest)
-        is_known = key in self._records
-        self._records.add(key)
+        is_known = self._records.replace(key, True) is not None
         if not is_reused and not self._encoder["mmcache"].use(key, tokens):
             size = tokens * self.model.feature_bytes
             self.distances.use(key, size)
-            if not self._features.use(key, size):
+            if self._features.use(key, size):
+                done.loaded_bytes += size
+            else:
                 _encode(done, tokens)
                 is_known = False
         if is_known:
@@ -322,35 +369,60 @@ class Estimate:
         return wide * high
 
 
+def _pairs_of_turns(units: Sequence[_Unit], num_before: int, tenant: str) -> Iterator[bytes]:
+    """A digest of each two turns that follow each other, from the turn of that number on, whatever comes before."""
+    turns, own = list[bytes](), b""
+    for unit in units:
+        own += unit.own
+        if unit.ends_turn:
+            turns.append(blake3(own).digest(DIGEST_BYTES))
+            own = b""
+    for one, following in pairwise(turns[num_before:]):
+        yield digest_of(tenant)[:8] + one + following
+
+
+def _of_the_last() -> LruTable[Any, Any]:
+    """A table of the last MOST_REMEMBERED."""
+    budget = Budget(MOST_REMEMBERED, sys.maxsize)
+    return LruTable(lambda: budget, 1)
+
+
 def _state_of(unit: _Unit) -> bytes:
     """The key in the KV cache of the state that belongs to a unit."""
     return unit.chain + b"state"
 
 
 class Distances:
-    """How large a cache would have had to be, so that what is used again is still there: exact, for any size.
+    """How large a cache would have had to be, so that what is used again is still there.
 
-    A tree of sums over the places of the last uses; a place is one use.
+    Exact for any size while no more than `most_keys` different ones are used; then for a part of them, chosen by their
+    digests, which stands for all. A tree of sums over the places of the last uses; a place is one use.
     """
 
-    def __init__(self) -> None:
-        self.needed: list[float] = []
+    def __init__(self, most_keys: int = 1 << 18) -> None:
+        self.needed = array("d")
         """Bytes, for each use but the first ones."""
-        self._last: dict[Hashable, tuple[int, float]] = {}
+        self._most_keys = most_keys
+        self._share = 1.0  # of the keys that are looked at
+        self._num_uses = 0
+        self._last: dict[Hashable, tuple[int, float]] = {}  # in the order of their last uses
         self._tree = [0.0]
 
     def use(self, key: Hashable, size: float) -> None:
         """Note a use of what takes so many bytes."""
-        before = self._last.get(key)
+        if self._share < 1 and _drawn(key) >= self._share:
+            return
+        self._num_uses += 1
+        before = self._last.pop(key, None)
         if before is not None:
             place, old = before
-            self.needed.append(self._sum(len(self._tree) - 1) - self._sum(place - 1))
+            self.needed.append((self._sum(len(self._tree) - 1) - self._sum(place - 1)) / self._share)
             self._change(place, -old)
-        place = len(self._tree)
-        below = place & (place - 1)  # the node holds what lies between this place and that
-        self._tree.append(self._sum(place - 1) - self._sum(below))
-        self._change(place, size)
-        self._last[key] = place, size
+        self._append(key, size)
+        if len(self._last) > self._most_keys:
+            self._halve()
+        if len(self._tree) > 1024 + 4 * len(self._last):
+            self._place_anew()
 
     def size_for(self, share: float) -> float:
         """Bytes with which this share of the hits that there could be are hits."""
@@ -359,11 +431,32 @@ class Distances:
 
     def curve(self, most: int = 100) -> list[tuple[float, float]]:
         """How large a cache is, in bytes, and which share of all uses it misses; about so many points at most."""
-        num_uses, ordered = len(self._tree) - 1, sorted(self.needed)
-        if not num_uses:
+        ordered = sorted(self.needed)
+        if not self._num_uses:
             return []
         chosen = {ordered[(number * len(ordered) - 1) // most] for number in range(1, most + 1)} if ordered else set()
-        return [(size, 1 - bisect_right(ordered, size) / num_uses) for size in (0.0, *sorted(chosen))]
+        return [(size, 1 - bisect_right(ordered, size) / self._num_uses) for size in (0.0, *sorted(chosen))]
+
+    def _halve(self) -> None:
+        """Look at half as many keys from now on; and of what was seen, at every second use."""
+        self._share /= 2
+        self._last = {key: last for key, last in self._last.items() if _drawn(key) < self._share}
+        del self.needed[1::2]
+        self._num_uses //= 2
+        self._place_anew()
+
+    def _place_anew(self) -> None:
+        """Give the last uses new places, without gaps."""
+        last, self._last, self._tree = self._last, {}, [0.0]
+        for key, (_, size) in last.items():
+            self._append(key, size)
+
+    def _append(self, key: Hashable, size: float) -> None:
+        place = len(self._tree)
+        below = place & (place - 1)  # the node holds what lies between this place and that
+        self._tree.append(self._sum(place - 1) - self._sum(below))
+        self._change(place, size)
+        self._last[key] = place, size
 
     def _sum(self, place: int) -> float:
         total = 0.0
@@ -376,6 +469,11 @@ class Distances:
         while place < len(self._tree):
             self._tree[place] += by
             place += place & -place
+
+
+def _drawn(key: Hashable) -> float:
+    """A number from 0 to 1, always the same for a key."""
+    return int.from_bytes(blake3(repr(key).encode()).digest(8), "big") / (1 << 64)
 
 
 def _num_before_user(prompt: Prompt) -> int:

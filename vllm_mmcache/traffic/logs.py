@@ -44,37 +44,46 @@ class Log:
     """Read so far, uncompressed."""
 
     def prompts(self) -> Iterator[Prompt]:
-        """Each request that can be used. Raises: RecordsError for a file that can't be read."""
-        for path in self._files():
+        """Each request that can be used. Raises: RecordsError for a file that can't be read, before any is."""
+        paths = self._files()
+        for path in paths:
+            if path != STDIN and (path.is_file() or path.is_dir() or not path.exists()):  # a pipe can be read only once
+                with _opened(path):
+                    pass
+        for path in paths:
             with _opened(path) as file:
-                yield from self._prompts_in(file)
+                for value in self._values(file):
+                    yield from self._prompts_of(value)
 
-    def _files(self) -> Iterator[Path]:
-        """The files in order; one that was turned over (NAME.1) comes just before the one that followed it (NAME)."""
-        turned_over = set()
+    def _files(self) -> list[Path]:
+        """Each file once, in order; one that was turned over (NAME.1) comes just before the one after it (NAME)."""
+        found = dict[Path, None]()
         for path in self.paths:
             before = older(path)
             if before in self.paths or _is_of_records(before):
-                turned_over.add(before)
-                yield before
+                found[before] = None
                 if not path.exists():  # nothing was written since
                     continue
-            if path not in turned_over:
-                yield path
+            found[path] = None
+        return list(found)
 
-    def _prompts_in(self, file: BinaryIO) -> Iterator[Prompt]:
+    def _values(self, file: BinaryIO) -> Iterator[Any]:
+        """What each line of a file holds, as JSON; None for one that holds none."""
         first = True
-        for line in file:
-            self.num_bytes += len(line)
-            if not line.strip():
-                continue
-            value = _parsed(line)
-            if first and value is None and line.rstrip().endswith((b"{", b"[", b",")):  # one value over several lines
-                rest = file.read()
-                self.num_bytes += len(rest)
-                value = _parsed(line + rest)
-            first = False
-            yield from self._prompts_of(value)
+        try:
+            for line in file:
+                self.num_bytes += len(line)
+                if not line.strip():
+                    continue
+                value = _parsed(line)
+                if first and value is None and line.rstrip().endswith((b"{", b"[", b",")):  # a value over several lines
+                    rest = file.read()
+                    self.num_bytes += len(rest)
+                    value = _parsed(line + rest)
+                first = False
+                yield value
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            self.unused["behind where a compressed file is cut or damaged"] += 1
 
     def _prompts_of(self, value: Any) -> Iterator[Prompt]:
         if value is None:
@@ -94,7 +103,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with open(0, "rb", closefd=False) if path == STDIN else path.open("rb") as file:
             is_compressed = file.peek(2)[:2] == GZIP
             yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if is_compressed else file
-    except (OSError, EOFError, zlib.error) as error:
+    except OSError as error:
         raise RecordsError(f"{path} can't be read: {error}") from error
 
 
@@ -132,10 +141,15 @@ def _unwrapped(value: Any) -> Any:
                 value = json.loads(value)
             except (ValueError, RecursionError):
                 return None
-        if not isinstance(value, dict) or "messages" in value or "input" in value:
+        if not isinstance(value, dict) or _is_request(value):
             return value
         inner = next((value[name] for name in WRAPPERS if isinstance(value.get(name), dict | str)), None)
         if inner is None:
             return value
         value = inner
     return value
+
+
+def _is_request(value: dict[str, Any]) -> bool:
+    has_prompt = "prompt" in value and not {"body", "request"} & value.keys()
+    return has_prompt or bool({"messages", "input", "conversations"} & value.keys())

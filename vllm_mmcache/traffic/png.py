@@ -23,10 +23,8 @@ def write(path: Path, curve: Sequence[tuple[float, float]], chosen_bytes: float)
     """Write the plot of the page as PNG.
 
     curve: the size of a store in bytes, rising, and the share of features that it lacks. chosen_bytes is marked where
-    it lies in the plot. Raises: RecordsError without matplotlib, for one point alone, or where it can't be written.
+    it lies in the plot. Raises: RecordsError without matplotlib, or where it can't be written.
     """
-    if len(curve) < 2:
-        raise RecordsError("--png: no image would be looked for in the store a second time: there is nothing to plot")
     most_bytes = curve[-1][0] * MARGIN
     figure = figure_class()(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.subplots()

@@ -196,7 +196,7 @@ def is_record(value: Any) -> bool:
 
 def older(path: Path) -> Path:
     """The file that a server has turned over last: the records before those in `path`."""
-    return path.with_name(path.name + ".1")
+    return path.parent / f"{path.name}.1"
 
 
 def _request(record_id: str) -> str:

@@ -148,7 +148,10 @@ def repeats(estimate: Estimate) -> Iterator[tuple[str, int, float]]:
 def grown(estimate: Estimate) -> str:
     """How conversations went on."""
     seen = estimate.seen
-    return f"conversations go on behind all that was asked {seen.grown:,} times, and change it {seen.rewritten:,} times"
+    return (
+        f"conversations go on behind all that was asked {seen.grown:,} times, and change it {seen.rewritten:,} times, "
+        f"{seen.dropped:,} of these without an image that was there"
+    )
 
 
 def work(result: Result) -> Iterator[tuple[str, list[str]]]:
@@ -175,19 +178,25 @@ def work(result: Result) -> Iterator[tuple[str, list[str]]]:
 def to_keep(estimate: Estimate) -> str:
     """How large the store has to be for some shares of the hits."""
     sizes = ", ".join(f"{share:.0%}: {shown(estimate.distances.size_for(share))}" for share in SHARES)
-    return f"features to keep, for so many of the hits that there could be: {sizes}"
+    loaded = shown(estimate.done["mmcache"].loaded_bytes)
+    return f"features to keep, for so many of the hits that there could be: {sizes}; read from the store: {loaded}"
 
 
 def seconds(result: Result, done: Done) -> dict[str, float]:
     """Of one CPU core, and of the GPU as far as its speeds are given."""
     estimate, speeds = result.estimate, result.speeds
-    decode_s = sum(DECODE_S.get(name, DECODE_S["JPEG"]) * pixels for name, pixels in done.decoded_pixels.items())
-    found = {"CPU_s": decode_s + PROCESS_S * done.processed_pixels}
+    found = {"CPU_s": cpu_s(done)}
     if speeds.tower_tokens_s is not None:
         found["vision_tower_s"] = done.encoded_tokens / speeds.tower_tokens_s
     if speeds.prefill_tokens_s is not None:
         found["prefill_s"] = (estimate.seen.prompt_tokens - done.reused_tokens) / speeds.prefill_tokens_s
     return found
+
+
+def cpu_s(done: Done) -> float:
+    """Seconds of one CPU core for decoding and processing."""
+    decode_s = sum(DECODE_S.get(name, DECODE_S["JPEG"]) * pixels for name, pixels in done.decoded_pixels.items())
+    return decode_s + PROCESS_S * done.processed_pixels
 
 
 def assumptions(result: Result) -> Iterator[str]:
@@ -231,6 +240,7 @@ def limits(result: Result) -> Iterator[str]:
     yield "the size and format of the images' files: all are decoded as JPEG"
     yield "requests that were refused or aborted, and those whose lines had to go (MMCACHE_OBSERVE_FILE_BYTES)"
     yield "a beginning in common with requests that the engine had forgotten (MMCACHE_OBSERVE_BYTES): it counts as new"
+    yield "that a conversation goes on, where its beginning was dropped or changed: it counts as a new one"
     if recorded.mistaken >= LIKELY:
         yield (
             f"which of two images with one digest of {DIGEST_BITS} bits it was: of {len(recorded.digests):,} images, "
@@ -251,8 +261,9 @@ def verdict(estimate: Estimate) -> str:
     if not seen.images:
         return "There are no images in these requests: vllm-mmcache would do nothing for them."
     stock, ours = (estimate.done[side] for side in SIDES)
+    decoding = f"decoding and processing ({cpu_s(stock) - cpu_s(ours):,.1f} s of CPU)"
     savings = {
-        "decoding and processing": 1 - (ours.decoded + ours.processed) / (stock.decoded + stock.processed or 1),
+        decoding: 1 - (ours.decoded + ours.processed) / (stock.decoded + stock.processed or 1),
         "the vision tower's work": 1 - ours.encoded_tokens / stock.encoded_tokens if stock.encoded else 0.0,
         "tokens of the prefill": (ours.reused_tokens - stock.reused_tokens)
         / ((seen.prompt_tokens - stock.reused_tokens) or 1),

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The texts and images of one request in the order in which a model reads them: OpenAI's, Anthropic's, Responses.
 
-Parsed JSON in, digests and sizes out; nothing is fetched. Sizes of images that were opened are remembered.
+Entries of the datasets of `vllm bench` are requests, too. Parsed JSON in, digests and sizes out; nothing is fetched.
+Sizes of images that were opened are remembered.
 """
 
 import io
@@ -10,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import quote
 
 import pybase64
 from blake3 import blake3
@@ -40,6 +42,8 @@ class Picture:
     """In the prompt, where somebody has counted them."""
     uuid: str = ""
     """The client's name for it: later requests may have that alone."""
+    is_sent: bool = True
+    """The request has its content or its address, and not only its uuid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +86,11 @@ def prompt_of(body: Any) -> Prompt:
     """What a request's parsed body asks. Raises: NoPrompt."""
     if not isinstance(body, dict):
         raise NoPrompt("no JSON object")
-    messages = body.get("messages", body.get("input"))
+    messages = body.get("messages", body.get("input")) or _asked_by_bench(body)
     if isinstance(messages, str):  # Responses
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not messages:
-        raise NoPrompt("neither 'messages' nor 'input'")
+        raise NoPrompt("none of 'messages', 'input', 'prompt' and 'conversations'")
     turns = []
     system = body.get("system") or body.get("instructions")
     tools = body.get("tools")
@@ -99,6 +103,25 @@ def prompt_of(body: Any) -> Prompt:
     tenant = body.get("cache_salt")
     is_continued = bool(body.get("previous_response_id") or body.get("conversation"))
     return Prompt(tuple(turns), tenant if isinstance(tenant, str) else "", is_continued)
+
+
+def _asked_by_bench(entry: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """What `vllm bench` asks for an entry of a dataset, ShareGPT's or one of its own; None where it is no such entry.
+
+    Of a conversation that is its first turn. Images come behind the text.
+    """
+    talk, paths = entry.get("conversations"), entry.get("image_files") or [entry.get("image")]
+    asked = talk[0] if isinstance(talk, list) and talk else {"value": entry.get("prompt")}
+    text = asked.get("value") if isinstance(asked, dict) else None
+    if not isinstance(text, str):
+        return None
+    images = [_path_or_url(path) for path in paths if isinstance(path, str)] if isinstance(paths, list) else []
+    shown = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    return [{"role": "user", "content": [{"type": "text", "text": text}, *shown]}]
+
+
+def _path_or_url(name: str) -> str:
+    return name if name.startswith("data:") or _NAME.fullmatch(name) else f"file://{quote(name)}"
 
 
 def _said(message: dict[str, Any]) -> Iterator[Part]:

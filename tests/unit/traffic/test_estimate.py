@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.traffic.logs import Request, chat, image, said, text, user
+from vllm_mmcache.traffic import estimate as estimates
 from vllm_mmcache.traffic.estimate import TURN_TOKENS, Distances, Estimate, Lru, Sizes
 from vllm_mmcache.traffic.models import MODELS, Model
 from vllm_mmcache.traffic.requests import prompt_of
@@ -80,8 +81,20 @@ def test_a_window_that_drops_the_first_picture() -> None:
     whole = conversation(1, 2)[-1]
     dropped = chat(user(text("(an older picture)"), text("a" * 8)), *whole["messages"][1:])
     estimate = played([whole, chat(whole["messages"][0], said("x")), dropped])
-    assert (estimate.seen.grown, estimate.seen.rewritten) == (0, 1)
-    assert estimate.seen.conversations == 2
+    seen = estimate.seen
+    assert (seen.conversations, seen.grown, seen.rewritten, seen.dropped) == (1, 0, 2, 2)
+    reworded = chat(*dropped["messages"][:-1], user(image(2), text("b" * 8)))
+    assert (played([whole, dropped, reworded]).seen.rewritten, played([dropped, reworded]).seen.dropped) == (2, 0)
+
+
+def test_a_window_that_drops_the_oldest_turns() -> None:
+    """As many agents' do; the control is another conversation in the same words about other pictures."""
+    longer, other = (conversation(*pictures)[-1]["messages"] for pictures in ((1, 2, 3), (4, 5, 6)))
+    seen = played([chat(*longer[:3]), chat(*longer[2:])]).seen
+    assert (seen.conversations, seen.rewritten) == (2, 0), "nothing but one turn in common"
+    seen = played([chat(*longer[:3]), chat(*longer[1:])]).seen
+    assert (seen.conversations, seen.rewritten, seen.dropped, seen.in_conversation) == (1, 1, 1, 1)
+    assert played([chat(*longer[:3]), chat(*other[1:])]).seen.conversations == 2
 
 
 def test_hybrids_hit_at_ends_of_pictures_with_the_plugin_alone() -> None:
@@ -145,8 +158,8 @@ def test_a_hit_is_whole_blocks() -> None:
     for model in (FULL, WINDOWS):
         estimate = played(requests, model, Sizes(block_tokens=8, encoder_tokens=1))
         assert counts(estimate)["mmcache"][3] == 8
-        assert estimate.distances.needed == [IMAGE_TOKENS * FULL.feature_bytes]
-    assert played(requests, FULL, Sizes(block_tokens=5, encoder_tokens=1)).distances.needed == []
+        assert list(estimate.distances.needed) == [IMAGE_TOKENS * FULL.feature_bytes]
+    assert not played(requests, FULL, Sizes(block_tokens=5, encoder_tokens=1)).distances.needed
 
 
 def test_the_plugin_asks_the_encoder_cache_first() -> None:
@@ -167,6 +180,17 @@ def test_an_image_under_its_uuid_alone_is_the_one_that_came_with_it() -> None:
     estimate = played([chat(first), chat(again, said("b"), user(text("c"))), chat(again, cache_salt="other")])
     assert (estimate.seen.new, estimate.seen.in_conversation, estimate.seen.grown) == (2, 1, 1)
     assert (estimate.seen.of_unknown_size, estimate.seen.unknown_images) == (1, 0)
+
+
+def test_an_image_under_its_uuid_alone_is_not_decoded_on_stock_either() -> None:
+    """While its processor cache has it; the control is one that it has no room for."""
+    whole, alone = image(1) | {"uuid": "u"}, {"type": "image_url", "image_url": None, "uuid": "u"}
+    requests = [chat(user(whole, text("a"))), *(chat(user(alone, text(f"{number}"))) for number in range(3))]
+    for processor_bytes, done in ((4 << 30, 1), (0, 4)):
+        estimate = played(requests, sizes=replace(ROOMY, processor_bytes=processor_bytes))
+        assert counts(estimate)["stock"][:2] == (done, done)
+        assert counts(estimate)["mmcache"][:2] == (1, 1)
+        assert estimate.seen.file_bytes == played(requests[:1]).seen.file_bytes > 0
 
 
 def test_images_without_content_are_no_repeats() -> None:
@@ -201,7 +225,7 @@ def test_the_size_for_a_share() -> None:
     for key in "abcabc":
         distances.use(key, 10.0)
     distances.use("c", 10.0)
-    assert distances.needed == [30.0, 30.0, 30.0, 10.0]
+    assert list(distances.needed) == [30.0, 30.0, 30.0, 10.0]
     assert [distances.size_for(share) for share in (0.25, 0.5, 1.0)] == [10.0, 30.0, 30.0]
     assert Distances().size_for(1.0) == 0.0
 
@@ -215,6 +239,48 @@ def test_the_sizes_are_those_that_a_cache_needs(uses: list[tuple[int, int]], cap
         distances.use(key, size)
         hits += cache.use(key, size)
     assert hits == sum(needed <= capacity for needed in distances.needed)
+
+
+def test_a_part_stands_for_all_where_there_are_many() -> None:
+    """Of many images, some of which are used more often than others, at most 1,000 are looked at."""
+    draw = random.Random(0)
+    keys = [int(draw.expovariate(1 / 4_000)) for _ in range(60_000)]
+    exact, sampled = Distances(), Distances(most_keys=1_000)
+    for key in keys:
+        exact.use(key, 100)
+        sampled.use(key, 100)
+    assert len(sampled._last) <= 1_000 < len(exact._last)
+    assert len(sampled._tree) < 10_000
+    for share in (0.5, 0.8, 0.95):
+        assert sampled.size_for(share) == pytest.approx(exact.size_for(share), rel=0.15)
+    assert sampled.curve()[-1][1] == pytest.approx(exact.curve()[-1][1], abs=0.05)
+
+
+def test_places_without_gaps_change_nothing() -> None:
+    """Where few keys are used very often, as many places as uses would be too many."""
+    distances = Distances()
+    for number in range(50_000):
+        distances.use(number % 5, 1)
+    assert set(distances.needed) == {5.0}
+    assert len(distances._tree) <= 1024 + 4 * 5
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was used longest ago is new again."""
+    monkeypatch.setattr(estimates, "MOST_REMEMBERED", 8)
+    estimate = played([one for number in range(30) for one in conversation(number, name=f"{number:02}")])
+    assert {len(estimate._records), len(estimate._known), len(estimate._turns)} == {8}
+    estimate.add(prompt_of(conversation(0, name="00")[0]))
+    assert estimate.seen.new == 31
+
+
+@pytest.mark.parametrize("model", [FULL, WINDOWS, replace(WINDOWS, state_blocks=20)])
+def test_states_go_with_their_blocks(model: Model) -> None:
+    requests = [one for number in range(30) for one in conversation(number, name=f"{number:02}")]
+    estimate = played(requests, model, replace(ROOMY, kv_tokens=200))
+    for side, kv in estimate._kv.items():
+        assert kv.states[side].keys() <= set(kv._entries)
+        assert bool(kv.states[side]) == (model is not FULL)
 
 
 def test_gemma4_fills_its_tokens() -> None:

@@ -3,6 +3,8 @@
 
 import gzip
 import json
+import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,18 +71,39 @@ def test_forms(written: Callable[[list[Request]], str], is_compressed: bool, tmp
 
 def test_what_is_wrong_is_counted(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    path.write_text("no json\n" + lines([*REQUESTS, {"prompt": "old"}]) + '{"messages": [7]}\n{"cut": \n[[[\n"text"\n')
+    path.write_text("no json\n" + lines([*REQUESTS, {"no": "request"}]) + '{"messages": [7]}\n{"cut": \n[[[\n"text"\n')
     log = Log([path])
     assert len(list(log.prompts())) == len(REQUESTS)
     assert log.unused == {
-        "not JSON": 3, "neither 'messages' nor 'input'": 1, "a message that is no JSON object": 1, "no JSON object": 1
-    }  # fmt: skip
+        "not JSON": 3,
+        "none of 'messages', 'input', 'prompt' and 'conversations'": 1,
+        "a message that is no JSON object": 1,
+        "no JSON object": 1,
+    }
 
 
 def test_files_that_can_not_be_read(tmp_path: Path) -> None:
-    with pytest.raises(RecordsError, match="none"):
-        list(Log([tmp_path / "none"]).prompts())
-    cut = tmp_path / "cut.gz"
-    cut.write_bytes(gzip.compress(lines(REQUESTS).encode())[:-20])
-    with pytest.raises(RecordsError, match=r"cut\.gz"):
-        list(Log([cut]).prompts())
+    """Before any is read; a directory, and a path without a name, too."""
+    (tmp_path / "log").write_text(lines(REQUESTS))
+    for wrong in (tmp_path / "none", tmp_path, Path("."), Path("/")):
+        read = Log([tmp_path / "log", wrong])
+        with pytest.raises(RecordsError, match=re.escape(str(wrong))):
+            next(read.prompts())
+        assert read.num_bytes == 0
+
+
+@pytest.mark.parametrize("spoil", [lambda data: data[:-20], lambda data: data[:-8] + bytes(8)], ids=["cut", "damaged"])
+def test_what_comes_before_the_cut_is_used(spoil: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    """A log that is still being compressed ends somewhere."""
+    rng = random.Random(0)
+    requests = [*REQUESTS, chat(user(text(str(rng.random()) * 1000)))]
+    (tmp_path / "1.gz").write_bytes(spoil(gzip.compress(lines(requests).encode())))
+    (tmp_path / "2").write_text(lines(REQUESTS))
+    read = Log([tmp_path / "1.gz", tmp_path / "2"])
+    assert len(list(read.prompts())) >= 2 * len(REQUESTS)
+    assert read.unused == {"behind where a compressed file is cut or damaged": 1}
+
+
+def test_a_prompt_beside_a_request_is_no_request(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(lines([{"prompt": "as text", "body": one} for one in REQUESTS]))
+    assert list(Log([tmp_path / "log"]).prompts()) == [prompt_of(one) for one in REQUESTS]

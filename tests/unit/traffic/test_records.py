@@ -75,7 +75,12 @@ def of_images(estimate: Estimate) -> dict[str, Any]:
 def test_a_log_and_the_records_of_the_same_requests_agree(name: str, sizes: Sizes, path: Path) -> None:
     """About images, which come again where, and how often the vision tower runs."""
     from_records, log = recorded(path, WORKLOADS[name], sizes)
-    assert of_images(from_records) == of_images(played(WORKLOADS[name], sizes=sizes))
+    one, other = of_images(from_records), of_images(played(WORKLOADS[name], sizes=sizes))
+    if name == "window":  # records can't tell that a conversation goes on
+        for found in (one, other):
+            found["seen before"] = found.pop("in_conversation") + found.pop("across_conversations")
+            del found["conversations"], found["grown"], found["rewritten"]
+    assert one == other
     assert not log.unused
 
 
@@ -168,7 +173,9 @@ def test_the_file_before_is_read_first(path: Path) -> None:
     first = log.recorded.first
     assert first is not None
     assert first.id == whole[0]
-    assert len(list(Log([path, records.older(path)]).prompts())) == len(whole), "as a shell sorts them"
+    for paths in ([path, records.older(path)], [records.older(path), path]):  # as a shell sorts them, and in order
+        twice = Log(paths)
+        assert (len(list(twice.prompts())), twice.unused) == (len(whole), {})
     path.unlink()
     assert 0 < len(list(Log([path]).prompts())) < len(whole)
     assert len(list(Log([records.older(path), path.parent / "none"][:1]).prompts())) < len(whole)
@@ -217,7 +224,7 @@ def test_what_the_command_says(path: Path) -> None:
     assert "components of the plugin on" not in shown
     found = json.loads(CliRunner().invoke(app, ["estimate", str(path), "--json"]).stdout)
     assert found["recorded"]["encoded"] == found["stock"]["encoded"] == 4
-    assert len(found["not_known"]) == 3
+    assert len(found["not_known"]) == 4
 
 
 def test_layers_with_states_are_found_in_the_records(path: Path) -> None:

@@ -61,6 +61,9 @@ def test_nothing_at_all(log: Path) -> None:
         done = CliRunner().invoke(app, ["estimate", str(log)])
         assert "No requests were found" in done.stdout
         assert done.exit_code == 2
+        done = CliRunner().invoke(app, ["estimate", str(log), "--json"])
+        assert "No requests were found" in json.loads(done.stdout)["error"]
+        assert done.exit_code == 2
 
 
 def test_images_that_were_taken_out(log: Path) -> None:
@@ -99,8 +102,8 @@ def test_sizes_with_and_without_units(log: Path) -> None:
 
 
 def test_what_was_not_used_is_said(log: Path) -> None:
-    said = estimate(log, [*conversation(1), {"prompt": "old"}, {"prompt": "older"}])
-    assert "not used: 2 lines (neither 'messages' nor 'input': 2)" in said
+    said = estimate(log, [*conversation(1), {"no": "request"}, {"none": 1}])
+    assert "not used: 2 lines (none of 'messages', 'input', 'prompt' and 'conversations': 2)" in said
 
 
 @pytest.mark.parametrize(

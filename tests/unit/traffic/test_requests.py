@@ -183,11 +183,29 @@ def test_a_tenant_is_the_salt() -> None:
     [
         ([], "no JSON object"),
         (None, "no JSON object"),
-        ({"prompt": "x"}, "neither"),
-        ({"messages": []}, "neither"),
+        ({"prompt": ["x", "y"]}, "none of 'messages'"),
+        ({"messages": []}, "none of 'messages'"),
         ({"messages": ["x"]}, "a message that is no JSON object"),
     ],
 )
 def test_no_request(body: object, why: str) -> None:
     with pytest.raises(NoPrompt, match=why):
         prompt_of(body)
+
+
+@pytest.mark.parametrize(
+    ("entry", "names"),
+    [
+        ({"conversations": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A cat."}]}, []),
+        ({"conversations": [{"from": "human", "value": "What?"}], "image": "a b/cat.png"}, ["file://a%20b/cat.png"]),
+        ({"prompt": "What?", "output_tokens": 10}, []),
+        ({"prompt": "What?", "image_files": ["/1.png", "https://x/2"]}, ["file:///1.png", "https://x/2"]),
+    ],
+    ids=["ShareGPT", "ShareGPT with an image", "custom", "custom_mm"],
+)
+def test_datasets_of_vllm_bench(entry: dict[str, Any], names: list[str]) -> None:
+    """It asks the first turn, and puts images behind the text."""
+    ((role, words, *pictures),) = prompt_of(entry).turns
+    assert (role, words) == (Words("user"), Words("What?"))
+    assert pictures == [picture_of(name) for name in names]
+    assert all(isinstance(one, Picture) and one.digest for one in pictures)
