@@ -2,17 +2,23 @@
 """`mmcache estimate` beside the truth: recorded requests, what it predicts, and what servers then count for them.
 
 Each workload is written as a log and read from it. Then stock and the plugin answer the same requests, one after the
-other, on servers with a KV cache and an encoder cache that are too small for some of them.
+other, on servers with a KV cache and an encoder cache that are too small for some of them. Beside that, the command
+reads large logs: of screenshots, and of texts alone.
 """
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tempfile
+import time
 import urllib.request
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from mmcache_tools.zoo import build_cached
@@ -25,6 +31,7 @@ from vllm_mmcache.traffic.estimate import Estimate, Sizes
 from vllm_mmcache.traffic.logs import Log
 from vllm_mmcache.traffic.models import Model
 
+SCREENSHOT = Kind("image/jpeg", (640, 400), 20, {"format": "JPEG", "quality": 90})
 PICTURE = Kind("image/png", (320, 320), 20, {"format": "PNG"})
 STEP_TOKENS = 2048
 ARGS = (
@@ -40,7 +47,10 @@ Request = dict[str, Any]
 
 
 def measure(options: Namespace) -> Result:
-    """By workload and side, what is predicted, what is counted, and the error; that of tokens as a share of prompts."""
+    """By workload and side, what is predicted, what is counted, and the error as a share of what is counted.
+
+    Where no token is reused, the error is a share of all tokens of prompts.
+    """
     result = Result()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -61,6 +71,12 @@ def measure(options: Namespace) -> Result:
             for workload, path in logs.items():
                 predicted = predict(model, path, sizes, counted["stock"][workload]["prompt_tokens"])
                 add(result, f"{family}, {workload}", predicted, {side: counted[side][workload] for side in SIDES})
+        for name, talk in {"screenshots": of_screenshots, "texts": of_texts}.items():
+            path = folder / "large.jsonl"
+            num_bytes = write_log(path, talk, options.log_bytes)
+            seconds, most_mib = read_log(path)
+            result.add(f"a log of {name}", "seconds_a_gb", {"mmcache": seconds * 1e9 / num_bytes})
+            result.add(f"a log of {name}", "most_mib", {"mmcache": most_mib})
     return result
 
 
@@ -87,7 +103,7 @@ def add(
     for what in COUNTS:
         result.add(case, what, {side: counted[side][what] for side in SIDES})
         result.add(case, f"predicted_{what}", {side: predicted[side][what] for side in SIDES})
-        of = {side: counted[side]["prompt_tokens" if what == "reused_tokens" else what] for side in SIDES}
+        of = {side: counted[side][what] or counted[side]["prompt_tokens"] for side in SIDES}
         errors = {side: abs(predicted[side][what] - counted[side][what]) / of[side] for side in SIDES}
         result.add(case, f"error_of_{what}", errors)
 
@@ -190,6 +206,46 @@ def batch(first: int) -> Iterator[Request]:
     """Two questions about each of many pictures, all first ones before all second ones."""
     for number in range(120):
         yield asking(turn(shown(first + number % 60), f"Question {number // 60}? {WORDS}"))
+
+
+def of_screenshots(random: Random) -> Iterator[Request]:
+    """A conversation of an agent: each turn has one more of 400 screenshots."""
+    messages: list[Request] = [{"role": "system", "content": WORDS * 10}]
+    for step in range(random.randint(2, 12)):
+        messages.append(turn(f"Step {step}. {WORDS}", image_part(url_of(SCREENSHOT, random.randrange(400)))))
+        yield asking(*messages)
+        messages.append({"role": "assistant", "content": f"Click at {random.random()}."})
+
+
+def of_texts(random: Random) -> Iterator[Request]:
+    """A conversation without images, in words that nobody has used before."""
+    messages: list[Request] = []
+    for _ in range(8):
+        messages.append({"role": "user", "content": " ".join(f"{random.random()}" for _ in range(120))})
+        yield asking(*messages)
+        messages.append({"role": "assistant", "content": " ".join(f"{random.random()}" for _ in range(60))})
+
+
+def write_log(path: Path, talk: Callable[[Random], Iterator[Request]], num_bytes: int) -> int:
+    """Conversations one after the other until the file is as large. Returns its size."""
+    random, written = Random(0), 0
+    with path.open("w") as file:
+        while written < num_bytes:
+            for one in talk(random):
+                written += file.write(json.dumps(one) + "\n")
+    return written
+
+
+def read_log(path: Path) -> tuple[float, float]:
+    """Seconds that `mmcache estimate` takes for a log, and the most MiB of memory that it holds."""
+    command = [sys.executable, "-m", "vllm_mmcache.cli", "estimate", str(path), "--json"]
+    begin = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"mmcache estimate ended with {process.returncode}")
+    return time.perf_counter() - begin, usage.ru_maxrss / 1024
 
 
 WORKLOADS: dict[str, Callable[[int], Iterator[Request]]] = {

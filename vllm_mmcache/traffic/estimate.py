@@ -2,8 +2,8 @@
 """Plays requests, one after the other, through the caches of stock vLLM and of the plugin, and counts what is done.
 
 Each cache forgets what was used longest ago. Requests that run at the same time are taken as if one came after the
-other, answers take no room in the KV cache, and a hit ends in the block where a piece of text of BLOCK_CHARS or an
-image does. Layers with a window or a recurrent state have what a hit needs at the end of a prompt, on stock also where
+other, answers take no room in the KV cache, and a hit ends in the block where two prompts begin to differ: within a
+text, compared with the one that came last at that place. Layers with a window or a recurrent state have what a hit needs at the end of a prompt, on stock also where
 an earlier request with the same beginning has stopped to find it, and with the plugin at the end of each image. A
 recurrent state takes room in the KV cache, and goes before the blocks of its request.
 """
@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, takewhile
+from os.path import commonprefix
 from typing import Any, TypeVar
 
 from blake3 import blake3
@@ -126,18 +127,24 @@ class _Unit:
     ends_turn: bool
     own: bytes
     """A digest of the piece alone."""
+    text: str = ""
+    """Of a piece of text whose tokens nobody has counted."""
 
 
 class _KVCache(Lru[bytes]):
-    """Units that a KV cache holds, and where in them a hit may end; that is forgotten with the unit."""
+    """Units that a KV cache holds, and what is known of them, which is forgotten with the unit."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self.states: dict[str, dict[bytes, int]] = {side: {} for side in SIDES}
+        """By side: unit -> where in it a hit may end."""
+        self.followers: dict[bytes, _Unit] = {}
+        """Unit -> the text that came last behind it."""
 
     def _remove(self, key: bytes) -> int | None:
         for states in self.states.values():
             states.pop(key, None)
+        self.followers.pop(key, None)
         return super()._remove(key)
 
 
@@ -190,7 +197,7 @@ class Estimate:
         ends = list(accumulate(unit.tokens for unit in units))
         self.seen.prompt_tokens += ends[-1]
         known = {side: units[: self._num_known(side, units)] for side in SIDES}
-        reused = {side: self._reused_tokens(side, known[side], ends) for side in SIDES}
+        reused = {side: self._reused_tokens(side, units, len(known[side]), ends) for side in SIDES}
         for side in SIDES:
             self.done[side].reused_tokens += reused[side]
         for place, unit in enumerate(units):
@@ -206,7 +213,7 @@ class Estimate:
         for turn in prompt.turns:
             pieces = [piece for part in turn for piece in self._pieces(part, prompt.tenant)]
             for number, piece in enumerate(pieces):
-                own = _digest(piece)
+                own, text = _digest(piece), ""
                 chain = blake3(chain + own).digest(DIGEST_BYTES)
                 picture = None
                 if isinstance(piece, Picture):
@@ -219,8 +226,9 @@ class Estimate:
                 elif piece.tokens is not None:
                     tokens = piece.tokens
                 else:
-                    tokens = TURN_TOKENS * (number == 0) + round(len(piece.text) / self.sizes.chars_per_token)
-                yield _Unit(chain, tokens, picture, number == len(pieces) - 1, own)
+                    text = piece.text
+                    tokens = TURN_TOKENS * (number == 0) + round(len(text) / self.sizes.chars_per_token)
+                yield _Unit(chain, tokens, picture, number == len(pieces) - 1, own, text)
 
     def _pieces(self, part: Part, tenant: str) -> Iterator[Part]:
         """A part as it is reused: text in pieces, and an image that has only its client's uuid as the one it is."""
@@ -270,13 +278,22 @@ class Estimate:
             known += 1
         return known
 
-    def _reused_tokens(self, side: str, known: Sequence[_Unit], ends: Sequence[int]) -> int:
+    def _reused_tokens(self, side: str, units: Sequence[_Unit], num_known: int, ends: Sequence[int]) -> int:
         """Of these units: all in whole blocks, or up to the last place where every layer has a state."""
+        known = units[:num_known]
         if self.model.keeps_all_kv:
-            return self._whole_blocks(ends[len(known) - 1]) if known else 0
+            alike = self._alike_tokens(side, known[-1], units[num_known]) if known else 0
+            return self._whole_blocks(min(ends[num_known - 1] + alike, ends[-1] - 1)) if known else 0
         states = self._kv[side].states[side]
         kept = (unit for unit in known if not self._state_tokens or _state_of(unit) in self._kv[side])
         return max((states.get(unit.chain, 0) for unit in kept), default=0)
+
+    def _alike_tokens(self, side: str, last_known: _Unit, unit: _Unit) -> int:
+        """How many tokens a text has in common with the one that came last at its place, and is still cached."""
+        follower = self._kv[side].followers.get(last_known.chain)
+        if follower is None or follower.chain not in self._kv[side]:
+            return 0
+        return round(len(commonprefix((follower.text, unit.text))) / self.sizes.chars_per_token)
 
     def _keep(self, units: Sequence[_Unit], ends: Sequence[int], junction: int, reused: dict[str, int]) -> None:
         """Keep the states and the KV of a prompt: its states are evicted first, then its end, and its beginning last.
@@ -298,6 +315,9 @@ class Estimate:
         for kv in dict.fromkeys(self._kv.values()):
             for unit in reversed(units):
                 kv.use(unit.chain, unit.tokens)
+            for unit, follower in pairwise(units):
+                if follower.text and unit.chain in kv:
+                    kv.followers[unit.chain] = follower
         for side in SIDES:
             kept = self._kv[side].states[side]
             for unit, place in states[side]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from vllm_mmcache.traffic.estimate import BLOCK_CHARS, SIDES, TURN_TOKENS, Done, Estimate
+from vllm_mmcache.traffic.estimate import SIDES, TURN_TOKENS, Done, Estimate
 from vllm_mmcache.traffic.models import UNKNOWN_SIDE
 from vllm_mmcache.traffic.records import DIGEST_BITS, Recorded
 
@@ -207,8 +207,8 @@ def assumptions(result: Result) -> Iterator[str]:
     yield f"model {model.name}; " + (
         f"tokens as they were recorded, hits in blocks of {sizes.block_tokens:,} tokens"
         if all_recorded
-        else f"{sizes.chars_per_token:g} characters a token, {TURN_TOKENS} tokens more for each message; hits end at "
-        f"pieces of {BLOCK_CHARS} characters"
+        else f"{sizes.chars_per_token:g} characters a token, {TURN_TOKENS} tokens more for each message; hits in blocks "
+        f"of {sizes.block_tokens:,} tokens"
     )
     yield (
         f"KV cache of {sizes.kv_tokens:,} tokens, vLLM's encoder cache of {sizes.encoder_tokens:,} tokens and "

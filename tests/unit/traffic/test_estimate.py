@@ -72,9 +72,24 @@ def test_tenants_share_nothing() -> None:
 
 
 def test_another_picture_in_its_place_is_no_hit() -> None:
-    same, other = (played([chat(user(image(number), text("a"))) for number in numbers]) for numbers in ((1, 1), (1, 2)))
+    same, other = (
+        played([chat(user(image(number), text("aaaa"))) for number in numbers]) for numbers in ((1, 1), (1, 2))
+    )
     assert counts(same)["stock"][3] == TURN_TOKENS + 1 + IMAGE_TOKENS
     assert counts(other)["stock"][3] == TURN_TOKENS + 1
+
+
+def test_a_hit_ends_where_texts_begin_to_differ() -> None:
+    """As far as the last text at that place is still cached; a prompt is never reused to its last token."""
+    words = ["Question 1? " + "a" * 40, "Question 2? " + "a" * 40]
+    requests = [chat(user(image(1), text(one))) for one in words]
+    beginning = TURN_TOKENS + 1 + IMAGE_TOKENS
+    alike = round(len("Question ") / 4)
+    assert counts(played(requests))["stock"][3] == beginning + alike
+    assert counts(played(requests[:1] * 2))["stock"][3] == beginning + len(words[0]) // 4 - 1
+    small = replace(ROOMY, kv_tokens=beginning)
+    assert counts(played(requests, sizes=small))["stock"][3] == beginning
+    assert counts(played([requests[0], chat(user(image(1), text("x" * 40))), requests[1]]))["stock"][3] == 2 * beginning
 
 
 def test_a_window_that_drops_the_first_picture() -> None:
