@@ -3,9 +3,10 @@
 
 Each cache forgets what was used longest ago. Requests that run at the same time are taken as if one came after the
 other, answers take no room in the KV cache, and a hit ends in the block where two prompts begin to differ: within a
-text, compared with the one that came last at that place. Layers with a window or a recurrent state have what a hit needs at the end of a prompt, on stock also where
-an earlier request with the same beginning has stopped to find it, and with the plugin at the end of each image. A
-recurrent state takes room in the KV cache, and goes before the blocks of its request.
+text, compared with the one that came last at that place. Layers with a window or a recurrent state have what a hit
+needs at the end of a prompt, on stock also where an earlier request with the same beginning has stopped to find it, and
+with the plugin at the end of each image. A recurrent state takes room in the KV cache, and goes before the blocks of
+its request.
 """
 
 import sys
@@ -14,7 +15,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, takewhile
-from os.path import commonprefix
 from typing import Any, TypeVar
 
 from blake3 import blake3
@@ -31,6 +31,9 @@ _BEFORE_USER = ("system", "developer")
 
 MOST_REMEMBERED = 1 << 20
 """Images, and turns of conversations: those of longer ago are taken for new, so that memory is bounded."""
+MOST_IN_CONVERSATION = 1 << 16
+"""Different images of one conversation, for the same reason; and MOST_NEEDED of uses that are kept for the curve."""
+MOST_NEEDED = 1 << 22
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -241,7 +244,8 @@ class Estimate:
                 self._by_uuid.replace(key, part)
                 yield part
             else:
-                yield replace(self._by_uuid.get(key) or Picture(digest_of(part.uuid)), num_bytes=0, is_sent=False)
+                known = self._by_uuid.get(key) or Picture(digest_of(part.uuid))
+                yield known if part.is_sent else replace(known, num_bytes=0, is_sent=False)
         else:
             yield part
 
@@ -269,6 +273,8 @@ class Estimate:
         for key in keys:
             self._turns.admit(key, known)
         known.end, known.last = units[-1].chain, images
+        if len(known.images) > MOST_IN_CONVERSATION:
+            known.images.clear()
         return known
 
     def _num_known(self, side: str, units: Sequence[_Unit]) -> int:
@@ -293,7 +299,8 @@ class Estimate:
         follower = self._kv[side].followers.get(last_known.chain)
         if follower is None or follower.chain not in self._kv[side]:
             return 0
-        return round(len(commonprefix((follower.text, unit.text))) / self.sizes.chars_per_token)
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(follower.text, unit.text, strict=False))
+        return round(sum(1 for _ in alike) / self.sizes.chars_per_token)
 
     def _keep(self, units: Sequence[_Unit], ends: Sequence[int], junction: int, reused: dict[str, int]) -> None:
         """Keep the states and the KV of a prompt: its states are evicted first, then its end, and its beginning last.
@@ -315,7 +322,7 @@ class Estimate:
         for kv in dict.fromkeys(self._kv.values()):
             for unit in reversed(units):
                 kv.use(unit.chain, unit.tokens)
-            for unit, follower in pairwise(units):
+            for unit, follower in pairwise(units if self.model.keeps_all_kv else ()):
                 if follower.text and unit.chain in kv:
                     kv.followers[unit.chain] = follower
         for side in SIDES:
@@ -439,7 +446,7 @@ class Distances:
             self.needed.append((self._sum(len(self._tree) - 1) - self._sum(place - 1)) / self._share)
             self._change(place, -old)
         self._append(key, size)
-        if len(self._last) > self._most_keys:
+        if len(self._last) > self._most_keys or len(self.needed) > MOST_NEEDED:
             self._halve()
         if len(self._tree) > 1024 + 4 * len(self._last):
             self._place_anew()
@@ -524,4 +531,4 @@ def _digest(piece: Part) -> bytes:
         return b"i" + piece.digest
     if isinstance(piece, Other):
         return b"o" + piece.digest
-    return b"t" + piece.text.encode("utf-8", "surrogatepass")
+    return b"t" + blake3(piece.text.encode("utf-8", "surrogatepass")).digest(DIGEST_BYTES)

@@ -26,6 +26,8 @@ WRAPPERS = ("body", "request", "kwargs", "params", "postData", "text", "log", "m
 MOST_WRAPPED = 4
 STDIN = Path("-")
 GZIP = b"\x1f\x8b"
+DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
+"""What reading a compressed file raises where it is cut or damaged."""
 
 
 @dataclass
@@ -82,7 +84,7 @@ class Log:
                     value = _parsed(line + rest)
                 first = False
                 yield value
-        except (EOFError, zlib.error, gzip.BadGzipFile):
+        except DAMAGED:
             self.unused["behind where a compressed file is cut or damaged"] += 1
 
     def _prompts_of(self, value: Any) -> Iterator[Prompt]:
@@ -111,7 +113,10 @@ def _is_of_records(path: Path) -> bool:
     if not path.is_file():
         return False
     with _opened(path) as file:
-        return is_record(_parsed(file.readline()))
+        try:
+            return is_record(_parsed(file.readline()))
+        except DAMAGED:
+            return False
 
 
 def _parsed(content: bytes) -> Any:
@@ -135,21 +140,20 @@ def _requests_in(value: Any) -> list[Any]:
 
 def _unwrapped(value: Any) -> Any:
     """The request in a line."""
+    value = _as_json(value)
     for _ in range(MOST_WRAPPED):
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                return None
-        if not isinstance(value, dict) or _is_request(value):
-            return value
-        inner = next((value[name] for name in WRAPPERS if isinstance(value.get(name), dict | str)), None)
-        if inner is None:
-            return value
-        value = inner
+        if not isinstance(value, dict) or {"messages", "input", "conversations"} & value.keys():
+            break
+        inner = (_as_json(value.get(name)) for name in WRAPPERS)
+        value = next((found for found in inner if isinstance(found, dict)), value)
     return value
 
 
-def _is_request(value: dict[str, Any]) -> bool:
-    has_prompt = "prompt" in value and not {"body", "request"} & value.keys()
-    return has_prompt or bool({"messages", "input", "conversations"} & value.keys())
+def _as_json(value: Any) -> Any:
+    """What a text holds as JSON, None where it holds none; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return None

@@ -207,8 +207,8 @@ def assumptions(result: Result) -> Iterator[str]:
     yield f"model {model.name}; " + (
         f"tokens as they were recorded, hits in blocks of {sizes.block_tokens:,} tokens"
         if all_recorded
-        else f"{sizes.chars_per_token:g} characters a token, {TURN_TOKENS} tokens more for each message; hits in blocks "
-        f"of {sizes.block_tokens:,} tokens"
+        else f"{sizes.chars_per_token:g} characters a token, {TURN_TOKENS} tokens more for each message; hits in "
+        f"blocks of {sizes.block_tokens:,} tokens"
     )
     yield (
         f"KV cache of {sizes.kv_tokens:,} tokens, vLLM's encoder cache of {sizes.encoder_tokens:,} tokens and "

@@ -108,15 +108,15 @@ def prompt_of(body: Any) -> Prompt:
 def _asked_by_bench(entry: dict[str, Any]) -> list[dict[str, Any]] | None:
     """What `vllm bench` asks for an entry of a dataset, ShareGPT's or one of its own; None where it is no such entry.
 
-    Of a conversation that is its first turn. Images come behind the text.
+    Of a conversation of two turns or more that is the first one. Images come behind the text.
     """
-    talk, paths = entry.get("conversations"), entry.get("image_files") or [entry.get("image")]
-    asked = talk[0] if isinstance(talk, list) and talk else {"value": entry.get("prompt")}
-    text = asked.get("value") if isinstance(asked, dict) else None
+    talk, text, paths = entry.get("conversations"), entry.get("prompt"), entry.get("image_files")
+    if isinstance(talk, list) and len(talk) > 1 and isinstance(talk[0], dict):
+        text, paths = talk[0].get("value"), [entry.get("image")]
     if not isinstance(text, str):
         return None
-    images = [_path_or_url(path) for path in paths if isinstance(path, str)] if isinstance(paths, list) else []
-    shown = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    named = [path for path in paths if isinstance(path, str)] if isinstance(paths, list) else []
+    shown = [{"type": "image_url", "image_url": {"url": _path_or_url(name)}} for name in named]
     return [{"role": "user", "content": [{"type": "text", "text": text}, *shown]}]
 
 
@@ -170,7 +170,7 @@ def _picture(content: Any, name: Any, uuid: Any) -> Picture:
         found = picture_of(content, is_base64=True)
     else:
         found = picture_of(name) if isinstance(name, str) else UNKNOWN
-    return replace(found, uuid=uuid) if isinstance(uuid, str) else found
+    return replace(found, uuid=uuid, is_sent=bool(content or name)) if isinstance(uuid, str) else found
 
 
 UNKNOWN = Picture(b"")

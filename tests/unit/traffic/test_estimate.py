@@ -206,6 +206,9 @@ def test_an_image_under_its_uuid_alone_is_not_decoded_on_stock_either() -> None:
         assert counts(estimate)["stock"][:2] == (done, done)
         assert counts(estimate)["mmcache"][:2] == (1, 1)
         assert estimate.seen.file_bytes == played(requests[:1]).seen.file_bytes > 0
+    gone = {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,[REDACTED]"}, "uuid": "u"}
+    redacted = [chat(user(gone, text(f"{number}"))) for number in range(4)]
+    assert counts(played(redacted))["stock"][:2] == (4, 1), "it was sent each time, and the log has lost it"
 
 
 def test_images_without_content_are_no_repeats() -> None:
@@ -256,7 +259,7 @@ def test_the_sizes_are_those_that_a_cache_needs(uses: list[tuple[int, int]], cap
     assert hits == sum(needed <= capacity for needed in distances.needed)
 
 
-def test_a_part_stands_for_all_where_there_are_many() -> None:
+def test_a_part_stands_for_all_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many images, some of which are used more often than others, at most 1,000 are looked at."""
     draw = random.Random(0)
     keys = [int(draw.expovariate(1 / 4_000)) for _ in range(60_000)]
@@ -266,6 +269,12 @@ def test_a_part_stands_for_all_where_there_are_many() -> None:
         sampled.use(key, 100)
     assert len(sampled._last) <= 1_000 < len(exact._last)
     assert len(sampled._tree) < 10_000
+    monkeypatch.setattr(estimates, "MOST_NEEDED", 5_000)
+    sampled = Distances()
+    for key in keys:
+        sampled.use(key, 100)
+    assert len(sampled.needed) <= 5_000 < len(exact.needed)
+    assert sampled.size_for(0.8) == pytest.approx(exact.size_for(0.8), rel=0.15)
     for share in (0.5, 0.8, 0.95):
         assert sampled.size_for(share) == pytest.approx(exact.size_for(share), rel=0.15)
     assert sampled.curve()[-1][1] == pytest.approx(exact.curve()[-1][1], abs=0.05)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.traffic.logs import Request, chat, image, text, user
 from vllm_mmcache.base.errors import RecordsError
-from vllm_mmcache.traffic.logs import Log
+from vllm_mmcache.traffic.logs import WRAPPERS, Log
 from vllm_mmcache.traffic.requests import prompt_of
 
 REQUESTS = [chat(user(image(n), text(f"Question {n}"))) for n in range(3)]
@@ -104,6 +104,17 @@ def test_what_comes_before_the_cut_is_used(spoil: Callable[[bytes], bytes], tmp_
     assert read.unused == {"behind where a compressed file is cut or damaged": 1}
 
 
-def test_a_prompt_beside_a_request_is_no_request(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text(lines([{"prompt": "as text", "body": one} for one in REQUESTS]))
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("prompt", [None, "as text"])
+def test_a_prompt_beside_a_request_is_no_request(name: str, prompt: str | None, tmp_path: Path) -> None:
+    """And it is one beside a wrapper that holds none, such as an answer's text."""
+    (tmp_path / "log").write_text(lines([{"prompt": prompt, name: one} for one in REQUESTS]))
     assert list(Log([tmp_path / "log"]).prompts()) == [prompt_of(one) for one in REQUESTS]
+    (tmp_path / "log").write_text(lines([{"prompt": prompt, name: "It is a cat."}]))
+    assert len(list(Log([tmp_path / "log"]).prompts())) == (prompt is not None)
+
+
+def test_a_damaged_file_beside_a_log_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(lines(REQUESTS))
+    (tmp_path / "log.1").write_bytes(gzip.compress(lines(REQUESTS).encode())[:12])
+    assert len(list(Log([tmp_path / "log"]).prompts())) == len(REQUESTS)

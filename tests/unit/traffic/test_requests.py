@@ -122,7 +122,7 @@ def test_a_uuid_goes_with_its_image() -> None:
     with_image, alone = ({**part, "uuid": "u"} for part in (image(1), {"type": "image_url", "image_url": None}))
     (_, first, second) = prompt_of(chat(user(with_image, alone))).turns[0]
     assert first == replace(picture_of(png(1), is_base64=True), uuid="u")
-    assert second == replace(UNKNOWN, uuid="u")
+    assert second == replace(UNKNOWN, uuid="u", is_sent=False)
 
 
 def test_what_a_computer_shows() -> None:
@@ -184,6 +184,7 @@ def test_a_tenant_is_the_salt() -> None:
         ([], "no JSON object"),
         (None, "no JSON object"),
         ({"prompt": ["x", "y"]}, "none of 'messages'"),
+        ({"conversations": [{"from": "human", "value": "vLLM leaves out an entry without an answer"}]}, "none of"),
         ({"messages": []}, "none of 'messages'"),
         ({"messages": ["x"]}, "a message that is no JSON object"),
     ],
@@ -197,7 +198,10 @@ def test_no_request(body: object, why: str) -> None:
     ("entry", "names"),
     [
         ({"conversations": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A cat."}]}, []),
-        ({"conversations": [{"from": "human", "value": "What?"}], "image": "a b/cat.png"}, ["file://a%20b/cat.png"]),
+        (
+            {"conversations": [{"value": "What?"}, {"value": "A cat."}, {"value": "Sure?"}], "image": "a b/cat.png"},
+            ["file://a%20b/cat.png"],
+        ),
         ({"prompt": "What?", "output_tokens": 10}, []),
         ({"prompt": "What?", "image_files": ["/1.png", "https://x/2"]}, ["file:///1.png", "https://x/2"]),
     ],
