@@ -54,7 +54,7 @@ hook = Hooks(
 def audit_in_loop(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of EngineCoreProc.run_busy_loop: this engine is audited while it runs, or the log says why not."""
     with failsafe("audit"):
-        if reason := vllm_requests.why_not(instance):
+        if reason := vllm_requests.why_not(instance.vllm_config):
             logger.warning("mmcache: there is no audit of this engine: %s", reason)
         else:
             attach(instance)

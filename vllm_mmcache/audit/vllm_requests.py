@@ -219,9 +219,8 @@ def logprobs_of(output: Any) -> Logprobs | None:
     return dict(zip(found.logprob_token_ids[0].tolist(), found.logprobs[0].tolist(), strict=True))
 
 
-def why_not(engine_core: Any) -> str:
-    """Why an engine can't be audited; empty where it can."""
-    vllm_config = engine_core.vllm_config
+def why_not(vllm_config: Any) -> str:
+    """Why an engine of this configuration can't be audited; empty where it can."""
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     if model_config.runner_type != "generate" or model_config.max_logprobs == 0:
         return "it gives no log-probabilities"

@@ -37,7 +37,6 @@ PACKAGES = ("torch", "torchvision", "torchaudio", "transformers")
 OPTIONS = frozenset({"--symbols", "--settings", "--json", serve.OBSERVE})
 RAY_OPTIONS = ("distributed-executor-backend", "data-parallel-backend")
 
-AUDITED = ("block_keys", "image_spans", "image_checkpoints", "features")
 AUDIT = (
     "for the first week, have the server check itself: MMCACHE_AUDIT=0.001 asks one in a thousand requests with reuse "
     "again while it is idle"
@@ -133,14 +132,17 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
         for algorithm in layouts.ALGORITHMS
     }
     said = notes(arguments, config)
-    if chosen is not None and not chosen.audit and any(is_audited(name, state) for name, state in components.items()):
+    if config is not None and chosen is not None and not chosen.audit and can_be_audited(config, components):
         said.append(AUDIT)
     return {**facts, "settings": setting_rows(chosen), "notes": said, "findings": findings}
 
 
-def is_audited(component: str, state: "State") -> bool:
-    """Whether an audit would look at what a component gives."""
-    return component in AUDITED and state.state == "on"
+def can_be_audited(config: Any, components: "Mapping[str, State]") -> bool:
+    """Whether an audit of this engine would look at what some component gives."""
+    from vllm_mmcache.audit.vllm_requests import why_not
+    from vllm_mmcache.metrics.counters import AUDITED
+
+    return any(components[name].state == "on" for name in AUDITED if name in components) and not why_not(config)
 
 
 def broken_packages() -> Findings:

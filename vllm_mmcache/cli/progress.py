@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a terminal sees while a command works; nothing where stderr is none."""
+"""What a terminal sees while a command works; nothing where stderr goes elsewhere."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,11 +9,10 @@ from contextlib import contextmanager
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Show on the terminal of stderr that something is being done, until the block ends."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if sys.stderr is None or not sys.stderr.isatty():
         yield
         return
-    with console.status(what):
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
         yield

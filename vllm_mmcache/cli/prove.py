@@ -263,18 +263,26 @@ def remove(which: str, as_json: bool, yes: bool, dry_run: bool) -> int:
     """
     from vllm_mmcache.lifecycle import user_proofs
 
-    count = len(user_proofs.read()[0])
-    if which != "all" and not (which.isdecimal() and 1 <= int(which) <= count):
-        known = f"a number from 1 to {count}" if count else "nothing else, since nothing is proven"
-        raise EnvironmentProblem(f"--forget {which}: give `all`, or {known} (see `mmcache prove --show`)")
-    there = count if which == "all" else 1
-    what = f"{count} proofs" if which == "all" else f"proof {which}"
+    found, ignored = user_proofs.read()
+    count = len(found)
+    known = f"a number from 1 to {count}" if count else "nothing else, since nothing is proven"
+    wrong = EnvironmentProblem(f"--forget {which}: give `all`, or {known} (see `mmcache prove --show`)")
+    if which == "all":
+        there, what = count, f"{count} proofs" + (", and what is ignored of their file" if ignored else "")
+    elif which.isdecimal() and 1 <= int(which) <= count:
+        proof = found[int(which) - 1]
+        there, what = 1, f"proof {which}, {', '.join(proof.components)} of {ascii(proof.place.architecture)[1:-1]}"
+    else:
+        raise wrong
     if dry_run:
         print(json.dumps({"would_forget": there, "left": count - there}) if as_json else f"would forget {what}")
         return 0
-    if there and store.asks(yes):
+    if (there or ignored) and store.asks(yes):
         store.confirm(what)
-    forgotten = user_proofs.forget(None if which == "all" else int(which))
+    try:
+        forgotten = user_proofs.forget(None if which == "all" else int(which))
+    except IndexError:  # another process was faster
+        raise wrong from None
     if as_json:
         print(json.dumps({"forgotten": forgotten, "left": count - forgotten}))
     elif which == "all":

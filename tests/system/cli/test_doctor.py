@@ -307,6 +307,7 @@ def test_what_only_a_start_finds_out_is_said(reports: dict[str, dict[str, Any]])
         assert all(components[name]["state"] == "on" for name in on)
     assert [note for note in reports["two nodes"]["notes"] if note.startswith("several nodes:")]
     assert ["MMCACHE_AUDIT=0.001" in note for note in reports["qwen3-vl"]["notes"]] == [True]
+    assert reports["hybrid"]["notes"] == [], "which the audit does not look at"
 
 
 @pytest.mark.process
