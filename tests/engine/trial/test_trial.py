@@ -196,10 +196,12 @@ def test_the_history_of_requests_has_none_of_the_trial(pool: EnginePool, told: d
         manager = core(engine.rig).scheduler.kv_cache_manager
         for place in (manager, manager.block_pool):
             vars(place).pop(OBSERVER, None)
+        assert status.is_on("observe")
         assert tried(engine.rig, told).passed
-        assert OBSERVER not in vars(manager)
+        observer = getattr(manager, OBSERVER)
+        assert (observer.history.size().entries, observer.waiting) == (0, {})
         engine.chat(user(picture("one"), "What is it?"))
-        assert getattr(manager, OBSERVER).history.size().entries == 1
+        assert observer.history.size().entries == 1
 
 
 @pytest.mark.parametrize(("family", "name"), PLANTED)
