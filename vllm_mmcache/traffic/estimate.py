@@ -206,8 +206,9 @@ class Estimate:
         for place, unit in enumerate(units):
             if unit.picture is not None:
                 self._count(unit.picture, prompt.tenant, conversation)
-                self._stock(unit.picture, unit.tokens, is_reused=ends[place] <= reused["stock"])
-                self._ours(unit.picture, prompt.tenant, unit.tokens, is_reused=ends[place] <= reused["mmcache"])
+                tokens = self._image_tokens(unit.picture)
+                self._stock(unit.picture, tokens, is_reused=ends[place] <= reused["stock"])
+                self._ours(unit.picture, prompt.tenant, tokens, is_reused=ends[place] <= reused["mmcache"])
         junction = ends[len(known["stock"]) - 1] if known["stock"] else 0
         self._keep(units, ends, junction, reused)
 
@@ -220,7 +221,7 @@ class Estimate:
                 chain = blake3(chain + own).digest(DIGEST_BYTES)
                 picture = None
                 if isinstance(piece, Picture):
-                    tokens = self._image_tokens(piece)
+                    tokens = self._image_tokens(piece) + self.model.mark_tokens * (piece.tokens is None)
                     picture = piece if piece.digest else None
                     self.seen.unknown_images += picture is None
                 elif isinstance(piece, Other):

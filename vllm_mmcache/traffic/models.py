@@ -35,6 +35,8 @@ class Model:
     """Blocks of the KV cache that a recurrent state takes: groups of such layers, for each of full attention."""
     feature_bytes: int = 0
     """Of one token as the vision tower gives it, in 16 bits."""
+    mark_tokens: int = 0
+    """Around an image in the prompt: where it begins and ends, and line breaks."""
     pixel_bytes: int = 6
     """Of one pixel as vLLM's processor cache holds it, in 16 bits."""
 
@@ -67,15 +69,15 @@ class Model:
         return wide, high
 
     def tokens(self, width: int, height: int) -> int:
-        """Of an image in the prompt."""
+        """Of an image in the prompt, without those around it."""
         if not self.factor:
             return self.fixed
         wide, high = self.size(width, height)
         return wide * high // self.factor**2
 
 
-_QWEN_NEW = Model("", 32, 65_536, 16_777_216, pixel_bytes=12)  # two frames, as of a video
-_QWEN_OLD = Model("", 28, 3_136, 12_845_056, pixel_bytes=12)
+_QWEN_NEW = Model("", 32, 65_536, 16_777_216, mark_tokens=2, pixel_bytes=12)  # two frames, as of a video
+_QWEN_OLD = Model("", 28, 3_136, 12_845_056, mark_tokens=2, pixel_bytes=12)
 MODELS = {
     model.name: model
     for model in (
@@ -83,12 +85,13 @@ MODELS = {
         replace(_QWEN_NEW, name="qwen3.5-4b", feature_bytes=2560 * 2, keeps_all_kv=False, state_blocks=3),
         replace(_QWEN_OLD, name="qwen2.5-vl-7b", feature_bytes=3584 * 2),
         replace(_QWEN_OLD, name="qwen2-vl-7b", feature_bytes=3584 * 2),
-        Model("gemma3-12b", fixed=256, feature_bytes=3840 * 2, keeps_all_kv=False, window_tokens=1024),
+        Model("gemma3-12b", fixed=256, mark_tokens=4, feature_bytes=3840 * 2, keeps_all_kv=False, window_tokens=1024),
         Model(
             "gemma4-31b",
             48,
             max_pixels=280 * 48**2,
             fills=True,
+            mark_tokens=2,
             feature_bytes=5376 * 2,
             keeps_all_kv=False,
             window_tokens=1024,

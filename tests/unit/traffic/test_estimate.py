@@ -92,6 +92,15 @@ def test_a_hit_ends_where_texts_begin_to_differ() -> None:
     assert counts(played([requests[0], chat(user(image(1), text("x" * 40))), requests[1]]))["stock"][3] == 2 * beginning
 
 
+def test_tokens_around_an_image_are_of_the_prompt_alone() -> None:
+    """The vision tower makes none of them."""
+    with_marks = replace(FULL, mark_tokens=3)
+    one, other = (played(conversation(1, 2), model) for model in (FULL, with_marks))
+    assert other.seen.prompt_tokens - one.seen.prompt_tokens == 3 * 3
+    assert other.seen.image_tokens == one.seen.image_tokens
+    assert other.done["stock"].encoded_tokens == one.done["stock"].encoded_tokens
+
+
 def test_a_window_that_drops_the_first_picture() -> None:
     whole = conversation(1, 2)[-1]
     dropped = chat(user(text("(an older picture)"), text("a" * 8)), *whole["messages"][1:])
