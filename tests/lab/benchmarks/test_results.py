@@ -22,6 +22,16 @@ OF_CHANGED_TREES = {
     "soak",
     "upstream_connectors",
 }
+# Each of these names a commit that this repository does not have. A name goes from this list as above.
+OF_LOST_COMMITS = {
+    "chaos",
+    "feature_costs",
+    "feature_steps",
+    "memory",
+    "processor",
+    "soak",
+    "upstream_connectors",
+}
 MOST_NUMBERS = 25  # in one list: chaos has the time of each of its 21 starts
 MOST_BYTES = 100_000  # of a result: the largest one, of processor, has 65,002 of medians and counters
 
@@ -59,6 +69,25 @@ def test_committed_results_are_of_clean_trees() -> None:
     changed = {name for name, found in named.items() if any(commit.endswith("+") for commit in found)}
     assert not changed - OF_CHANGED_TREES, "measured on files that differ from the commit: commit, and save them again"
     assert not OF_CHANGED_TREES - changed, "of a clean tree: take them off the list"
+
+
+@pytest.mark.process
+def test_the_commits_of_results_are_there() -> None:
+    """But those of the list: their benchmarks can only be repeated at another commit."""
+    try:
+        is_shallow = git(results.ROOT, "rev-parse", "--is-shallow-repository").strip() == "true"
+    except subprocess.CalledProcessError:
+        pytest.skip("not a clone")
+    if is_shallow:
+        pytest.skip("a clone without its history")
+    named = {path.stem: {one.rstrip("+") for one in commits(json.loads(path.read_text()))} for path in COMMITTED}
+    asked = sorted({commit for found in named.values() for commit in found})
+    command = ["git", "cat-file", "--batch-check=%(objectname) %(objecttype)"]
+    done = subprocess.run(command, cwd=results.ROOT, input="\n".join(asked), capture_output=True, text=True, check=True)
+    known = {commit for commit, said in zip(asked, done.stdout.splitlines(), strict=True) if said.endswith(" commit")}
+    lost = {name for name, found in named.items() if not found <= known}
+    assert not lost - OF_LOST_COMMITS, "measured at a commit that was not kept: save them again"
+    assert not OF_LOST_COMMITS - lost, "all their commits are there: take them off the list"
 
 
 def test_a_part_of_a_changed_tree_is_seen() -> None:
