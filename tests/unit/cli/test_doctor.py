@@ -131,6 +131,7 @@ def test_a_refused_model_is_a_finding(why: str, is_on: bool, monkeypatch: pytest
     monkeypatch.setattr(doctor, "configuration", lambda model, arguments, findings: config)
     monkeypatch.setattr(doctor, "predict", lambda *args: {"image_spans": State("on" if is_on else "off")})
     monkeypatch.setattr(doctor, "wrong_in_vllm", lambda config: "")
+    monkeypatch.setattr(doctor, "can_be_audited", lambda config, components: False)
     monkeypatch.setattr(connectors, "findings", lambda *args: [])
     monkeypatch.setattr(preview, "why_refused", lambda config: why)
     monkeypatch.setattr(plugins, "why_left_out", lambda: "")
