@@ -27,7 +27,6 @@ OF_LOST_COMMITS = {
     "chaos",
     "feature_costs",
     "feature_steps",
-    "memory",
     "processor",
     "soak",
     "upstream_connectors",
