@@ -41,9 +41,10 @@ def plan_checkpoints(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     outcome = wrapped(*args, **kwargs)
     with failsafe("image_checkpoints"):
         checkpoints = checkpoints_of(instance)
-        request = argument(wrapped, args, kwargs, "request")
-        if checkpoints is not None and uses.run_of(request) in ("", "trial"):
-            checkpoints.plan(request, hit_tokens=outcome[1], junction_tokens=outcome[2])
+        if checkpoints is not None:
+            request = argument(wrapped, args, kwargs, "request")
+            if uses.run_of(request) in ("", "trial"):
+                checkpoints.plan(request, hit_tokens=outcome[1], junction_tokens=outcome[2])
     return outcome
 
 
