@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show on the terminal of stderr that something is being done, until the block ends."""
+    """Show `what` with a spinner on the terminal of stderr, until the block ends."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(what):
+    with Console(stderr=True, markup=False).status(what):
         yield

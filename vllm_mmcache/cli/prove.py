@@ -266,14 +266,13 @@ def remove(which: str, as_json: bool, yes: bool, dry_run: bool) -> int:
     found, ignored = user_proofs.read()
     count = len(found)
     known = f"a number from 1 to {count}" if count else "nothing else, since nothing is proven"
-    wrong = EnvironmentProblem(f"--forget {which}: give `all`, or {known} (see `mmcache prove --show`)")
     if which == "all":
         there, what = count, f"{count} proofs" + (", and what is ignored of their file" if ignored else "")
     elif which.isdecimal() and 1 <= int(which) <= count:
         proof = found[int(which) - 1]
         there, what = 1, f"proof {which}, {', '.join(proof.components)} of {ascii(proof.place.architecture)[1:-1]}"
     else:
-        raise wrong
+        raise EnvironmentProblem(f"--forget {which}: give `all`, or {known} (see `mmcache prove --show`)")
     if dry_run:
         print(json.dumps({"would_forget": there, "left": count - there}) if as_json else f"would forget {what}")
         return 0
@@ -282,7 +281,7 @@ def remove(which: str, as_json: bool, yes: bool, dry_run: bool) -> int:
     try:
         forgotten = user_proofs.forget(None if which == "all" else int(which))
     except IndexError:  # another process was faster
-        raise wrong from None
+        raise EnvironmentProblem(f"--forget {which}: it is gone by now (see `mmcache prove --show`)") from None
     if as_json:
         print(json.dumps({"forgotten": forgotten, "left": count - forgotten}))
     elif which == "all":

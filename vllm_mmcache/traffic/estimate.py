@@ -32,8 +32,9 @@ _BEFORE_USER = ("system", "developer")
 MOST_REMEMBERED = 1 << 20
 """Images, and turns of conversations: those of longer ago are taken for new, so that memory is bounded."""
 MOST_IN_CONVERSATION = 1 << 16
-"""Different images of one conversation, for the same reason; and MOST_NEEDED of uses that are kept for the curve."""
+"""Different images of one conversation. Above that all are forgotten, and repeats count as of other conversations."""
 MOST_NEEDED = 1 << 22
+"""Repeated uses that are kept for the curve of the store's size."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -98,9 +99,9 @@ class Seen:
     file_bytes: int = 0
     """Of all images, each as often as it was sent."""
     grown: int = 0
-    """Requests that go on behind all that a former one of their conversation has asked."""
+    """Requests that begin with all of their conversation's latest request, also when they equal it."""
     rewritten: int = 0
-    """Requests of a conversation that differ within what was asked before."""
+    """Requests of a conversation that differ within what its latest request has asked."""
     dropped: int = 0
     """Of these, requests that lack an image which the one before had: such as the pictures outside a window."""
 
@@ -135,14 +136,17 @@ class _Unit:
 
 
 class _KVCache(Lru[bytes]):
-    """Units that a KV cache holds, and what is known of them, which is forgotten with the unit."""
+    """Units that a KV cache holds, by their chains, and what is known of them, which is forgotten with the unit.
+
+    States that take room have keys of their own.
+    """
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self.states: dict[str, dict[bytes, int]] = {side: {} for side in SIDES}
-        """By side: unit -> where in it a hit may end."""
+        """By side: chain of a unit -> where in that unit a hit may end, in tokens from the prompt's start."""
         self.followers: dict[bytes, _Unit] = {}
-        """Unit -> the text that came last behind it."""
+        """Chain of a unit -> the text that came last behind it."""
 
     def _remove(self, key: bytes) -> int | None:
         for states in self.states.values():
@@ -205,8 +209,8 @@ class Estimate:
             self.done[side].reused_tokens += reused[side]
         for place, unit in enumerate(units):
             if unit.picture is not None:
-                self._count(unit.picture, prompt.tenant, conversation)
                 tokens = self._image_tokens(unit.picture)
+                self._count(unit.picture, prompt.tenant, tokens, conversation)
                 self._stock(unit.picture, tokens, is_reused=ends[place] <= reused["stock"])
                 self._ours(unit.picture, prompt.tenant, tokens, is_reused=ends[place] <= reused["mmcache"])
         junction = ends[len(known["stock"]) - 1] if known["stock"] else 0
@@ -254,10 +258,11 @@ class Estimate:
         return self.model.tokens(picture.width, picture.height) if picture.tokens is None else picture.tokens
 
     def _conversation(self, units: Sequence[_Unit], num_before: int, tenant: str) -> _Conversation:
-        """The conversation that a request goes on with: that of the longest beginning in whole turns.
+        """Find or begin the conversation of a request, count how it goes on, and note its turns.
 
-        Where the beginning was dropped or changed, it is that of the last two turns that are known to follow each
-        other. What comes before the first turn of a user, such as a system prompt, makes none.
+        It is that of the longest beginning in whole turns. Where the beginning was dropped or changed, it is that of
+        the last two turns that are known to follow each other. What comes before the first turn of a user, such as a
+        system prompt, makes none.
         """
         ends = [unit.chain for unit in units if unit.ends_turn][num_before:]
         keys = [*_pairs_of_turns(units, num_before, tenant), *ends]
@@ -286,7 +291,11 @@ class Estimate:
         return known
 
     def _reused_tokens(self, side: str, units: Sequence[_Unit], num_known: int, ends: Sequence[int]) -> int:
-        """Of these units: all in whole blocks, or up to the last place where every layer has a state."""
+        """Tokens of a hit, of whose units so many are known.
+
+        With full attention in all layers: these, and what the next text has in common with the last one there, in whole
+        blocks. Else up to the last place where every layer has a state.
+        """
         known = units[:num_known]
         if self.model.keeps_all_kv:
             alike = self._alike_tokens(side, known[-1], units[num_known]) if known else 0
@@ -296,7 +305,7 @@ class Estimate:
         return max((states.get(unit.chain, 0) for unit in kept), default=0)
 
     def _alike_tokens(self, side: str, last_known: _Unit, unit: _Unit) -> int:
-        """How many tokens a text has in common with the one that came last at its place, and is still cached."""
+        """Tokens that a text shares, from its start, with the last text behind the same beginning; 0 if it is gone."""
         follower = self._kv[side].followers.get(last_known.chain)
         if follower is None or follower.chain not in self._kv[side]:
             return 0
@@ -335,7 +344,7 @@ class Estimate:
     def _states_at(
         self, places: Sequence[int], units: Sequence[_Unit], ends: Sequence[int], reused: int
     ) -> Iterator[tuple[_Unit, int]]:
-        """States at these places, in tokens, as far as they are whole blocks, each with the unit that it lies in.
+        """These places, in tokens, rounded down to whole blocks, each with the unit that it lies in; 0 is left out.
 
         Where states take room, those before the end of the hit are left out, since they were not computed again.
         """
@@ -346,11 +355,11 @@ class Estimate:
     def _whole_blocks(self, tokens: int) -> int:
         return tokens // self.sizes.block_tokens * self.sizes.block_tokens
 
-    def _count(self, picture: Picture, tenant: str, conversation: _Conversation) -> None:
+    def _count(self, picture: Picture, tenant: str, tokens: int, conversation: _Conversation) -> None:
         seen, digest = self.seen, picture.digest
         tenants = self._known.admit(digest, set())
         seen.images += 1
-        seen.image_tokens += self._image_tokens(picture)
+        seen.image_tokens += tokens
         seen.file_bytes += picture.num_bytes
         seen.of_unknown_size += not picture.width
         if digest in conversation.images:
@@ -398,7 +407,7 @@ class Estimate:
 
 
 def _pairs_of_turns(units: Sequence[_Unit], num_before: int, tenant: str) -> Iterator[bytes]:
-    """A digest of each two turns that follow each other, from the turn of that number on, whatever comes before."""
+    """A key for each two adjacent turns of a tenant, without the first `num_before`, whatever comes before them."""
     turns, own = list[bytes](), b""
     for unit in units:
         own += unit.own
@@ -423,13 +432,13 @@ def _state_of(unit: _Unit) -> bytes:
 class Distances:
     """How large a cache would have had to be, so that what is used again is still there.
 
-    Exact for any size while no more than `most_keys` different ones are used; then for a part of them, chosen by their
-    digests, which stands for all. A tree of sums over the places of the last uses; a place is one use.
+    Exact for any size up to `most_keys` different keys and MOST_NEEDED repeats; then for a part of the keys, chosen by
+    their digests, which stands for all. A Fenwick tree of sums over places; a place is one use, of each key the latest.
     """
 
     def __init__(self, most_keys: int = 1 << 18) -> None:
         self.needed = array("d")
-        """Bytes, for each use but the first ones."""
+        """Bytes, for each use of a key that was used before."""
         self._most_keys = most_keys
         self._share = 1.0  # of the keys that are looked at
         self._num_uses = 0
@@ -466,7 +475,7 @@ class Distances:
         return [(size, 1 - bisect_right(ordered, size) / self._num_uses) for size in (0.0, *sorted(chosen))]
 
     def _halve(self) -> None:
-        """Look at half as many keys from now on; and of what was seen, at every second use."""
+        """Look at half as many keys from now on, and forget every second use that was seen so far."""
         self._share /= 2
         self._last = {key: last for key, last in self._last.items() if _drawn(key) < self._share}
         del self.needed[1::2]
@@ -474,14 +483,14 @@ class Distances:
         self._place_anew()
 
     def _place_anew(self) -> None:
-        """Give the last uses new places, without gaps."""
+        """Give each key's latest use a new place, without gaps."""
         last, self._last, self._tree = self._last, {}, [0.0]
         for key, (_, size) in last.items():
             self._append(key, size)
 
     def _append(self, key: Hashable, size: float) -> None:
         place = len(self._tree)
-        below = place & (place - 1)  # the node holds what lies between this place and that
+        below = place & (place - 1)  # node `place` sums the places from below + 1 to itself
         self._tree.append(self._sum(place - 1) - self._sum(below))
         self._change(place, size)
         self._last[key] = place, size
@@ -505,7 +514,7 @@ def _drawn(key: Hashable) -> float:
 
 
 def _num_before_user(prompt: Prompt) -> int:
-    """How many turns come before the first one of a user; the last one of all is never left out."""
+    """How many turns of system and developer a prompt begins with; never all of them."""
     roles = (turn[0] for turn in prompt.turns[:-1])
     return sum(1 for _ in takewhile(lambda role: isinstance(role, Words) and role.text in _BEFORE_USER, roles))
 

@@ -46,7 +46,10 @@ class Log:
     """Read so far, uncompressed."""
 
     def prompts(self) -> Iterator[Prompt]:
-        """Each request that can be used. Raises: RecordsError for a file that can't be read, before any is."""
+        """Each request that can be used.
+
+        Raises: RecordsError for a file that can't be read, before the first request; for a pipe when its turn comes.
+        """
         paths = self._files()
         for path in paths:
             if path != STDIN and (path.is_file() or path.is_dir() or not path.exists()):  # a pipe can be read only once
@@ -58,19 +61,22 @@ class Log:
                     yield from self._prompts_of(value)
 
     def _files(self) -> list[Path]:
-        """Each file once, in order; one that was turned over (NAME.1) comes just before the one after it (NAME)."""
+        """Each file once, in order; one that was turned over (NAME.1) comes before the one after it (NAME)."""
         found = dict[Path, None]()
         for path in self.paths:
             before = older(path)
-            if before in self.paths or _is_of_records(before):
+            is_of_records = _is_of_records(before)
+            if is_of_records or before in self.paths:
                 found[before] = None
-                if not path.exists():  # nothing was written since
-                    continue
-            found[path] = None
+            if path.exists() or not is_of_records:  # else nothing was written since
+                found[path] = None
         return list(found)
 
     def _values(self, file: BinaryIO) -> Iterator[Any]:
-        """What each line of a file holds, as JSON; None for one that holds none."""
+        """What each line that is not blank holds, as JSON, or a file whose first line only begins a value.
+
+        None for what is no JSON.
+        """
         first = True
         try:
             for line in file:
@@ -139,14 +145,19 @@ def _requests_in(value: Any) -> list[Any]:
 
 
 def _unwrapped(value: Any) -> Any:
-    """The request in a line."""
-    value = _as_json(value)
-    for _ in range(MOST_WRAPPED):
+    """What a line wraps, down to MOST_WRAPPED levels; where that is no request, what has a `prompt` beside it."""
+    value, with_prompt = _as_json(value), None
+    for _ in range(MOST_WRAPPED + 1):
         if not isinstance(value, dict) or {"messages", "input", "conversations"} & value.keys():
-            break
+            return value
+        if isinstance(value.get("prompt"), str):
+            with_prompt = value
         inner = (_as_json(value.get(name)) for name in WRAPPERS)
-        value = next((found for found in inner if isinstance(found, dict)), value)
-    return value
+        found = next((one for one in inner if isinstance(one, dict)), None)
+        if found is None:
+            break
+        value = found
+    return with_prompt or value
 
 
 def _as_json(value: Any) -> Any:

@@ -108,7 +108,8 @@ def prompt_of(body: Any) -> Prompt:
 def _asked_by_bench(entry: dict[str, Any]) -> list[dict[str, Any]] | None:
     """What `vllm bench` asks for an entry of a dataset, ShareGPT's or one of its own; None where it is no such entry.
 
-    Of a conversation of two turns or more that is the first one. Images come behind the text.
+    Of `conversations` with two turns or more, the first turn is asked. Any body with a text `prompt` is an entry.
+    Images come behind the text.
     """
     talk, text, paths = entry.get("conversations"), entry.get("prompt"), entry.get("image_files")
     if isinstance(talk, list) and len(talk) > 1 and isinstance(talk[0], dict):

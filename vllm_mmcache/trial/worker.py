@@ -9,7 +9,7 @@ from vllm_mmcache.models import tower_trap
 from vllm_mmcache.reference_attention.comparison import Comparison, unread
 
 PROBE = "trial"
-"""Counted once in each worker, and shown by nobody: whether what workers count reaches the engine's statistics."""
+"""A counter that `keep_counts` raises by one and nobody shows: do workers' counts reach the engine's statistics?"""
 
 _kept: Any = None
 _comparison: Comparison | None = None
@@ -32,7 +32,7 @@ def compare_attention(worker: Any, spans: list[tuple[int, int]]) -> None:
     Where the layers can't be watched, nothing is compared, and `attention_compared` says why.
     """
     global _comparison, _why_not
-    attention_compared(worker)
+    attention_compared(worker)  # ends one that runs
     try:
         _comparison = Comparison(worker.model_runner, spans)
     except Exception as error:  # of a runner or a backend that has other parts; it must not end the trial
@@ -40,9 +40,10 @@ def compare_attention(worker: Any, spans: list[tuple[int, int]]) -> None:
 
 
 def attention_compared(worker: Any) -> dict[str, Any] | None:
-    """What was seen since `compare_attention`, which ends with this."""
+    """End the comparison, and return what it has seen since `compare_attention`; None if none was begun."""
     global _comparison, _why_not
-    (comparison, _comparison), (reason, _why_not) = (_comparison, None), (_why_not, "")
+    comparison, _comparison = _comparison, None
+    reason, _why_not = _why_not, ""
     if comparison is not None:
         return comparison.end()
     return unread(reason) if reason else None
@@ -56,7 +57,7 @@ def keep_counts(worker: Any) -> None:
 
 
 def restore_counts(worker: Any) -> None:
-    """What was counted since `keep_counts` was not."""
+    """Undo what was counted since `keep_counts`."""
     global _kept
     if _kept is not None:
         counters.restore(_kept)

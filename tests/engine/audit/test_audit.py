@@ -212,7 +212,7 @@ SEEN = [
 def test_a_planted_fault_is_seen(
     audited: Callable[..., Audited], family: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each of ten rounds of questions, once; prints how many audits of the component had no wrong answer."""
+    """In each of ten rounds, one question reuses what the fault has spoilt. Prints the results of all audits."""
     monkeypatch.setenv("MMCACHE_AUDIT_MISMATCHES", "1000000")
     monkeypatch.setattr(settings, "_current", settings.load_settings())
     on = audited(family)

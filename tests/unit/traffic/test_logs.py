@@ -110,8 +110,15 @@ def test_a_prompt_beside_a_request_is_no_request(name: str, prompt: str | None, 
     """And it is one beside a wrapper that holds none, such as an answer's text."""
     (tmp_path / "log").write_text(lines([{"prompt": prompt, name: one} for one in REQUESTS]))
     assert list(Log([tmp_path / "log"]).prompts()) == [prompt_of(one) for one in REQUESTS]
-    (tmp_path / "log").write_text(lines([{"prompt": prompt, name: "It is a cat."}]))
-    assert len(list(Log([tmp_path / "log"]).prompts())) == (prompt is not None)
+    for beside in ("It is a cat.", {"temperature": 0}):
+        (tmp_path / "log").write_text(lines([{"prompt": prompt, name: beside}]))
+        assert len(list(Log([tmp_path / "log"]).prompts())) == (prompt is not None)
+
+
+def test_a_name_that_is_wrong_is_said_though_an_older_log_is_there(tmp_path: Path) -> None:
+    (tmp_path / "log.1").write_text(lines(REQUESTS))
+    with pytest.raises(RecordsError, match="log can't be read"):
+        list(Log([tmp_path / "log.1", tmp_path / "log"]).prompts())
 
 
 def test_a_damaged_file_beside_a_log_is_not_read(tmp_path: Path) -> None:
