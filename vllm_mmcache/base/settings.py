@@ -22,7 +22,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from vllm_mmcache.base.durations import Duration
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.settings_messages import PROTECTING, allowed, check_together, is_of_a_service, known, nearest
-from vllm_mmcache.base.store_url import WITH_URLS, check_key, host_and_port, why_not_in_config, with_password
+from vllm_mmcache.base.store_url import (
+    WITH_URLS,
+    check_files,
+    check_key,
+    host_and_port,
+    why_not_in_config,
+    with_password,
+)
 from vllm_mmcache.base.store_url import redact as redact
 from vllm_mmcache.base.store_url import store_places as store_places
 from vllm_mmcache.base.tenant import parse_source
@@ -376,7 +383,7 @@ class Settings(BaseSettings):
         ge=1 << 16,
         description=(
             "The most that the files of one tenant may take. Requests without a tenant share one quota. Each file is "
-            "charged 4 KiB beside its content."
+            "charged 64 KiB beside its content."
         ),
     )
     files_uuids: bool = Field(
@@ -450,6 +457,13 @@ class Settings(BaseSettings):
     @classmethod
     def _store_is_known(cls, value: str | None) -> str | None:
         store_places(value)
+        return value
+
+    @field_validator("files")
+    @classmethod
+    def _files_are_somewhere(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_files(value)
         return value
 
     @field_validator("tenant_from")

@@ -4,10 +4,14 @@
 Requests and answers have OpenAI's form or Anthropic's (forms.py).
 
 Whose files they are is said as everywhere: by a header or API key where the setting tenant_from says so, and otherwise
-by `cache_salt`, which is a field of the form that uploads a file, and else a parameter of the URL.
+by `cache_salt`, which is a field of the form that uploads a file, and else the header SALT_HEADER or a parameter of the
+URL. It is as good as a password, so it is taken out of the URL before the web server logs that.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
+from urllib.parse import parse_qsl, urlencode
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,13 +23,16 @@ from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.files.errors import Refusal, tenant_key, unknown
 from vllm_mmcache.files.forms import form_of
 from vllm_mmcache.files.image_file import head_of
-from vllm_mmcache.files.store import FileInfo, FileStore, QuotaExceeded
+from vllm_mmcache.files.store import FileInfo, FileLost, FileStore, QuotaExceeded
 from vllm_mmcache.metrics import counters
 
 PATH = "/v1/files"
 _FORM_BYTES = 1 << 16
 """Of an upload, beside the file."""
 _NAME_CHARS = 255
+SALT_HEADER = "x-cache-salt"
+_LISTS_AT_ONCE = 4
+"""Of all tenants: a list reads what is said of each file, and other requests need threads, too."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -43,6 +50,7 @@ class FileEndpoints:
         self.max_bytes = max_bytes
         self.max_pixels = max_pixels
         self.formats = formats
+        self._listing = asyncio.Semaphore(_LISTS_AT_ONCE)
 
     def routes(self) -> list[Route]:
         """What an application has to have."""
@@ -65,7 +73,7 @@ class FileEndpoints:
                     raise Refusal(400, "The form has no field 'file' with a file.", "file")
                 purpose, lives_s = form_of(request).upload(form)
                 key = tenant_key(form.get("cache_salt"))
-                content, filename = await file.read(), (file.filename or "image")[:_NAME_CHARS]
+                content, filename = await file.read(), _as_utf8(file.filename or "image")[:_NAME_CHARS]
         except HTTPException as error:
             raise Refusal(400, f"The form can't be read: {error.detail}", "file") from error
         if len(content) > self.max_bytes:
@@ -83,15 +91,16 @@ class FileEndpoints:
             )
 
         try:
-            return JSONResponse(form_of(request).file(await self.store.in_thread(keep)))
+            return JSONResponse(form_of(request).file(await self.store.writing.wait_for_async(keep)))
         except QuotaExceeded as error:
             raise Refusal(413, f"The tenant's files take too much: {error}. Delete some first.", "file") from error
 
     async def list_files(self, request: Request) -> Response:
         """GET: the latest first."""
-        wanted = request.query_params
-        files = await self.store.in_thread(self.store.files_of, tenant_key(wanted.get("cache_salt")))
-        return JSONResponse(form_of(request).page(files, wanted))
+        key = tenant_key(_take_salt(request))
+        async with self._listing:
+            files = await self.store.reading.wait_for_async(partial(self.store.files_of, key))
+        return JSONResponse(form_of(request).page(files, request.query_params))
 
     async def retrieve(self, request: Request) -> Response:
         """GET of one: what is said of it."""
@@ -101,20 +110,23 @@ class FileEndpoints:
     async def content(self, request: Request) -> Response:
         """GET of its content."""
         key, info = await self._found(request)
-        content = await self.store.in_thread(self.store.read, key, info)
+        try:
+            content = await self.store.reading.wait_for_async(partial(self.store.read, key, info))
+        except FileLost as error:
+            raise Refusal(404, str(error), "file_id") from error
         kept_as_it_is = {"x-content-type-options": "nosniff", "content-disposition": "attachment"}
         return Response(content, media_type=info.media_type, headers=kept_as_it_is)
 
     async def delete(self, request: Request) -> Response:
         """DELETE: it is gone for all replicas when this is answered."""
-        key, file_id = tenant_key(request.query_params.get("cache_salt")), request.path_params["file_id"]
-        if not await self.store.in_thread(self.store.delete, key, file_id):
+        key, file_id = tenant_key(_take_salt(request)), request.path_params["file_id"]
+        if not await self.store.writing.wait_for_async(partial(self.store.delete, key, file_id)):
             raise unknown(file_id)
         return JSONResponse(form_of(request).deleted(file_id))
 
     async def _found(self, request: Request) -> tuple[bytes | None, FileInfo]:
-        key, file_id = tenant_key(request.query_params.get("cache_salt")), request.path_params["file_id"]
-        info = await self.store.in_thread(self.store.find, key, file_id)
+        key, file_id = tenant_key(_take_salt(request)), request.path_params["file_id"]
+        info = await self.store.reading.wait_for_async(partial(self.store.find, key, file_id))
         if info is None:
             raise unknown(file_id)
         return key, info
@@ -147,6 +159,27 @@ def _answering(operation: str, handler: Handler) -> Handler:
         return response
 
     return answer
+
+
+def _take_salt(request: Request) -> str | None:
+    """The cache_salt of a request, out of its header or of its URL, which has none afterwards.
+
+    Raises: Refusal (400) where the two are not the same.
+    """
+    salt: str | None = request.headers.get(SALT_HEADER)
+    fields: list[tuple[str, str]] = parse_qsl(request.scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    if given := [value for name, value in fields if name == "cache_salt"]:
+        others = [(name, value) for name, value in fields if name != "cache_salt"]
+        request.scope["query_string"] = urlencode(others).encode("latin-1")
+        if len({*given, *([] if salt is None else [salt])}) > 1:
+            raise Refusal(400, f"Parameter 'cache_salt' and header {SALT_HEADER!r} name several tenants.", "cache_salt")
+        return given[0]
+    return salt
+
+
+def _as_utf8(text: str) -> str:
+    """A text without what UTF-8 has not."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _limited(request: Request, most: int, max_bytes: int) -> Callable[[], Awaitable[Message]]:

@@ -16,6 +16,7 @@ from typing import Any
 from vllm_mmcache.base import tenant
 from vllm_mmcache.base.asgi import (
     App,
+    Message,
     Receive,
     Scope,
     Send,
@@ -30,7 +31,7 @@ from vllm_mmcache.content import placeholders
 from vllm_mmcache.files.errors import Refusal, salt_of, unknown
 from vllm_mmcache.files.named import NamedImages
 from vllm_mmcache.files.references import NamedImage, Reference, named_images, references
-from vllm_mmcache.files.store import FileInfo, FileStore
+from vllm_mmcache.files.store import FileInfo, FileLost, FileStore
 from vllm_mmcache.metrics import counters
 
 MOST_FILES = 1024
@@ -45,13 +46,18 @@ class StoredImage:
     def __init__(self, content_id: bytes, read: Callable[[], bytes]) -> None:
         self.content_id = content_id
         self.text = b""
+        self.unreachable = ""
+        """Why the place of the files did not serve, if somebody has asked and it did not."""
         self._read = read
 
     def decode(self) -> bytes:
         """The file. Raises: ValueError where it can't be read; vLLM answers with the status 400."""
         try:
             return self._read()
+        except FileLost as error:
+            raise ValueError(str(error)) from error
         except FilesUnusable as error:
+            self.unreachable = str(error)
             raise ValueError(str(error)) from error
 
 
@@ -63,6 +69,11 @@ class Named:
     files: list[Reference]
     images: list[NamedImage]
     payloads: dict[str, StoredImage] = field(default_factory=dict)
+
+    @property
+    def unreachable(self) -> str:
+        """Why the place of the files did not serve when one of them was read; empty if it did."""
+        return next((image.unreachable for image in self.payloads.values() if image.unreachable), "")
 
 
 class PutFilesMiddleware:
@@ -109,13 +120,13 @@ class PutFilesMiddleware:
                 counters.FILE_REQUESTS.add(1, "name", "failed" if refusal.status == 503 else "refused")
                 return await refusal.response(path)(scope, receive, send)
             return await self.app(scope, receive_again(messages, receive), send)  # vLLM and identity say what is wrong
-        if named.files:
-            counters.FILE_REQUESTS.add(1, "name", "done")
         if named.payloads:
             messages = as_message(json.dumps(named.request).encode())
         with placeholders.register(named.payloads):
             async with self._saving(named.images, key, writes=path.startswith(GUARDED)):
-                await self.app(scope, receive_again(messages, receive), send)
+                await self.app(scope, receive_again(messages, receive), _answering(named, scope, path, send))
+        if named.files:
+            counters.FILE_REQUESTS.add(1, "name", "failed" if named.unreachable else "done")
 
     def _parsed(self, body: bytes, takes_files: Callable[[], bool]) -> Named:
         """The request and what it names; nothing where it names nothing, or is no request."""
@@ -134,14 +145,16 @@ class PutFilesMiddleware:
         if len(ids) > MOST_FILES:
             raise Refusal(400, f"The request names {len(ids)} files; at most {MOST_FILES} are allowed.", "file_id")
         try:
-            infos = await asyncio.gather(*(self.store.in_thread(self.store.find, key, file_id) for file_id in ids))
+            infos = await asyncio.gather(
+                *(self.store.reading.wait_for_async(partial(self.store.find, key, file_id)) for file_id in ids)
+            )
         except FilesUnusable as error:
             raise Refusal(503, str(error)) from error
         found: dict[str, tuple[str, str]] = {}
         for file_id, info in zip(ids, infos, strict=True):
             if info is None:
                 raise unknown(file_id)
-            found[file_id] = info.media_type, _lend(named, info, partial(self.store.read, key, info))
+            found[file_id] = info.media_type, _lend(named, info, _reader(self.store, key, info))
         for reference in named.files:
             reference.put(*found[reference.file_id])
         counters.FILES_NAMED.add(len(named.files), "file_id")
@@ -150,7 +163,7 @@ class PutFilesMiddleware:
         """Puts images in the places of the uuids that other replicas know."""
         if self.named_images is not None:
             for image, info in await self.named_images.find(named.images, salt, key):
-                name = _lend(named, info, partial(self.named_images.store.read, key, info, image.uuid))
+                name = _lend(named, info, _reader(self.named_images.store, key, info, image.uuid))
                 image.put(info.media_type, name)
                 counters.FILES_NAMED.add(1, "uuid")
 
@@ -158,6 +171,31 @@ class PutFilesMiddleware:
         self, images: list[NamedImage], key: bytes | None, *, writes: bool
     ) -> AbstractAsyncContextManager[None]:
         return nullcontext() if self.named_images is None else self.named_images.saving(images, key, writes=writes)
+
+
+def _answering(named: Named, scope: Scope, path: str, send: Send) -> Send:
+    """The request's send, which answers with 503 where vLLM's answer is 400 since a file can't be reached."""
+    is_replaced = False
+
+    async def send_answer(message: Message) -> None:
+        nonlocal is_replaced
+        if message["type"] == "http.response.start" and message["status"] == 400 and named.unreachable:
+            is_replaced = True
+            await Refusal(503, named.unreachable).response(path)(scope, _nothing, send)
+        if not is_replaced:
+            await send(message)
+
+    return send_answer
+
+
+async def _nothing() -> Message:
+    """What a response receives that asks nobody."""
+    return {"type": "http.disconnect"}
+
+
+def _reader(store: FileStore, key: bytes | None, info: FileInfo, name: str | None = None) -> Callable[[], bytes]:
+    """Reads a file in a thread of its store: others wait in the threads of whoever calls it, and not for ever."""
+    return partial(store.reading.wait_for, partial(store.read, key, info, name))
 
 
 def _lend(named: Named, info: FileInfo, read: Callable[[], bytes]) -> str:

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.base.failsafe import failsafe
@@ -85,7 +86,9 @@ class NamedImages:
         wanted = [uuid for uuid in dict.fromkeys(one.uuid for one in alone) if not self._is_newest(uuid, salt, key)]
         wanted = wanted[:MOST_LOOKED_FOR]
         try:
-            found = await asyncio.gather(*(self.store.in_thread(self.store.find_named, key, uuid) for uuid in wanted))
+            found = await asyncio.gather(
+                *(self.store.reading.wait_for_async(partial(self.store.find_named, key, uuid)) for uuid in wanted)
+            )
         except FilesUnusable:
             return []
         infos = dict(zip(wanted, found, strict=True))
@@ -126,7 +129,7 @@ class NamedImages:
         self._num_unwritten += 1
         with failsafe("files"):
             try:
-                await self.store.in_thread(self._write, uuid, image, key)
+                await self.store.writing.wait_for_async(partial(self._write, uuid, image, key))
             except (FilesUnusable, QuotaExceeded, ValueError):
                 pass  # a replica that is asked for the uuid alone does not find it
             finally:

@@ -7,6 +7,8 @@ as its files may live.
 """
 
 from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsspec import AbstractFileSystem
@@ -71,6 +73,24 @@ class RedisFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has n
             raise FileNotFoundError(path)
         return bytes(content)[start:end]  # type: ignore[arg-type]
 
+    def cat_ranges(
+        self, paths: list[str], starts: Any, ends: Any, max_gap: Any = None, on_error: str = "return", **_: Any
+    ) -> list[Any]:
+        """The contents of whole files, and a FileNotFoundError for each that is not there; many in one question."""
+        found: dict[str, Any] = {}
+        for folder, asked in _by_folder(paths).items():
+            for start in range(0, len(asked), AT_ONCE):
+                key, names = PREFIX + folder, [_key_and_field(path)[1] for path in asked[start : start + AT_ONCE]]
+                contents = self._run(key, partial(_contents, key, names))
+                found |= {f"{folder}/{name}": content for name, content in zip(names, contents, strict=True)}
+        return [FileNotFoundError(path) if (content := found[path]) is None else bytes(content) for path in paths]
+
+    def modified(self, path: str) -> datetime:
+        """The server's time: a file that was written just now was written then. Files themselves have no times."""
+        key, _ = _key_and_field(path)
+        seconds, microseconds = self._run(key, _time)
+        return datetime.fromtimestamp(seconds + microseconds / 1e6, UTC)
+
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
         """Write a file as a whole, over one that is there, whatever `mode` says."""
         key, name = _key_and_field(path)
@@ -121,6 +141,25 @@ def _sizes(client: "redis.Redis", key: str) -> dict[str, int]:
         for name in names:
             pipeline.hstrlen(key, name)
         return {name.decode(): size for name, size in zip(names, pipeline.execute(), strict=True)}
+
+
+def _contents(key: str, names: list[str], client: "redis.Redis") -> list[Any]:
+    with client.pipeline(transaction=False) as pipeline:
+        for name in names:
+            pipeline.hget(key, name)
+        return list(pipeline.execute())
+
+
+def _time(client: "redis.Redis") -> tuple[int, int]:
+    said: Any = client.time()
+    return int(said[0]), int(said[1])
+
+
+def _by_folder(paths: list[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        found.setdefault(path.rpartition("/")[0], []).append(path)
+    return found
 
 
 def _key_and_field(path: str) -> tuple[str, str]:

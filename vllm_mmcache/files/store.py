@@ -17,16 +17,15 @@ its id when it is read. With a store key, both are encrypted, and names are keye
 that a file that one server removes is gone for all.
 """
 
-import asyncio
 import contextlib
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 import fsspec
@@ -38,22 +37,24 @@ from vllm_mmcache.base import background, tenant
 from vllm_mmcache.base.errors import FilesUnusable, StoreCorrupt
 from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.base.settings import Settings
-from vllm_mmcache.base.store_url import REMOTE_SCHEMES
+from vllm_mmcache.base.store_url import REMOTE_SCHEMES, error_without_secrets, redact
+from vllm_mmcache.files.access import Access
 from vllm_mmcache.storage import encryption
-from vllm_mmcache.storage.breaker import CircuitBreaker
 
-T = TypeVar("T")
+logger = logging.getLogger("vllm.mmcache")
 
 PREFIX = "file-"
 SWEEP_S = 3600.0
 FULL_SWEEP_S = 60.0
 """A tenant whose quota is used up has its expired files removed at once, but not more often than this."""
-ENTRY_BYTES = 4096
-"""Charged to a tenant's quota for each file, beside its content."""
-REST_S = 5.0, 60.0
-"""That a place which fails is left alone, and the most, since each further failure doubles it."""
-THREADS = 16
-_UNREACHABLE = "files can't be reached now: ask again later"
+ENTRY_BYTES = 65536
+"""Charged to a tenant's quota for each file, beside its content. So it bounds how many there are to be listed, too."""
+READ_S, WRITE_S = 10.0, 60.0
+"""The longest that a place may take to read an object, or to look up a few; and to write a file."""
+HELD_S = 5.0
+"""How long a server goes by what a tenant's files took when it last listed them, and by what it has written since."""
+MOST_OFF_S = 60.0
+"""A server whose clock differs by more from that of the place removes no file."""
 _COMMON = bytes(32)
 _INFO = ".json"
 _VERSION = "v1"
@@ -64,7 +65,9 @@ _REPLACED_S = 600.0
 """How long content stays whose name was given to other content: requests under way may read it."""
 _SWEPT_BYTES = 128
 _MOST_SWEPT = Budget(4096, 4096 * _SWEPT_BYTES)
-"""Of the tenants whose expired files were removed lately."""
+"""Of the tenants whose expired files were removed lately; and of those whose files were listed lately."""
+_NOTES = "notes"
+"""A folder beside the tenants' folders: what the servers that share a place tell each other."""
 _ALONE_BYTES = 512
 _MOST_ALONE = Budget(65536, 65536 * _ALONE_BYTES)
 """Of content that belongs to no file, where listings have no times: since when a sweep has found it so."""
@@ -97,11 +100,17 @@ class QuotaExceeded(Exception):
     """A tenant's files would take more than they may."""
 
 
+class FileLost(Exception):
+    """The content of a file is gone or damaged, although its FileInfo is there."""
+
+
 class FileStore:
     """Files by tenant and id. tenant_key, in all methods: tenant.key_of a request's salt.
 
-    Every method raises FilesUnusable where the place does not serve. It is then left alone for REST_S; the log says so.
-    A place that takes nothing any more, since it is full or can't be written to, goes on being read.
+    Every method raises FilesUnusable where the place does not serve. It is then left alone for a while, and the log
+    says so. A place that takes nothing any more, since it is full or can't be written to, goes on being read.
+
+    reading, writing: a place may hang. Whoever may not wait for ever has the methods called by the one or the other.
     """
 
     def __init__(self, filesystem: Any, root: str, *, codec: encryption.PlainCodec, ttl_s: int, quota: int) -> None:
@@ -110,12 +119,13 @@ class FileStore:
         self._codec = codec
         self._ttl_s = ttl_s
         self._quota = quota
-        self._reading = CircuitBreaker("with the files of clients, reading", *REST_S)
-        self._writing = CircuitBreaker("with the files of clients, writing", *REST_S)
-        self._threads = ThreadPoolExecutor(THREADS, "mmcache-files")
+        self.reading = Access("reading", READ_S)
+        self.writing = Access("writing", WRITE_S)
         self._swept = time.monotonic()
         self._swept_of: LruTable[bytes, float] = LruTable(lambda: _MOST_SWEPT, _SWEPT_BYTES)  # by tenant
         self._sweeping = threading.Lock()
+        self._held_of: LruTable[bytes, tuple[float, int]] = LruTable(lambda: _MOST_SWEPT, _SWEPT_BYTES)
+        """By tenant, when its files were listed, and what they take as far as this process knows."""
         self._reserving = threading.Lock()
         self._in_flight: list[tuple[str, int]] = []  # content that is being written: its path, and what it counts for
         self._alone: LruTable[str, float] = LruTable(lambda: _MOST_ALONE, _ALONE_BYTES)  # since when, by path
@@ -140,13 +150,12 @@ class FileStore:
             if isinstance(filesystem, LocalFileSystem):
                 Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
         except (ImportError, ValueError, OSError) as error:
-            raise FilesUnusable(f"MMCACHE_FILES {settings.files!r} can't be opened: {error}") from error
+            said = error_without_secrets(error, settings.files)
+            raise FilesUnusable(f"MMCACHE_FILES {redact(settings.files)!r} can't be opened: {said}") from None
         root = f"{root.rstrip('/')}/{below}" if below else root
-        return cls(filesystem, root, codec=codec, ttl_s=int(settings.files_ttl), quota=settings.files_quota)
-
-    async def in_thread(self, call: Callable[..., T], *args: Any) -> T:
-        """What `call` gives, in a thread of the store's own: a place that is slow keeps nobody else waiting."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+        kept = cls(filesystem, root, codec=codec, ttl_s=int(settings.files_ttl), quota=settings.files_quota)
+        kept.reading.place = kept.writing.place = settings.files
+        return kept
 
     def put(
         self,
@@ -171,17 +180,12 @@ class FileStore:
         info = FileInfo(file_id, filename, purpose, len(content), now, expires_s, media_type, name is not None)
         info_path = self._info_path(tenant_key, name or file_id)
         content_path = self._content_path(info_path, info)
-        needed = len(content) + ENTRY_BYTES
-        with self._serving(self._writing), self._reserved(content_path, needed) as reserved:
-            held = self._held_bytes(tenant_key, content_path, reserved)
-            if held + needed > self._quota and self._sweep_of(tenant_key):
-                held = self._held_bytes(tenant_key, content_path, reserved)
-            if held + needed > self._quota:
-                raise QuotaExceeded(
-                    f"{held} of {self._quota} bytes are in use, and the file has {len(content)} and {ENTRY_BYTES} more"
-                )
+        said, needed = _INFO_JSON.dump_json(info), len(content) + ENTRY_BYTES
+        with self.writing.serving(QuotaExceeded), self._reserved(content_path, needed) as reserved:
+            self._make_room(tenant_key, content_path, len(content), reserved)
             self._write(content_path, content)
-            self._write(info_path, _INFO_JSON.dump_json(info))
+            self._write(info_path, said)
+            self._note_held(tenant_key, needed)
         self._sweep_sometimes()
         return info
 
@@ -192,23 +196,21 @@ class FileStore:
 
     def find_named(self, tenant_key: bytes | None, name: str) -> FileInfo | None:
         """As `find`, for a file that was kept under a name."""
-        with self._serving(self._reading):
+        with self.reading.serving():
             info = self._info(self._info_path(tenant_key, name))
         return None if info is None or _is_over(info) else info
 
     def read(self, tenant_key: bytes | None, info: FileInfo, name: str | None = None) -> bytes:
-        """The content of a file. Raises: FilesUnusable also where it is gone or damaged."""
-        with self._serving(self._reading):
+        """The content of a file. Raises: FileLost."""
+        with self.reading.serving():
             content = self._read(self._content_path(self._info_path(tenant_key, name or info.id), info))
         if content is None or tenant.digest(content, tenant_key) != info.content_id:
-            raise FilesUnusable(
-                f"the content of {info.id} is {'gone' if content is None else 'damaged'}: upload it again"
-            )
+            raise FileLost(f"the content of {info.id} is {'gone' if content is None else 'damaged'}: upload it again")
         return content
 
     def files_of(self, tenant_key: bytes | None) -> list[FileInfo]:
         """The files of a tenant, the latest first."""
-        with self._serving(self._reading):
+        with self.reading.serving():
             found = self._infos([path for path, _ in self._objects(self._folder(tenant_key)) if path.endswith(_INFO)])
         there = [info for info in found.values() if not _is_over(info)]
         return sorted(there, key=lambda info: (info.created_s, info.id), reverse=True)
@@ -217,16 +219,18 @@ class FileStore:
         """Remove a file for good. Returns whether it was there."""
         info = self.find(tenant_key, file_id)
         if info is not None:
-            with self._serving(self._writing):
+            with self.writing.serving():
                 path = self._info_path(tenant_key, file_id)
                 self._remove(path, self._content_path(path, info))
+                self._held_of.remove(tenant_key or _COMMON)
         return info is not None
 
     def sweep(self) -> int:
         """Remove what has expired, of all tenants, and content that is no file's any more. Returns how many files."""
-        with self._serving(self._writing):
+        with self.writing.serving():
             folders = self._files.ls(self._root, detail=False) if self._files.exists(self._root) else []
-            return sum(map(self._sweep_folder, folders))
+            tenants = [folder for folder in folders if folder.rpartition("/")[2] != _NOTES]
+            return sum(map(self._sweep_folder, tenants)) if tenants and self._is_clock_right() else 0
 
     def _sweep_folder(self, folder: str) -> int:
         objects = dict(self._objects(folder))
@@ -276,21 +280,25 @@ class FileStore:
         if now - (self._swept_of.get(key) or -FULL_SWEEP_S) < FULL_SWEEP_S:
             return 0
         self._swept_of.replace(key, now)
-        return self._sweep_folder(self._folder(tenant_key))
+        return self._sweep_folder(self._folder(tenant_key)) if self._is_clock_right() else 0
 
-    @contextlib.contextmanager
-    def _serving(self, breaker: CircuitBreaker) -> Iterator[None]:
-        """Whatever the place raises becomes FilesUnusable; then it is left alone for a while."""
-        if breaker.is_open():
-            raise FilesUnusable(_UNREACHABLE)
-        try:
-            yield
-        except QuotaExceeded:
-            raise
-        except Exception as error:
-            breaker.record_failure(repr(error))
-            raise FilesUnusable(_UNREACHABLE) from error
-        breaker.record_success()
+    def _is_clock_right(self) -> bool:
+        """Whether this machine's clock is that of the place, as far as it has one; otherwise the log says so.
+
+        A machine whose clock is fast would remove files that nobody else takes for expired.
+        """
+        path, off_s = f"{self._root}/{_NOTES}/{uuid4().hex}", 0.0
+        self._write(path, b"")
+        with contextlib.suppress(Exception):  # of a place that has no clock, or keeps it to itself
+            off_s = time.time() - self._files.modified(path).timestamp()
+        self._remove(path)
+        if abs(off_s) > MOST_OFF_S:
+            logger.warning(
+                "mmcache removes no expired files of clients: this machine's clock differs by %d s from that of the "
+                "place where they are (MMCACHE_FILES). Set the clock",
+                off_s,
+            )
+        return abs(off_s) <= MOST_OFF_S
 
     def _sweep_sometimes(self) -> None:
         with self._sweeping:
@@ -302,7 +310,44 @@ class FileStore:
     def _sweep_behind(self) -> None:
         background.lower_priority()
         with contextlib.suppress(FilesUnusable):  # the log has it
-            self.sweep()
+            if self._is_first_to_sweep():
+                self.sweep()
+
+    def _is_first_to_sweep(self) -> bool:
+        """Whether no server that shares the place has begun a sweep for SWEEP_S; then it is noted that this one has."""
+        path, now = f"{self._root}/{_NOTES}/swept", time.time()
+        with self.writing.serving():
+            with contextlib.suppress(ValueError):  # of a note that is damaged
+                if abs(now - float(self._read(path) or b"-inf")) < SWEEP_S:
+                    return False
+            self._write(path, b"%d" % now)
+        return True
+
+    def _make_room(self, tenant_key: bytes | None, but: str, num_bytes: int, reserved: dict[str, int]) -> None:
+        """See that a tenant may have one more file of so many bytes; `but` and `reserved` as in _held_bytes.
+
+        What the tenant has is listed where this process has not done so for HELD_S, and before an upload is refused.
+        Raises: QuotaExceeded.
+        """
+        key, now, needed = tenant_key or _COMMON, time.monotonic(), num_bytes + ENTRY_BYTES
+        listed, held = self._held_of.get(key) or (-HELD_S, 0)
+        if now - listed < HELD_S and held + sum(reserved.values()) + needed <= self._quota:
+            return
+        there = self._held_bytes(tenant_key, but, reserved)
+        if there + needed > self._quota and self._sweep_of(tenant_key):
+            there = self._held_bytes(tenant_key, but, reserved)
+        if there + needed > self._quota:
+            raise QuotaExceeded(
+                f"{there} of {self._quota} bytes are in use, and the file has {num_bytes} and {ENTRY_BYTES} more"
+            )
+        with self._reserving:
+            self._held_of.replace(key, (now, there - sum(reserved.values())))
+
+    def _note_held(self, tenant_key: bytes | None, num_bytes: int) -> None:
+        """Count what was written beside what was listed."""
+        with self._reserving:
+            if (held := self._held_of.get(tenant_key or _COMMON)) is not None:
+                self._held_of.replace(tenant_key or _COMMON, (held[0], held[1] + num_bytes))
 
     @contextlib.contextmanager
     def _reserved(self, path: str, num_bytes: int) -> Iterator[dict[str, int]]:
@@ -376,10 +421,12 @@ class FileStore:
     def _write(self, path: str, content: bytes) -> None:
         """Write an object as a whole: in a directory under another name first, which is its name once all is there."""
         stored = self._codec.encrypt_bytes(_bound_to(path), content)
-        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        folder = path.rpartition("/")[0]
         if not isinstance(self._files, LocalFileSystem):
+            self._files.makedirs(folder, exist_ok=True)
             self._files.pipe_file(path, stored)
             return
+        _make_private(Path(folder))
         incoming = f"{path}.{uuid4().hex}"
         try:
             self._files.pipe_file(incoming, stored)
@@ -413,3 +460,11 @@ def _is_id(text: str) -> bool:
 
 def _is_over(info: FileInfo) -> bool:
     return info.expires_s is not None and info.expires_s <= time.time()
+
+
+def _make_private(folder: Path) -> None:
+    """Make a directory, and those above it that are not there, for this user alone."""
+    if not folder.is_dir():
+        for one in [*reversed(folder.parents), folder]:
+            if not one.exists():
+                one.mkdir(mode=0o700, exist_ok=True)

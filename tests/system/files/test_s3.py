@@ -12,7 +12,7 @@ import pytest
 from tests.support import s3
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.base.settings import Settings
-from vllm_mmcache.files.store import FileInfo, FileStore
+from vllm_mmcache.files.store import FileInfo, FileLost, FileStore
 
 pytest.importorskip("s3fs", reason=s3.NEEDED)
 pytestmark = [pytest.mark.process, pytest.mark.skipif(s3.RCLONE is None, reason=s3.NEEDED)]
@@ -61,7 +61,7 @@ def test_an_object_that_was_changed(served: Served) -> None:
     info = kept(served.store, ALICE)
     (content,) = (path for path in served.folder.rglob("*") if path.is_file() and path.suffix != ".json")
     content.write_bytes(CONTENT[:-1] + b"?")
-    with pytest.raises(FilesUnusable, match="is damaged: upload it again"):
+    with pytest.raises(FileLost, match="is damaged: upload it again"):
         served.store.read(ALICE, info)
     kept(served.store, ALICE)
     assert served.store.read(ALICE, info) == CONTENT

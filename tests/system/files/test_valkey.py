@@ -14,8 +14,9 @@ from tests.support.store_server import Server
 from vllm_mmcache.base.durations import Duration
 from vllm_mmcache.base.errors import FilesUnusable, SettingsError
 from vllm_mmcache.base.settings import Settings, load_settings
-from vllm_mmcache.files import store as file_store
-from vllm_mmcache.files.store import ENTRY_BYTES, FileInfo, FileStore, QuotaExceeded
+from vllm_mmcache.files.access import REST_S
+from vllm_mmcache.files.redis_filesystem import AT_ONCE
+from vllm_mmcache.files.store import ENTRY_BYTES, FileInfo, FileLost, FileStore, QuotaExceeded
 from vllm_mmcache.storage.encryption import AesGcmCodec
 
 pytestmark = pytest.mark.process
@@ -59,6 +60,15 @@ def test_kept_found_and_removed(server: Server) -> None:
     assert len(server.client.keys("*")) == 2, "the named one's hash, and somebody else's"
 
 
+def test_many_are_listed(server: Server) -> None:
+    """In several questions to the server."""
+    store = opened(server, files_quota=1 << 30)
+    infos = [kept(store, content=b"%d" % number) for number in range(AT_ONCE + 3)]
+    assert {one.id for one in store.files_of(ALICE)} == {one.id for one in infos}
+    assert store.delete(ALICE, infos[0].id)
+    assert len(store.files_of(ALICE)) == AT_ONCE + 2
+
+
 def test_other_names_of_the_server_are_not_looked_at(server: Server) -> None:
     """Only a sweep asks for all of them, also where a tenant has no file yet."""
 
@@ -96,6 +106,8 @@ def test_files_expire(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: now + TTL_S + 1)
     assert store.find(ALICE, info.id) is None
     kept(store, BOB)
+    assert store.sweep() == 0, "this clock is not the server's"
+    monkeypatch.setattr(store, "_is_clock_right", lambda: True)
     assert store.sweep() == 1
     assert len(server.client.keys("*")) == 1
     forever = FileStore.of(Settings(files=server.url, files_ttl=Duration(0)))
@@ -120,7 +132,7 @@ def test_content_that_was_changed(server: Server) -> None:
     (key,) = server.client.keys("*")
     (name,) = (name for name in server.client.hkeys(key) if not name.endswith(b".json"))
     server.client.hset(key, name, CONTENT[:-1] + b"?")
-    with pytest.raises(FilesUnusable, match="is damaged: upload it again"):
+    with pytest.raises(FileLost, match="is damaged: upload it again"):
         store.read(ALICE, info)
 
 
@@ -141,7 +153,7 @@ def test_a_server_that_is_gone(
     )
     try:
         now = time.monotonic()
-        monkeypatch.setattr("time.monotonic", lambda: now + file_store.REST_S[0])
+        monkeypatch.setattr("time.monotonic", lambda: now + REST_S[0])
         assert store.read(ALICE, kept(store)) == CONTENT
     finally:
         server.client.acl_deluser("user")

@@ -5,14 +5,19 @@ import asyncio
 import io
 import itertools
 import json
+import logging
 import shutil
+import socket
+import threading
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
 import fsspec
+import httpx
 import pytest
+import uvicorn
 from PIL import Image
 from prometheus_client import REGISTRY
 from starlette.applications import Starlette
@@ -28,7 +33,7 @@ from vllm_mmcache.components.identity.middleware import FindTenant
 from vllm_mmcache.content import placeholders
 from vllm_mmcache.files.endpoints import FileEndpoints
 from vllm_mmcache.files.middleware import MOST_FILES, PutFilesMiddleware
-from vllm_mmcache.files.store import FileStore
+from vllm_mmcache.files.store import ENTRY_BYTES, FileStore
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.storage.encryption import PLAIN
 
@@ -47,7 +52,10 @@ async def echo(request: Request) -> JSONResponse:
     body = await request.body()
     names = [name for name in body.decode().replace('"', ",").split(",") if name.startswith(placeholders.PREFIX)]
     resolved = [placeholders.resolve(name) for name in names]
-    shown = [{"content": one.decode().hex(), "id": one.content_id.hex()} for one in resolved if one is not None]
+    try:
+        shown = [{"content": one.decode().hex(), "id": one.content_id.hex()} for one in resolved if one is not None]
+    except ValueError as error:  # as vLLM does
+        return JSONResponse({"error": {"message": str(error)}}, status_code=400)
     return JSONResponse({"body": body.decode(), "images": shown})
 
 
@@ -301,7 +309,7 @@ def test_a_body_that_is_too_large_is_not_read_to_its_end(client: TestClient) -> 
 
 
 def test_quota(tmp_path: Path, source: tenant.TenantSource) -> None:
-    alice = Tenant(application(tmp_path, source, quota=5000), source, "alice")
+    alice = Tenant(application(tmp_path, source, quota=ENTRY_BYTES + 1000), source, "alice")
     first = alice.upload(picture()).json()
     refused = alice.upload(picture(color=8))
     assert refused.status_code == 413
@@ -323,9 +331,9 @@ def test_too_many_files_and_files_that_are_no_more(alice: Tenant, tmp_path: Path
     for path in tmp_path.rglob("*"):
         if path.is_file() and path.suffix != ".json":
             path.unlink()
-    assert alice.call("GET", f"/{file_id}/content").status_code == 503
-    with pytest.raises(ValueError, match="is gone: upload it again"):
-        alice.chat(file_id)
+    for answer, status in (alice.call("GET", f"/{file_id}/content"), 404), (alice.chat(file_id), 400):
+        assert answer.status_code == status
+        assert "is gone: upload it again" in message(answer)
 
 
 def test_a_place_that_does_not_serve(alice: Tenant, tmp_path: Path) -> None:
@@ -334,6 +342,65 @@ def test_a_place_that_does_not_serve(alice: Tenant, tmp_path: Path) -> None:
     (tmp_path / "v1").write_text("no directory any more")
     for answer in (alice.chat(file_id), alice.call("GET", f"/{file_id}"), alice.upload(picture())):
         assert (answer.status_code, message(answer)) == (503, "files can't be reached now: ask again later")
+
+
+@pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
+def test_a_place_that_fails_when_a_file_is_read(alice: Tenant, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """After it was found: vLLM has the request already, and its answer, 400, would keep clients from asking again."""
+    file_id = alice.upload(picture()).json()["id"]
+
+    def fail(*_: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(FileStore, "_read", fail)
+    answer = alice.chat(file_id, path=path)
+    assert (answer.status_code, message(answer)) == (503, "files can't be reached now: ask again later")
+    assert ("type" in answer.json()) == (path == ANTHROPIC)
+
+
+def test_a_name_that_utf_8_has_not(client: TestClient) -> None:
+    """A client may say in which characters a form is, and it may be ones that nothing can write down."""
+    fields = [b'name="purpose"\r\n\r\nvision', b'name="file"; filename="a\\ud800"\r\n\r\n' + picture()]
+    parts = [b"--x\r\ncontent-disposition: form-data; " + one + b"\r\n" for one in fields]
+    kind = "multipart/form-data; boundary=x; charset=unicode_escape"
+    for _ in range(2):
+        answer = client.post("/v1/files", content=b"".join(parts) + b"--x--", headers={"content-type": kind})
+        assert (answer.status_code, answer.json()["filename"]) == (200, "a?")
+
+
+def test_the_salt_is_in_a_header_or_in_the_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = application(tmp_path, tenant.parse_source("cache_salt"))
+    alice = Tenant(client, tenant.parse_source("cache_salt"), "alice")
+    path = f"/v1/files/{alice.upload(picture()).json()['id']}"
+    header = {"X-Cache-Salt": "alice"}
+    for given in ({"headers": header}, {"params": {"cache_salt": "alice"}, "headers": header}):
+        assert [client.get(one, **given).status_code for one in (path, path + "/content")] == [200, 200]
+        assert len(client.get("/v1/files", **given).json()["data"]) == 1
+    for given in ({"headers": {"X-Cache-Salt": "bob"}}, {}):
+        assert client.get(path, **given).status_code == client.delete(path, **given).status_code == 404
+    for wrong in ({"params": {"cache_salt": "bob"}, "headers": header}, {"params": {"cache_salt": ["alice", "bob"]}}):
+        answer = client.delete(path, **wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt")
+    assert client.delete(path, headers=header).status_code == 200
+
+
+def test_the_access_log_has_no_salt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of uvicorn itself, which vLLM runs."""
+    app = application(tmp_path, tenant.parse_source("cache_salt")).app
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None))
+    with caplog.at_level(logging.INFO, "uvicorn.access"), socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/files"
+        with httpx.Client(transport=httpx.HTTPTransport(retries=5)) as client:
+            data, salt = {"purpose": "vision", "cache_salt": "a-secret"}, {"cache_salt": "a-secret", "limit": "7"}
+            file_id = client.post(url, files={"file": ("a.png", picture())}, data=data).json()["id"]
+            for method, below in ("GET", ""), ("GET", f"/{file_id}"), ("GET", f"/{file_id}/content"), ("DELETE", "/x"):
+                client.request(method, url + below, params=salt)
+        server.should_exit = True
+        thread.join(10)
+    assert caplog.text.count("limit=7") == 4, "what is no secret is there"
+    assert "a-secret" not in caplog.text
 
 
 def test_a_tenant_is_required(client: TestClient, source: tenant.TenantSource, monkeypatch: pytest.MonkeyPatch) -> None:

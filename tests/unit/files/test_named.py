@@ -195,7 +195,7 @@ def test_only_images_are_kept(replicas: tuple[Replica, Replica], tmp_path: Path)
 
 
 def test_a_quota_that_is_used_up_refuses_nobody(tmp_path: Path) -> None:
-    one, other = Replica(tmp_path, quota=5000), Replica(tmp_path)
+    one, other = Replica(tmp_path, quota=ENTRY_BYTES + 1000), Replica(tmp_path)
     for uuid in "ab":
         one.ask(image(uuid, picture()))
     assert [bool(other.ask(image(uuid, None))[1]) for uuid in "ab"] == [True, False]

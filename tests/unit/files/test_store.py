@@ -4,7 +4,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from fsspec.implementations.local import LocalFileSystem
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.base.settings import Settings
 from vllm_mmcache.files import store as file_store
-from vllm_mmcache.files.store import ENTRY_BYTES, FileInfo, FileStore, QuotaExceeded
+from vllm_mmcache.files.access import REST_S
+from vllm_mmcache.files.store import ENTRY_BYTES, FileInfo, FileLost, FileStore, QuotaExceeded
 from vllm_mmcache.storage.encryption import PLAIN, AesGcmCodec, PlainCodec
 
 CONTENT = b"the content of an image's file" * 40
@@ -26,6 +27,14 @@ HOUR = 3600
 def kept(store: FileStore, tenant: bytes | None = ALICE, content: bytes = CONTENT, **more: Any) -> FileInfo:
     given = {"filename": "a.png", "purpose": "vision", "media_type": "image/png", **more}
     return store.put(tenant, content, **given)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Tests move time on, and the clock of the place does not go with it. Gives what compares the two again."""
+    compare = FileStore._is_clock_right
+    monkeypatch.setattr(FileStore, "_is_clock_right", lambda store: True)
+    return lambda: monkeypatch.setattr(FileStore, "_is_clock_right", compare)
 
 
 @pytest.fixture(params=["directory", "memory", "encrypted"])
@@ -64,7 +73,7 @@ def test_kept_found_and_removed(store: FileStore, place: tuple[Any, str, PlainCo
     assert other.find(ALICE, info.id) is None
     assert not other.delete(ALICE, info.id)
     assert objects(place) == [], "nothing of it is left"
-    with pytest.raises(FilesUnusable, match="is gone"):
+    with pytest.raises(FileLost, match="is gone"):
         other.read(ALICE, info)
 
 
@@ -107,7 +116,7 @@ def test_tenants_share_nothing(store: FileStore) -> None:
         for other in set(infos) - {tenant}:
             assert store.find(other, info.id) is None
             assert not store.delete(other, info.id)
-            with pytest.raises(FilesUnusable):
+            with pytest.raises(FileLost):
                 store.read(other, info)
     assert store.read(None, infos[None]) == CONTENT
 
@@ -206,7 +215,7 @@ def test_an_upload_sweeps_once_an_hour(place: tuple[Any, str, PlainCodec], monke
     store = opened(place, ttl_s=HOUR)
     swept = threading.Event()
     monkeypatch.setattr(store, "sweep", swept.set)
-    lasting = store._writing, store._threads
+    lasting = store.writing, store.reading
     kept(store)
     now = time.monotonic()
     assert not swept.is_set()
@@ -216,7 +225,7 @@ def test_an_upload_sweeps_once_an_hour(place: tuple[Any, str, PlainCodec], monke
     swept.clear()
     kept(store)
     assert not swept.wait(0.1)
-    assert (store._writing, store._threads) == lasting, "an open breaker stays open, and threads are not made again"
+    assert (store.writing, store.reading) == lasting, "an open breaker stays open, and threads are not made again"
 
 
 def test_sweep_removes_content_of_which_nothing_is_said(place: tuple[Any, str, PlainCodec], monkeypatch: Any) -> None:
@@ -394,7 +403,7 @@ def test_damaged_content_is_not_served(place: tuple[Any, str, PlainCodec], damag
     )
     served = []
     for file, content in ((info, CONTENT), (other, CONTENT[::-1])):
-        with contextlib.suppress(FilesUnusable):
+        with contextlib.suppress(FileLost):
             served.append(store.read(ALICE, file) == content)
     assert served == [True], "the other one is refused"
 
@@ -425,12 +434,114 @@ def test_a_place_that_does_not_serve(
     with pytest.raises(FilesUnusable):
         kept(store)
     now = time.monotonic()
-    monkeypatch.setattr("time.monotonic", lambda: now + file_store.REST_S[0])
+    monkeypatch.setattr("time.monotonic", lambda: now + REST_S[0])
     assert store.files_of(ALICE) == []
     assert store.find(ALICE, kept(store).id) is not None
 
 
+def test_nobody_is_left_to_wait_for_a_place_that_hangs(
+    place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading fails, as if the place had said so; writing does not need what hangs, and goes on."""
+    monkeypatch.setattr(file_store, "READ_S", 0.2)
+    store, hangs = opened(place), threading.Event()
+    info = kept(store)
+    read = place[0].cat_ranges
+    monkeypatch.setattr(place[0], "cat_ranges", lambda *args, **more: hangs.wait(20) and read(*args, **more))
+    start = time.monotonic()
+    for _ in range(30):  # more than there are threads
+        with pytest.raises(FilesUnusable, match="ask again later"):
+            store.reading.wait_for(lambda: store.read(ALICE, info))
+    assert time.monotonic() - start < 5
+    store.writing.wait_for(lambda: kept(store, content=b"another"))
+    hangs.set()
+    now = time.monotonic()
+    monkeypatch.setattr("time.monotonic", lambda: now + REST_S[0])
+    assert store.reading.wait_for(lambda: store.read(ALICE, info)) == CONTENT
+
+
+def test_what_can_not_be_said_of_a_file_is_not_the_places_fault(store: FileStore) -> None:
+    with pytest.raises(ValueError, match="surrogate"):
+        kept(store, filename="a\ud800")
+    assert store.find(ALICE, kept(store).id) is not None
+
+
+def test_uploads_in_a_row_list_what_is_there_once(
+    place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quota is kept all the same: before an upload is refused, all is listed."""
+    most = 6
+    store, listed, clock = opened(place, quota=most * (ENTRY_BYTES + 100)), list[str](), time.monotonic()
+    list_objects = store._objects
+    monkeypatch.setattr(store, "_objects", lambda folder: (listed.append(folder), list_objects(folder))[1])
+    infos = [kept(store, content=b"%d" % number) for number in range(most)]
+    assert len(listed) == 1
+    with pytest.raises(QuotaExceeded):
+        kept(store, content=b"one more")
+    num_listed = len(listed)
+    store.delete(ALICE, infos[0].id)
+    kept(store, content=b"one more")
+    assert len(listed) == num_listed + 1, "it was not listed since one is gone"
+    kept(opened(place), BOB)
+    kept(store, BOB, content=b"0")
+    kept(store, BOB, content=b"1")
+    assert len(listed) == num_listed + 2, "and another tenant's by themselves"
+    monkeypatch.setattr("time.monotonic", lambda: clock + 2 * file_store.HELD_S)
+    kept(store, BOB, content=b"2")
+    assert len(listed) == num_listed + 3
+
+
+def test_one_server_sweeps_for_all(place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch) -> None:
+    stores, now, swept = [opened(place), opened(place)], time.time(), list[int]()
+    kept(stores[0])
+    for number, store in enumerate(stores):
+        monkeypatch.setattr(store, "sweep", lambda number=number: swept.append(number))
+    for store in (*stores, *stores):
+        store._sweep_behind()
+    assert swept == [0]
+    monkeypatch.setattr("time.time", lambda: now + file_store.SWEEP_S + 1)
+    for store in reversed(stores):
+        store._sweep_behind()
+    assert swept == [0, 1]
+    note = f"{stores[0]._root}/notes/swept"
+    place[0].pipe_file(note, b"what is no time")
+    stores[0]._sweep_behind()
+    assert swept == [0, 1, 0]
+
+
+def test_a_server_whose_clock_is_wrong_removes_nothing(
+    place: tuple[Any, str, PlainCodec],
+    clock: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store, now = opened(place, ttl_s=HOUR), time.time()
+    kept(store)
+    clock()
+    with monkeypatch.context() as wrong:
+        wrong.setattr("time.time", lambda: now + 2 * HOUR)
+        assert store.sweep() == 0
+    assert "clock differs by 7" in caplog.text
+    assert len(objects(place)) == 2, "the file's, and none of what was written to see the time"
+    monkeypatch.setattr(file_store, "MOST_OFF_S", 3 * HOUR)
+    monkeypatch.setattr("time.time", lambda: now + 2 * HOUR)
+    assert store.sweep() == 1, "the control"
+
+
 def test_a_directory_is_the_servers_alone(tmp_path: Path) -> None:
+    """Also where it lies in one that is open to all."""
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    mount.chmod(0o755)
+    for below in ("", "named"):
+        kept(FileStore.of(Settings(files=str(mount)), below))
+    made = [path for path in mount.rglob("*") if path.is_dir()]
+    assert len(made) == 5
+    assert {path.stat().st_mode & 0o777 for path in made} == {0o700}
+    assert mount.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_directory_is_made_for_the_server_alone(tmp_path: Path) -> None:
     store = FileStore.of(Settings(files=str(tmp_path / "new" / "files")))
     kept(store)
     assert (tmp_path / "new" / "files").stat().st_mode & 0o777 == 0o700
