@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the setting `store` may name, what an address and a key may be, and how they may be shown. Any process."""
+"""What the settings `store` and `files` may name, what an address and a key may be, and how they may be shown.
+
+Any process.
+"""
 
 import os
 import re
@@ -41,6 +44,41 @@ def store_places(store: str | None) -> tuple[str | None, str | None]:
         elif part:
             raise ValueError(f"{_quoted(part, store)} is neither an absolute directory nor a URL that is known")
     return directory, url
+
+
+def check_files(place: str) -> None:
+    """Whether the setting `files` may name this: one directory, or one URL. fsspec says later which schemes there are.
+
+    Raises: ValueError for anything else; nothing of a password is in its message.
+    """
+    scheme, _, rest = place.partition("://")
+    if place.startswith(("/", "~")):
+        if rest:
+            raise ValueError("only one place can be given, a directory or a URL")
+        _check_directory(place)
+    elif not re.fullmatch(_SCHEME, scheme) or place == scheme:
+        raise ValueError("it is neither an absolute directory nor a URL, which has :// behind its scheme")
+    elif scheme == "memory":
+        raise ValueError("the memory is that of one process, and all servers have to find the files")
+    elif scheme in _LOCAL:
+        if not rest.startswith(("/", "~")):
+            raise ValueError(f"a directory is an absolute path, also behind its scheme: {scheme}:///path")
+        _check_directory(rest)
+    elif place.startswith(REMOTE_SCHEMES):
+        if re.search(r"\s", place):
+            raise ValueError("only one place can be given, and a space in a URL is written %20")
+        _check(place)
+    elif not rest:
+        raise ValueError("it names nothing behind ://")
+
+
+_SCHEME = "[A-Za-z][A-Za-z0-9+._-]*"
+_LOCAL = ("file", "local")  # fsspec's schemes of directories
+
+
+def _check_directory(path: str) -> None:
+    if not os.path.expanduser(path).startswith("/"):
+        raise ValueError(f"there is no user of {_quoted(path, path)}")
 
 
 def state_directory() -> Path:
@@ -173,7 +211,8 @@ def check_key(key: str) -> None:
 def redact(value: Any) -> Any:
     """The value of a setting as it may be shown: a key is hidden, and of URLs users, passwords and options.
 
-    Of what `store` can't be, only the beginning is shown: where a secret ends is not known.
+    Scheme, host or bucket, port and path of a URL are shown. Of one that can be read in two ways, and of what can't be
+    a place, only the beginning is: where a secret ends is not known.
     """
     if isinstance(value, SecretStr):
         return "***"
@@ -182,26 +221,55 @@ def redact(value: Any) -> Any:
     try:
         store_places(value)
     except ValueError:
+        if _is_clear(value) and not value.startswith(REMOTE_SCHEMES):
+            return _shown(value)
         start = re.match(r"[^@]*?://", value)
         return f"{start[0] if start else ''}***" if start or "@" in value else value
     return " ".join(_shown(part) if part.startswith(REMOTE_SCHEMES) else part for part in _parts(value))
 
 
 def _shown(url: str) -> str:
+    if not _is_clear(url):
+        return f"{url.partition('://')[0]}://***"
     parts = urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
-    is_named = parts.scheme == "unix" or parts.scheme.endswith("+sentinel")
-    path = parts.path if is_named or re.fullmatch("/?[0-9]*", parts.path) else "/***"
-    return f"{parts.scheme}://{'***@' if user else ''}{host}{path}{'?***' if parts.query else ''}"
+    hidden = "".join(f"{mark}***" for mark, part in (("?", parts.query), ("#", parts.fragment)) if part)
+    return f"{parts.scheme}://{'***@' if user else ''}{host}{parts.path}{hidden}"
+
+
+def _is_clear(url: str) -> bool:
+    """Whether it is certain which parts of this are the user and the password, if it is a URL at all.
+
+    A password with a /, a ? or a # ends there for every parser, and the @ behind it is somewhere else.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    if not parts.scheme or not url[len(parts.scheme) :].startswith("://") or re.search(r"[\x00-\x1f\x7f]", url):
+        return False
+    if "@" in parts.path + parts.query + parts.fragment:
+        return False
+    hosts = parts.netloc.rpartition("@")[2]
+    names_several = url.startswith(remote_url.SEVERAL_HOSTS)
+    return all(re.fullmatch(_HOST, host) for host in (hosts.split(",") if names_several else [hosts]))
+
+
+_HOST = r"((\[[0-9A-Fa-f:.]+\]|[^\s:@\[\]]+)(:[0-9]{0,5})?)?"
 
 
 def error_without_secrets(error: object, url: str) -> str:
     """What an error says that is about `url`: without the URL's user, passwords, and what a server sends back of them.
 
-    A Redis that knows no AUTH answers with the arguments that it was sent.
+    A Redis that knows no AUTH answers with the arguments that it was sent. url: of `store` or `files`, or a directory.
     """
+    if url.startswith(("/", "~")) and "://" not in url:
+        return str(error)
     try:
-        _check(url)
+        if url.startswith(REMOTE_SCHEMES):
+            _check(url)
+        elif not _is_clear(url):
+            raise ValueError
     except ValueError:  # then where its secrets are is not known
         return "it can't be read"
     text = re.sub("with args beginning with.*", "with ***", str(error), flags=re.DOTALL)
@@ -220,5 +288,7 @@ def _secrets(url: str) -> set[str]:
         parts.password,
         *(one for name in (*_PASSWORDS, "username", "sentinel_username") for one in options.get(name, ())),
     }
+    if not url.startswith(REMOTE_SCHEMES):  # which options of fsspec's hold secrets is not known
+        given |= {parts.query, parts.fragment, *(one for values in options.values() for one in values)}
     found = {form for one in given if one for form in (one, unquote(one), quote(one), quote(one, safe=""))}
     return found | {repr(one)[1:-1] for one in found}

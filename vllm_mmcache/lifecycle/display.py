@@ -22,8 +22,7 @@ def storage_summary(found: Mapping[str, State]) -> list[str]:
         lines.append(f"images go to the engine with their pixels: features are {found['features']}")
     if chosen.files is not None and all(_is_somewhere(found, name) for name in ("identity", "lazy_media")):
         until = f"{chosen.files_ttl.words()} after their upload" if chosen.files_ttl else "they are deleted"
-        place = settings.redact(chosen.files) if "@" in chosen.files else chosen.files  # it may hold a password
-        lines.append(f"files of clients are kept: {place}, until {until}")
+        lines.append(f"files of clients are kept: {settings.redact(chosen.files)}, until {until}")
     if _is_somewhere(found, "observe"):
         lines.append(f"requests are recorded{f': {chosen.observe_file}' if chosen.observe_file else ''}")
     return lines

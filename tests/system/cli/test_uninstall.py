@@ -89,7 +89,7 @@ def test_nothing_is_left(
     said = capsys.readouterr().out
     assert "removed 1 proofs\nremoved the start-up hook for torchvision\n" in said
     assert f"left {server.url}, which others may use" in said
-    assert "left s3://***, where images that clients uploaded are" in said
+    assert "left s3://bucket/uploads, where images that clients uploaded are" in said
     assert "pip uninstall vllm-mmcache" in said
     assert server.client.dbsize() == 1
 

@@ -81,11 +81,46 @@ def test_no_message_has_the_password(
         assert not tells(str(error) if error else made.where + Tier(FEATURES, made).where), wrong
 
 
+@pytest.mark.parametrize("password", PASSWORDS)
+@pytest.mark.parametrize("is_quoted", [True, False], ids=["quoted", "as it is"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "ftp://user:{}@host:21/files",
+        "sftp://:{}@[::1]/files",
+        "smb://domain;user:{}@host/share/files",
+        "s3://bucket/files?secret={}&region=here",
+        "s3://bucket/files#{}",
+        "redis://:{}@cache:6379",
+        "simplecache::ftp://user:{}@host/files",
+    ],
+)
+def test_no_message_about_files_has_the_password(
+    form: str, password: str, is_quoted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = quote(password, safe="") if is_quoted else password
+    url = form.format(secret)
+    for files in (url, f"/a/directory {url}", f"{url} /a/directory", url.replace("host", "ho\nst")):
+        monkeypatch.setenv("MMCACHE_FILES", files)
+        chosen, error = attempt(settings.load_settings)
+        raised = ValueError(f"no {files}, no {secret}, no {password}")
+        said = [redact(files), json.dumps(setting_rows(chosen)), str(error), error_without_secrets(raised, url)]
+        assert not [text for text in said if tells(text)], files
+        assert "***" in said[0]
+
+
 def test_what_is_shown_is_still_of_use() -> None:
     assert redact("redis://u:p@cache:6379/3") == "redis://***@cache:6379/3"
+    assert redact("rediss+cluster://u:p@a:1,[::1]:2") == "rediss+cluster://***@a:1,[::1]:2"
     assert redact("/a/store valkeys://[::1]:6379") == "/a/store valkeys://[::1]:6379"
     assert redact("unix:///run/valkey.sock?password=p") == "unix:///run/valkey.sock?***"
     assert redact("/a/file@home") == "/a/file@home"
+    for url in ("s3://bucket/folder", "gs://bucket/a folder/b", "file:///srv/files", "http://[::1]:9000/x"):
+        assert redact(url) == url
+    assert redact("ftp://user:p@host:21/files") == "ftp://***@host:21/files"
+    assert redact("s3://bucket/folder?endpoint=e") == "s3://bucket/folder?***"
+    assert redact("s3://bucket/folder#part") == "s3://bucket/folder#***"
+    assert redact("s3://user:s3cretw0rd/bucket") == "s3://***", "no host, so what there is may be a password"
     assert redact(7) == 7
     assert redact(None) is None
 
@@ -98,6 +133,25 @@ def test_what_is_no_store_is_not_quoted(store: str, monkeypatch: pytest.MonkeyPa
     with pytest.raises(SettingsError, match="MMCACHE_STORE") as error:
         settings.load_settings()
     assert not tells(str(error.value))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"{begin}{cut}s3cretw0rd@{end}"
+        for begin, end in (
+            ("redis://:12", "host:6379"),
+            ("redis+cluster://user:12", "a:1,b:2"),
+            ("unix://user:12", "/run/valkey.sock"),
+            ("ftp://user:12", "host/files"),
+        )
+        for cut in "/?#"
+    ],
+)
+def test_of_a_url_that_can_be_read_in_two_ways_only_the_scheme_is_shown(url: str) -> None:
+    """What stands before a / in a password looks like a host and its port."""
+    assert redact(url) == f"{url.partition(':')[0]}://***"
+    assert redact(f"/a/directory {url}").endswith("://***")
 
 
 @pytest.mark.parametrize("store", [["redis://:s3cretw0rd@h"], {"url": "redis://:s3cretw0rd@h"}])
@@ -173,7 +227,7 @@ def test_settings_travel_without_being_shown(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setenv("MMCACHE_STORE", "redis://:s3cretw0rd@b")
     config = SimpleNamespace(additional_config={"mmcache": {}})
-    config_payload.carry(config, settings.load_settings(), are_names_ours=True)
+    config_payload.carry(config, settings.load_settings())
     assert settings.received(config_payload.carried(config) or {}).store == "redis://:s3cretw0rd@b"
     assert not tells(repr(config.additional_config) + str(config) + json.dumps(config.additional_config))
 
@@ -258,3 +312,11 @@ def test_an_error_about_a_url_hides_its_secrets() -> None:
     hidden = error_without_secrets(ValueError(said), url)
     assert hidden == "no ***, no ***, ***, redis://***@h:1?***"
     assert error_without_secrets(OSError("Error 111 connecting to h:1"), url) == "Error 111 connecting to h:1"
+
+
+def test_an_error_about_a_place_of_files_is_of_use() -> None:
+    url = "ftp://user:s3cret%20w0rd@h/files?token=an0ther"
+    said = f"no s3cret w0rd, no s3cret%20w0rd, an0ther, {url}"
+    assert error_without_secrets(ValueError(said), url) == "no ***, no ***, ***, ftp://***@h/files?***"
+    for place in ("/a/directory", "~/a/directory", "nowhere://bucket/folder"):
+        assert error_without_secrets(ValueError(f"not known: {place}"), place) == f"not known: {place}"

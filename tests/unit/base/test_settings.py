@@ -31,6 +31,16 @@ def test_command_line_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MMCACHE_STORE", "~no-such-user/a", ["MMCACHE_STORE", "no user of '~no-such-user/a'"]),
         ("MMCACHE_STORE", "/a /b", ["MMCACHE_STORE", "only one directory"]),
         ("MMCACHE_STORE", "redis://a,redis://b", ["MMCACHE_STORE", "only one URL"]),
+        ("MMCACHE_FILES", "files", ["MMCACHE_FILES = 'files'", "neither", "/path", "s3://", "default None"]),
+        ("MMCACHE_FILES", "redis:/cache:6379", ["MMCACHE_FILES = 'redis:/cache:6379'", "neither", "redis://"]),
+        ("MMCACHE_FILES", "~no-such-user/a", ["MMCACHE_FILES", "no user of '~no-such-user/a'"]),
+        ("MMCACHE_FILES", "/a redis://b", ["MMCACHE_FILES = '/a redis://b'", "only one place"]),
+        ("MMCACHE_FILES", "redis://b /a", ["MMCACHE_FILES", "only one place", "%20"]),
+        ("MMCACHE_FILES", "redis://b:port", ["MMCACHE_FILES", "its port is no number"]),
+        ("MMCACHE_FILES", "s3://", ["MMCACHE_FILES = 's3://'", "names nothing behind ://"]),
+        ("MMCACHE_FILES", "memory://files", ["MMCACHE_FILES = 'memory://files'", "one process"]),
+        ("MMCACHE_FILES", "file://files", ["MMCACHE_FILES = 'file://files'", "absolute", "file:///path"]),
+        ("MMCACHE_FILES", "local://./files", ["MMCACHE_FILES", "absolute"]),
         ("MMCACHE_STORE_TTL", "soon", ["MMCACHE_STORE_TTL", "'soon'", "such as 7d", "default 604800"]),
         ("MMCACHE_STORE_TTL", "-1", ["MMCACHE_STORE_TTL", "'-1'", "no length of time"]),
         ("MMCACHE_STORE_TTL", "7y", ["MMCACHE_STORE_TTL", "'7y'", "s, m, h, d or w"]),
@@ -46,6 +56,17 @@ def test_wrong_variable(monkeypatch: pytest.MonkeyPatch, variable: str, value: s
     with pytest.raises(SettingsError) as error:
         settings.load_settings()
     assert all(part in str(error.value) for part in said)
+
+
+@pytest.mark.parametrize(
+    "files",
+    ["/srv/files", "/srv/my files, too", "~/files", "file:///srv/files", "s3://bucket/a folder", "gs://b", "hdfs:///files",
+     "abfs://container@account.dfs.core.windows.net/files", "arrow_hdfs://host/files", "redis://cache:6379/3",
+     "redis+cluster://a:1,b:2", "unix:///run/valkey.sock"],
+)  # fmt: skip
+def test_places_of_files(files: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMCACHE_FILES", files)
+    assert settings.load_settings().files == files
 
 
 @pytest.mark.parametrize(

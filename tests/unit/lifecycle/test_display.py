@@ -83,5 +83,7 @@ def test_files_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     assert display.storage_summary({**found, "identity": OFF}) == []
     monkeypatch.setattr(settings, "_current", settings.Settings(files="ftp://a:secret@host/b"))
     assert "secret" not in str(display.storage_summary(found))
+    monkeypatch.setattr(settings, "_current", settings.Settings(files="unix:///run/valkey.sock?password=secret"))
+    assert "files of clients are kept: unix:///run/valkey.sock?***, until" in str(display.storage_summary(found))
     monkeypatch.setattr(settings, "_current", settings.Settings(files="/a", files_ttl=Duration(0)))
     assert display.storage_summary(found) == ["files of clients are kept: /a, until they are deleted"]
