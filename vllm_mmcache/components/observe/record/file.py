@@ -12,8 +12,9 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from vllm_mmcache.components.observe.record.schema import Record, from_json, to_json
 from vllm_mmcache.metrics import counters
@@ -21,6 +22,11 @@ from vllm_mmcache.metrics import counters
 logger = logging.getLogger("vllm.mmcache")
 
 QUEUE_RECORDS = 4096
+FOLLOWED_BYTES = 64 << 20  # how far before its end a file is followed from
+BATCH_RECORDS = 100
+_HEAD_BYTES = 64
+_Which = tuple[int, bytes]
+"""A file: its inode, which another one may have later, and the head of its first line, which has a record's id."""
 
 
 class RecordFile:
@@ -118,39 +124,79 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 class Follower:
-    """Reads what has been appended to a record file since the last reading, also when it was turned over once since."""
+    """Reads what has been appended to a record file since the last reading, also when it was turned over once since.
 
-    def __init__(self, path: Path) -> None:
+    What lies more than `most_bytes` before the end, of the file and the one before it together, is not read at first,
+    and no reading holds more than BATCH_RECORDS records, however large the files are. One thread at a time.
+    """
+
+    def __init__(self, path: Path, most_bytes: int = FOLLOWED_BYTES) -> None:
         self.path = path
-        self._inode = 0
+        self.num_left_out = 0
+        """How many of the lines read so far are no records."""
+        self._most_bytes = most_bytes
+        self._file: _Which | None = None  # that was read last
         self._offset = 0
-        self._lock = threading.Lock()
 
     def read_new(self) -> list[Record]:
-        """New records, oldest first; lines that are not whole yet or no records are left out."""
-        with self._lock:
-            records: list[Record] = []
-            with contextlib.suppress(OSError):
-                inode = os.stat(self.path).st_ino
-                if self._inode != inode:
-                    records += self._read(before(self.path), self._inode, or_whole=True)
-                    self._inode, self._offset = inode, 0
-                records += self._read(self.path, inode, or_whole=False)
-            return records
+        """The next of the new records, oldest first; none where nothing is new.
 
-    def _read(self, path: Path, inode: int, or_whole: bool) -> list[Record]:
-        """What is new in the file of that inode; of another file all, or nothing."""
-        records = []
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            if os.fstat(file.fileno()).st_ino != inode:
-                if not or_whole:
-                    return []
-                self._offset = 0
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._offset += len(line)
-                with contextlib.suppress(ValueError):
+        Lines that are no records are left out, and one that is not whole yet is read when it is.
+        """
+        records: list[Record] = []
+        with contextlib.suppress(OSError), contextlib.closing(self._new_lines()) as lines:
+            for line in lines:
+                try:
                     records.append(from_json(json.loads(line)))
+                except ValueError:
+                    self.num_left_out += 1
+                if len(records) == BATCH_RECORDS:
+                    break
         return records
+
+    def _new_lines(self) -> Generator[bytes, None, None]:
+        with contextlib.ExitStack() as stack:
+            files = self._opened(stack)
+            if self._file is None:
+                self._begin(files)
+            for which, file in files:
+                if self._file != which:
+                    self._file, self._offset = which, 0
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    yield line
+
+    def _opened(self, stack: contextlib.ExitStack) -> list[tuple[_Which, BinaryIO]]:
+        """The files that may have something new, oldest first. One in which no line has begun yet is left out."""
+        files: list[tuple[_Which, BinaryIO]] = []
+        for path in (self.path, before(self.path)):  # in this order, since the first may become the second meanwhile
+            with contextlib.suppress(FileNotFoundError):
+                file = stack.enter_context(path.open("rb"))
+                head = file.readline(_HEAD_BYTES)
+                if len(head) < _HEAD_BYTES and not head.endswith(b"\n"):
+                    continue
+                which = (os.fstat(file.fileno()).st_ino, head)
+                files.insert(0, (which, file))
+                if which == self._file:
+                    break
+        return files
+
+    def _begin(self, files: list[tuple[_Which, BinaryIO]]) -> None:
+        """Pass over what is too far before the end: takes files out, and sets where in the first of the others it is.
+
+        A line of which a part is too far is passed over as a whole.
+        """
+        over_bytes = sum(os.fstat(file.fileno()).st_size for _, file in files) - self._most_bytes
+        while files and over_bytes > 0:
+            which, file = files[0]
+            size_bytes = os.fstat(file.fileno()).st_size
+            if over_bytes < size_bytes:
+                file.seek(over_bytes - 1)
+                file.readline()
+                self._file, self._offset = which, file.tell()
+                return
+            over_bytes -= size_bytes
+            del files[0]

@@ -5,6 +5,7 @@ Imports no vLLM, so that it runs on a machine without vLLM.
 """
 
 import http.client
+import itertools
 import json
 import time
 import urllib.error
@@ -162,13 +163,15 @@ class FileReader:
         return found[::-1]
 
     def follow(self, num: int) -> Iterator[Record]:
-        """As Reader says; looks into the file every POLL_S seconds."""
+        """As Reader says, of what is within FOLLOWED_BYTES of the file's end; looks into it every POLL_S seconds."""
         follower = Follower(self.path)
-        self.newest(1)  # says what is wrong with the file, which the follower passes over
-        yield from follower.read_new()[-num:]
+        found = deque(_all_new(follower), maxlen=num)
+        if not found or follower.num_left_out:
+            self.newest(1)  # says what is wrong with the file, which the follower passes over
+        yield from found
         while True:
             time.sleep(POLL_S)
-            yield from follower.read_new()
+            yield from _all_new(follower)
 
     def _records(self) -> Iterator[Record]:
         try:
@@ -179,6 +182,10 @@ class FileReader:
             ) from None
         except ValueError as error:
             raise RecordsError(str(error)) from None
+
+
+def _all_new(follower: Follower) -> Iterator[Record]:
+    return itertools.chain.from_iterable(iter(follower.read_new, []))
 
 
 def _server(cursor: str) -> str:

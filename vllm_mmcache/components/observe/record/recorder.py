@@ -2,7 +2,8 @@
 """Where an API server's records end up: the store in memory, counters on /metrics, and a file. API server process.
 
 With several API servers on a machine, each writes its records to one file that all of them read, so that the page of
-any of them shows every request. That file lies in the folder that vLLM makes for them (PROMETHEUS_MULTIPROC_DIR).
+any of them shows every request. That file lies in the folder that vLLM makes for them (PROMETHEUS_MULTIPROC_DIR), and
+has a budget of its own.
 """
 
 import multiprocessing.util
@@ -22,8 +23,9 @@ from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.components.observe.record import wire
 from vllm_mmcache.components.observe.record.describe import Facts, describe
-from vllm_mmcache.components.observe.record.file import Follower, RecordFile
+from vllm_mmcache.components.observe.record.file import FOLLOWED_BYTES, Follower, RecordFile
 from vllm_mmcache.components.observe.record.pending import PendingRequests
+from vllm_mmcache.components.observe.record.schema import Record
 from vllm_mmcache.components.observe.record.store import RecordStore
 from vllm_mmcache.metrics import counters, table_sizes
 
@@ -33,6 +35,7 @@ MOST_ARRIVED = 1024
 _ANSWER_COST_BYTES = 250
 _REASONING_END = "</think>"
 SHARED_NAME = "mmcache-records.jsonl"
+SHARED_BYTES = FOLLOWED_BYTES  # the budget of that file and the one before it, whatever observe_file_bytes is
 
 
 def _budget() -> Budget:
@@ -52,6 +55,7 @@ class Recorder:
         self._arrived: deque[tuple[Callable[[str], None], str]] = deque()
         self._has_news = threading.Event()
         self._reading = threading.Lock()
+        self._following = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @cached_property
@@ -134,25 +138,28 @@ class Recorder:
 
     @cached_property
     def _files(self) -> list[RecordFile]:
-        chosen = settings.current().observe_file
-        paths = [self._shared] if self._shared else []
-        paths += [Path(chosen).expanduser()] if chosen else []
-        return [RecordFile(path, lambda: settings.current().observe_file_bytes) for path in paths]
+        files = [RecordFile(self._shared, lambda: SHARED_BYTES)] if self._shared else []
+        if chosen := settings.current().observe_file:
+            files.append(RecordFile(Path(chosen).expanduser(), lambda: settings.current().observe_file_bytes))
+        return files
 
     def _refresh(self) -> None:
         self.read_notes()
         if self._follower is None:
             return
-        with failsafe("observe"):
-            for record in self._follower.read_new():
-                if record.server == self.server:
-                    continue
-                missed = _sums((miss.reason.value, miss.tokens) for miss in record.misses)
-                images = _sums((segment.image.features, 1) for segment in record.segments if segment.image)
-                self.store.count(record.prompt_tokens, record.reused_tokens, missed, images)
-                self.store.add(
-                    record.id, _size_bytes(len(record.segments) + len(record.misses)), record, record.request_id
-                )
+        with self._following, failsafe("observe"):
+            for records in iter(self._follower.read_new, []):
+                for record in records:
+                    self._take(record)
+
+    def _take(self, record: Record) -> None:
+        """A record out of the shared file."""
+        if record.server == self.server:
+            return
+        missed = _sums((miss.reason.value, miss.tokens) for miss in record.misses)
+        images = _sums((segment.image.features, 1) for segment in record.segments if segment.image)
+        self.store.count(record.prompt_tokens, record.reused_tokens, missed, images)
+        self.store.add(record.id, _size_bytes(len(record.segments) + len(record.misses)), record, record.request_id)
 
 
 def message_digest(role: str, text: str) -> int:

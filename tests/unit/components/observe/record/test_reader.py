@@ -2,6 +2,7 @@
 """Readers of records: several servers behind one address, what is no server of ours, and how much is held of a file."""
 
 import itertools
+import json
 import socket
 import threading
 import weakref
@@ -14,9 +15,10 @@ import pytest
 
 from tests.support.page_app import EXAMPLES, add, filled, many
 from vllm_mmcache.base.errors import RecordsError
-from vllm_mmcache.components.observe.record import reader
-from vllm_mmcache.components.observe.record.reader import ServerReader
-from vllm_mmcache.components.observe.record.schema import Record, to_json
+from vllm_mmcache.components.observe.record import file, reader
+from vllm_mmcache.components.observe.record.file import BATCH_RECORDS
+from vllm_mmcache.components.observe.record.reader import FileReader, ServerReader
+from vllm_mmcache.components.observe.record.schema import Record, from_json, to_json
 
 
 class InTurn(ServerReader):
@@ -105,10 +107,53 @@ def test_what_is_not_asked_for_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
             yield record
 
     monkeypatch.setattr(reader, "read_records", read)
-    source = reader.FileReader(Path("records.jsonl"))
+    source = FileReader(Path("records.jsonl"))
     assert [record.id for record in source.newest(2)] == ["r48", "r49"]
     assert [record.id for record in source.named("r7")] == ["r7"]
     assert [record.id for record in source.named("chatcmpl-7")] == ["r32", "r7"]
     with pytest.raises(RecordsError, match="no record 'none' in it"):
         source.named("none")
     assert most <= 5
+
+
+def lines_of(records: list[Record]) -> str:
+    return "".join(json.dumps(to_json(record)) + "\n" for record in records)
+
+
+def test_following_a_file_reads_each_record_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And holds no more of it than a batch and those that are shown."""
+    monkeypatch.setattr(reader, "POLL_S", 0)
+    path, records = tmp_path / "records.jsonl", many(4 * BATCH_RECORDS + 1)
+    path.write_text(lines_of(records[:-1]))
+    made: list[weakref.ref[Record]] = []
+    most = 0
+
+    def read(data: Any) -> Record:
+        nonlocal most
+        record = from_json(data)
+        made.append(weakref.ref(record))
+        most = max(most, sum(reference() is not None for reference in made))
+        return record
+
+    monkeypatch.setattr(file, "from_json", read)
+    following = FileReader(path).follow(5)
+    assert ids(following, 5) == [record.id for record in records[-6:-1]]
+    with path.open("a") as appended:
+        appended.write(lines_of(records[-1:]))
+    assert ids(following, 1) == [records[-1].id]
+    assert len(made) == len(records)
+    assert most <= 2 * BATCH_RECORDS + 5
+
+
+def test_following_a_file_says_what_is_wrong_with_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "records.jsonl"
+    with pytest.raises(RecordsError, match="No such file"):
+        next(FileReader(path).follow(1))
+    path.write_text("{}\n")
+    with pytest.raises(RecordsError, match="line 1: not a record"):
+        next(FileReader(path).follow(1))
+    assert not caplog.text
+    with path.open("a") as appended:
+        appended.write(lines_of(EXAMPLES))
+    assert ids(FileReader(path).follow(2), 2) == [record.id for record in EXAMPLES[-2:]]
+    assert "line 1: not a record" in caplog.text

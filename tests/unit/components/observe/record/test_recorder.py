@@ -1,17 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an API server keeps of requests until their outcome comes, and what a record takes."""
+"""What an API server keeps of requests until their outcome comes, what a record takes, and what servers share."""
 
+import os
 import tracemalloc
+import weakref
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from pydantic import ByteSize
 
 from tests.support.observing import assert_whole
+from tests.support.page_app import many
 from vllm_mmcache.base import settings
-from vllm_mmcache.components.observe.record import pending, wire
+from vllm_mmcache.components.observe.record import file, pending, recorder, wire
+from vllm_mmcache.components.observe.record.file import BATCH_RECORDS, RecordFile, before, read_records
 from vllm_mmcache.components.observe.record.pending import UNKNOWN, PendingRequests, RequestSnapshot
-from vllm_mmcache.components.observe.record.recorder import PART_BYTES, RECORD_BYTES, Recorder, message_digest
-from vllm_mmcache.components.observe.record.schema import Reason
+from vllm_mmcache.components.observe.record.recorder import (
+    PART_BYTES,
+    RECORD_BYTES,
+    SHARED_NAME,
+    Recorder,
+    message_digest,
+)
+from vllm_mmcache.components.observe.record.schema import Reason, Record, from_json
 from vllm_mmcache.components.observe.record.summary import summary
 from vllm_mmcache.metrics import counters
 
@@ -175,3 +188,49 @@ def test_what_many_causes_take() -> None:
     recorder.note(wire.pack_outcome(msgspec.structs.replace(given, causes=causes)))
     recorder.read_notes()
     assert recorder.store.size_bytes >= RECORD_BYTES + PART_BYTES * len(causes)
+
+
+def test_what_servers_share_has_a_bound_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator's file may have gigabytes; the shared one lies in a folder for temporary files."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr(recorder, "SHARED_BYTES", 20_000)
+    chosen, shared = tmp_path / "chosen.jsonl", tmp_path / SHARED_NAME
+    chosen_settings = settings.Settings(observe_file=str(chosen), observe_file_bytes=ByteSize(1 << 30))
+    monkeypatch.setattr(settings, "_current", chosen_settings)
+    server = Recorder()
+    for _ in range(50):
+        request = asked(turns=9)
+        server.note(outcome(server.waiting.add(request), request))
+    server.flush()
+    line = chosen.stat().st_size // 50
+    assert len(list(read_records(chosen))) == 50
+    assert shared.stat().st_size + before(shared).stat().st_size < 20_000 + 2 * line
+    assert list(read_records(shared))[-1] == list(read_records(chosen))[-1]
+    assert [oct(path.stat().st_mode)[-3:] for path in (shared, before(shared))] == ["600", "600"]
+
+
+def test_a_first_look_holds_no_more_than_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other servers may have written for hours before somebody looks at the page of this one."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr(settings, "_current", settings.Settings(observe_records=5))
+    written = RecordFile(tmp_path / SHARED_NAME, lambda: 1 << 40)
+    records = many(4 * BATCH_RECORDS)
+    for record in records:
+        written.write(record)
+        if record.id == records[len(records) // 2].id:
+            os.replace(written.path, before(written.path))
+    made: list[weakref.ref[Record]] = []
+    most = 0
+
+    def read(data: Any) -> Record:
+        nonlocal most
+        record = from_json(data)
+        made.append(weakref.ref(record))
+        most = max(most, sum(reference() is not None for reference in made))
+        return record
+
+    monkeypatch.setattr(file, "from_json", read)
+    server = Recorder()
+    assert server.store.totals().requests == len(made) == len(records)
+    assert [record.id for record in server.store.recent(9)] == [record.id for record in records[:-6:-1]]
+    assert most <= 2 * BATCH_RECORDS + 5
