@@ -21,6 +21,7 @@ WORKDIR /var/lib/mmcache
 USER 10001
 VOLUME /var/lib/mmcache
 EXPOSE 8000
-HEALTHCHECK --start-period=600s --interval=10s --timeout=5s --retries=3 \
+# A first start downloads the model. A success ends the period at once.
+HEALTHCHECK --start-period=1800s --interval=10s --timeout=5s --retries=3 \
     CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 ENTRYPOINT ["mmcache", "serve"]

@@ -25,6 +25,8 @@ logger = logging.getLogger("vllm.mmcache")
 
 LONGEST_RUN_S = 30.0
 """One that takes longer is given up: an engine that can't schedule it would try for ever."""
+FOUND_WRONG = "answers in the audit were not those of cold runs"
+"""How the reason of a component ends that the audit has switched off; docker/alerts.yaml looks for it."""
 BLAMED_FIRST = ("resumed_images", "inner_checkpoints", "image_checkpoints", "block_keys", "image_spans")
 """Of several that gave a request KV, the one that is nearest to what was reused."""
 
@@ -229,7 +231,7 @@ class Auditor:
         )
         number = self._mismatches[component]
         if number >= settings.current().audit_mismatches:
-            self._to_switch_off[component] = f"{number} answers in the audit were not those of cold runs"
+            self._to_switch_off[component] = f"{number} {FOUND_WRONG}"
 
     def _settle(self) -> None:
         """Between steps, and while there are none of the audit's own requests: switch off what was found wrong."""

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 
 NOT_PASSED = "its trial on this engine"
-"""How the reason of a component begins that its trial has switched off."""
+"""How the reason of a component begins that its trial has switched off; docker/alerts.yaml looks for it."""
 
 
 @dataclass

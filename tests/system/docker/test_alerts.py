@@ -10,6 +10,9 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # comes with vLLM
 
 from tests.system.docker.metrics import exposed, named, promtool
+from vllm_mmcache.audit.auditor import FOUND_WRONG
+from vllm_mmcache.base.status import State, combine
+from vllm_mmcache.trial.verdict import NOT_PASSED, Verdict
 
 REPO = Path(__file__).parents[3]
 DOCKER = REPO / "docker"
@@ -67,6 +70,33 @@ def test_an_alert_that_never_fires_is_found(tmp_path: Path, number: int) -> None
     (got,) = re.findall(r"got:(.*)", done.stdout + done.stderr)
     missed = {rule["alert"] for rule in RULES} - set(re.findall(r'alertname="(\w+)"', got))
     assert missed == {RULES[number]["alert"]}
+
+
+TRIED = Verdict(differed={"features": "an answer is far"}, untried={"block_keys": "its time was over"})
+FOUND_AT_WORK = State("off", f"3 {FOUND_WRONG}")
+FOUND_AT_START = State("off", TRIED.reason_of("features"))
+NOT_THERE = State("unneeded", "this model has no such layers")
+
+
+@pytest.mark.parametrize(
+    ("state", "fires"),
+    [
+        (FOUND_AT_START, True),
+        (State("off", TRIED.reason_of("block_keys")), True),
+        (State("off", f"{NOT_PASSED} was not made"), True),
+        (FOUND_AT_WORK, True),
+        (combine([("engine 0", FOUND_AT_WORK), ("engine 1", FOUND_AT_START)]), True),
+        (combine([("api", NOT_THERE), ("engine 0", FOUND_AT_START), ("engine 1", FOUND_AT_START)]), True),
+        (State("off", "needs features, which is off"), False),
+        (State("off", "switched off by the setting features"), False),
+        (State("off", "not yet proven here (this engine can't try it by itself: a KV connector)"), False),
+    ],
+)
+def test_the_reasons_for_switching_off_are_those_of_the_code(state: State, fires: bool) -> None:
+    (rule,) = (rule for rule in RULES if rule["alert"] == "MmcacheComponentSwitchedOff")
+    (pattern,) = re.findall(r'state="off", *reason=~"([^"]*)"', rule["expr"])
+    assert state.state == "off"
+    assert bool(re.fullmatch(pattern, state.reason)) is fires
 
 
 def test_every_alert_says_what_to_do() -> None:

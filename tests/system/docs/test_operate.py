@@ -140,6 +140,50 @@ def test_what_fits_is_computed() -> None:
         assert int(ram) == (2 << 10) // int(each)
 
 
+def test_the_memory_of_an_api_server_is_summed() -> None:
+    from vllm_mmcache.components.identity.aliases import ALIAS_COST_BYTES
+    from vllm_mmcache.components.observe.record.recorder import Recorder
+    from vllm_mmcache.content.base64_image import TEXT_COST_BYTES
+    from vllm_mmcache.files import named, store
+    from vllm_mmcache.storage.record_store import MOST_WAITING_BYTES
+
+    def default(name: str) -> int:
+        return int(Settings.model_fields[name].default)
+
+    def mib(size_bytes: int) -> int:
+        return round(size_bytes / 2**20)
+
+    def row(table: str) -> str:
+        (found,) = re.findall(rf"^\| `{table}` \| (.*) \|$", section("How large things are"), re.MULTILINE)
+        return str(found)
+
+    images_and_videos = 2 * default("media_records_bytes")
+    texts = default("media_records") * TEXT_COST_BYTES
+    uuids = default("image_aliases") * ALIAS_COST_BYTES
+    always = images_and_videos + texts + default("records_ram_bytes") + uuids
+    answers = Recorder()._answers.size().budget_bytes or 0
+    file_uuids = named.MOST_REMEMBERED.size_bytes
+    assert f"in {mib(texts)} MiB" in row("texts")
+    assert f"in {mib(uuids)} MiB when full" in row("uuids")
+    assert row("records_waiting").startswith(f"{mib(MOST_WAITING_BYTES)} MiB for each place of the store |")
+    assert row("answers").startswith(f"{mib(answers)} MiB |")
+    assert f"in {mib(file_uuids)} MiB when full" in row("file_uuids")
+    said = " ".join(section("How large things are").partition("### Memory of an API server")[2].split())
+    assert f"take {mib(always)} MiB when all are full" in said
+    assert f"{mib(MOST_WAITING_BYTES)} MiB more for each place of the store" in said
+    assert f"{mib(always + 2 * MOST_WAITING_BYTES)} MiB with a directory and Redis or Valkey" in said
+    assert f"{mib(default('observe_bytes') + answers)} MiB more with `observe`" in said
+    assert f"{mib(file_uuids)} MiB more with `MMCACHE_FILES_UUIDS`" in said
+    unclaimed = store._MOST_ALONE.size_bytes
+    assert f"at most {mib(unclaimed)} MiB, and {mib(2 * unclaimed)} MiB with `MMCACHE_FILES_UUIDS`" in said
+
+
+def test_what_serve_keeps_is_said_where_it_is_offered() -> None:
+    readme = " ".join((REPO / "README.md").read_text().split())
+    features, records = (Settings.model_fields[f"{name}_disk_bytes"].default >> 30 for name in ("store", "records"))
+    assert f"`~/.cache/mmcache` (at most {features} GiB of features and {records} GiB of image records;" in readme
+
+
 @pytest.mark.slow
 def test_what_a_body_takes_is_measured() -> None:
     """The page's three factors, of a body with images alone, within a tenth."""

@@ -94,6 +94,27 @@ def test_all_select_the_same_pods() -> None:
     assert int(scraped["prometheus.io/port"]) == ports["http"]
 
 
+def start_allowed_s() -> int:
+    """How long the startup probe waits for a container."""
+    probe = CONTAINER["startupProbe"]
+    return int(probe["periodSeconds"]) * int(probe["failureThreshold"])
+
+
+def test_a_first_start_is_given_its_time() -> None:
+    """Nothing that waits for a start gives up before the startup probe does."""
+    deployment = MANIFESTS["Deployment"]["spec"]
+    default_s = 600  # of Kubernetes, counted from the pod on, so that the image is pulled in that time, too
+    assert deployment.get("progressDeadlineSeconds", default_s) > start_allowed_s()
+    waits = re.search(r"rollout status deployment/mmcache --timeout=(\d+)m", (REPO / "docs" / "operate.md").read_text())
+    assert waits is not None
+    assert int(waits[1]) * 60 >= deployment["progressDeadlineSeconds"]
+    for path in (REPO / "docker").glob("*.Dockerfile"):
+        check = dict(STEPS.instructions(path.read_text()))["HEALTHCHECK"]
+        period = re.search(r"--start-period=(\d+)s ", check)
+        assert period is not None, path.name
+        assert int(period[1]) >= start_allowed_s(), path.name
+
+
 def test_it_fits_the_image() -> None:
     found = dict(STEPS.instructions((REPO / "docker" / "cuda.Dockerfile").read_text()))
     assert POD["securityContext"]["runAsUser"] == int(found["USER"])
