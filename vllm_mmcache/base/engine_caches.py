@@ -37,20 +37,25 @@ def uncomputed_outputs(encoder_cache_manager: Any, request: Any) -> set[str]:
     """The identifiers of those images of a preempted request whose encoder outputs will not be computed.
 
     vLLM marks an output as cached when it schedules the step that computes it, like the key of a block. An image that
-    starts after the computed tokens belongs to the step that the request was taken out of; all others were encoded in
-    earlier steps.
+    ends after the computed tokens may belong to the step that the request was taken out of, also where the image's
+    range begins before: with text, or with what a cached prefix covers. All others were encoded in earlier steps.
     """
     return {
         request.mm_features[index].identifier
         for index in encoder_cache_manager.get_cached_input_ids(request)
-        if request.mm_features[index].mm_position.offset >= request.num_computed_tokens
+        if _end_of(request.mm_features[index].mm_position) > request.num_computed_tokens
     }
+
+
+def _end_of(position: Any) -> int:
+    return int(position.offset + position.length)
 
 
 def evict_outputs(encoder_cache_manager: Any, identifiers: Set[str]) -> None:
     """Remove encoder outputs at once, as vLLM removes the oldest when it needs room.
 
-    To be called when their request has been freed. Those that another request refers to stay. Does nothing for models
+    To be called when their request has been freed. Those that another request refers to stay: as in stock vLLM, the
+    engine ends where both were to be in one step and nobody computes the output. Does nothing for models
     with an encoder and a decoder, of whose outputs vLLM keeps none for later requests.
     """
     manager = encoder_cache_manager
