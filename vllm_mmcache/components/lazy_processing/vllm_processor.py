@@ -28,7 +28,8 @@ Processed = tuple[MultiModalKwargsItem, Sequence[ResolvedPromptUpdate]]
 def is_for_one(processor: Any) -> bool:
     """Whether what a processor gives for an item does not depend on how many there are."""
     own = "_cached_apply_hf_processor"
-    return getattr(type(processor), own, None) is getattr(BaseMultiModalProcessor, own)
+    shares_tokens = getattr(processor.info, "is_dynamic_tiler", False)  # of Nano Nemotron VL: the images of a request
+    return getattr(type(processor), own, None) is getattr(BaseMultiModalProcessor, own) and not shares_tokens
 
 
 def inputs_of(

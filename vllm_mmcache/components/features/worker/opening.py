@@ -203,8 +203,11 @@ def _tower_of(worker: Any) -> Tower:
     """The tower of the worker's model. Raises: Unsupported, saying why there can be no store for it."""
     if reason := why_not(worker.model_runner):
         raise Unsupported(reason)
-    tower = watched(worker.model_runner.get_model())
-    if tower is None:
+    model = worker.model_runner.get_model()
+    # vLLM then puts adapters around all layers that they have weights for (LoRAModelManager).
+    if worker.vllm_config.lora_config is not None and not hasattr(model, "get_mm_mapping"):
+        raise Unsupported(f"LoRA adapters can change the vision tower: {type(model).__name__} has no get_mm_mapping")
+    if (tower := watched(model)) is None:
         raise Unsupported(f"load format {worker.vllm_config.load_config.load_format} makes models in a way of its own")
     return tower
 
