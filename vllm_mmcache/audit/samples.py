@@ -24,6 +24,8 @@ class Sample:
     token_ids: Sequence[int]
     features: Sequence[Any]
     """vLLM's, with the inputs of the images."""
+    namer: bytes | None
+    """Who has named its images (content/image_namer.py)."""
     salt: str | None
     components: frozenset[str]
     """Those that gave it something."""

@@ -20,6 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_mmcache.audit.samples import Sample
 from vllm_mmcache.base import engine_caches, status, uses
 from vllm_mmcache.components.image_spans.spans import image_spans, keeps_images_whole
+from vllm_mmcache.content import image_namer
 from vllm_mmcache.exactness.distance import Logprobs, floor_of
 from vllm_mmcache.lifecycle import config_rules
 
@@ -85,6 +86,7 @@ class AuditedEngine:
             block_hasher=core.request_block_hasher,
         )
         uses.mark(request, run)
+        image_namer.copy(sample.namer, request)
         if is_warm and any(one.identifier in scheduler.encoder_cache_manager.cached for one in features):
             setattr(request, _HAS_OUTPUTS, True)
         scheduler.max_num_scheduled_tokens = self._limit(request, hit_tokens)
@@ -174,6 +176,7 @@ def sample_of(request: Any, components: frozenset[str]) -> Sample | None:
         name=hashlib.sha256(request.request_id.encode()).hexdigest()[:16],
         token_ids=tuple(request.prompt_token_ids),
         features=[replace(feature) for feature in request.mm_features],
+        namer=image_namer.of(request),
         salt=request.cache_salt,
         components=components,
         hit_tokens=hit_of(request),

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels with a VllmConfig from process to process: the settings, and whose names images have. Any process."""
+"""What travels with a VllmConfig from process to process: the settings. Any process."""
 
 from collections import OrderedDict
 from typing import Any
 
 from vllm_mmcache.base import settings
 
-_CARRIED = "mmcache_settings"  # attributes of an additional_config
-_OUR_NAMES = "mmcache_names"
+_CARRIED = "mmcache_settings"  # an attribute of an additional_config
 
 
-def carry(vllm_config: Any, chosen: settings.Settings, are_names_ours: bool = False) -> None:
-    """Lay all that was set beside a configuration, so that every process that gets it has it; and whose names it has.
+def carry(vllm_config: Any, chosen: settings.Settings) -> None:
+    """Lay all that was set beside a configuration, so that every process that gets it has it.
 
     Also where nothing was set: a configuration without it comes from a process that is without us. What it says stays
     as it is, and so does vLLM's hash of it, which clients see. An OrderedDict keeps an attribute when it is pickled,
@@ -20,7 +19,6 @@ def carry(vllm_config: Any, chosen: settings.Settings, are_names_ours: bool = Fa
     if isinstance(vllm_config.additional_config, dict):
         beside = OrderedDict(vllm_config.additional_config)
         vars(beside)[_CARRIED] = settings.carried(chosen)
-        vars(beside)[_OUR_NAMES] = are_names_ours or names_are_ours(vllm_config)
         vllm_config.additional_config = beside
 
 
@@ -28,8 +26,3 @@ def carried(vllm_config: Any) -> dict[str, Any] | None:
     """What a process with mmcache has laid beside a configuration; None where none has."""
     found: dict[str, Any] | None = getattr(vllm_config.additional_config, _CARRIED, None)
     return found
-
-
-def names_are_ours(vllm_config: Any) -> bool:
-    """Whether the name of an image says what it shows: those who gave the names have the component `identity` on."""
-    return bool(getattr(vllm_config.additional_config, _OUR_NAMES, False))

@@ -76,6 +76,9 @@ def allowed(name: str, field: FieldInfo) -> str:
         return "allowed: cache_salt, api_key, or header:NAME such as header:X-Tenant"
     if name == "store":
         return f"allowed: a directory such as /path, a URL with {', '.join(SCHEMES)}, or one of each"
+    if name == "files":
+        others = "one of fsspec's such as s3://bucket/folder"
+        return f"allowed: a directory such as /path, a URL with {', '.join(SCHEMES)}, or {others}"
     bounds = [str(bound) for bound in field.metadata]
     return ", ".join([f"allowed: {getattr(annotation, '__name__', annotation)}", *bounds])
 

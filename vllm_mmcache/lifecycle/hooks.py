@@ -48,8 +48,7 @@ def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
         _seen[:] = said
         activation.activate("api", instance)
     subclasses.use_renderers()
-    are_names_ours = status.of("api").get("identity") == status.ON and not config_rules.has_rust_frontend()
-    config_payload.carry(instance, settings.current(), are_names_ours)
+    config_payload.carry(instance, settings.current())
     return outcome
 
 

@@ -25,6 +25,7 @@ from vllm_mmcache.components.features.tiers import FEATURES
 from vllm_mmcache.components.image_checkpoints.hooks import checkpoints_of, forget
 from vllm_mmcache.components.image_spans.spans import image_spans, keeps_images_whole
 from vllm_mmcache.components.inner_checkpoints.cuts import CUTS
+from vllm_mmcache.content import image_namer
 from vllm_mmcache.exactness import distance
 from vllm_mmcache.metrics import counters, table_sizes
 from vllm_mmcache.metrics.transport import KEY
@@ -269,6 +270,7 @@ class TrialEngine:
             block_hasher=self.core.request_block_hasher,
         )
         uses.mark(request, "trial")
+        image_namer.mark(request)  # names that the trial has made, each for one picture
         return request
 
     def _step(self) -> list[Any]:

@@ -15,7 +15,7 @@ from tests.support.store_server import Put
 from tests.support.tiers import LONG_S, within
 from tests.support.towers import Runs, question, slots
 from tests.system.image_extraction.test_server import MODEL, chat, counters, image_url, picture
-from vllm_mmcache.content import client_hashes
+from vllm_mmcache.content import image_namer
 
 pytestmark = pytest.mark.engine
 
@@ -39,7 +39,7 @@ def test_a_hash_of_the_client_s_is_not_kept(tmp_path: Path) -> None:
         rendered = post(server.url, "/v1/chat/completions/render", chat(image_url(picture("named"))))
         for place in rendered["features"]["mm_placeholders"]["image"]:
             place["offset"] += 1  # no two prompts share their beginning
-        sampling = {"max_tokens": 4, "temperature": 0, "extra_args": {client_hashes._MARK: False}}
+        sampling = {"max_tokens": 4, "temperature": 0, "extra_args": {image_namer._MARK: False}}
         for number, name in enumerate(("of my own", "another", rendered["features"]["mm_hashes"]["image"][0])):
             features = {**rendered["features"], "mm_hashes": {"image": [name]}}
             request = {"token_ids": [number, *rendered["token_ids"]], "features": features, "sampling_params": sampling}
@@ -62,11 +62,11 @@ def test_the_engine_neither_takes_nor_keeps(alone: EnginePool, put: Put) -> None
 
     def ask(named: bool = False) -> list[int]:
         rig.forget_all_but_features()
-        before = client_hashes.GIVEN.set(named)
+        before = image_namer.GIVEN.set(named)
         try:
             (output,) = rig.llm.generate([data], SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
         finally:
-            client_hashes.GIVEN.reset(before)
+            image_namer.GIVEN.reset(before)
         return list(output.outputs[0].token_ids)
 
     first = ask(named=True)

@@ -91,7 +91,7 @@ class Rig:
 
 
 def sample(components: frozenset[str], num_bytes: int = 1, time_s: float | None = None) -> Sample:
-    return Sample("name", (1, 2, 3), (), "salt", components, 2, num_bytes, time_s or time.monotonic())
+    return Sample("name", (1, 2, 3), (), None, "salt", components, 2, num_bytes, time_s or time.monotonic())
 
 
 @pytest.fixture

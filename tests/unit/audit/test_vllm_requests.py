@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -17,6 +18,7 @@ from vllm.multimodal.inputs import (
 
 from vllm_mmcache.audit import vllm_requests
 from vllm_mmcache.audit.vllm_requests import STEP_TOKENS, AuditedEngine, sample_of
+from vllm_mmcache.content import image_namer
 
 USED = frozenset({"features"})
 
@@ -39,13 +41,18 @@ def request(data: Any, **values: Any) -> Any:
         "resumable": False,
         "cache_salt": "tenant",
         "mm_features": [feature(data)],
+        "sampling_params": SamplingParams(extra_args={}),
+        "pooling_params": None,
     }
     return SimpleNamespace(**{**known, **values})
 
 
 def test_a_sample() -> None:
-    sample = sample_of(request(pixels()), USED)
+    known = request(pixels())
+    image_namer.mark(known)
+    sample = sample_of(known, USED)
     assert sample is not None
+    assert sample.namer == image_namer.of(known) is not None
     assert sample.num_bytes == 3 * 8 * 4
     assert sample.salt == "tenant"
     assert sample.components == USED

@@ -19,7 +19,7 @@ from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.batch.vllm_encoded_image import tenant_of
 from vllm_mmcache.components.identity import audit, identifiers, kv_events
 from vllm_mmcache.components.identity.aliases import ALIASES
-from vllm_mmcache.content import client_hashes, content_name, media_tenant
+from vllm_mmcache.content import content_name, image_namer, media_tenant
 from vllm_mmcache.content.request_id import RequestScopedId
 from vllm_mmcache.content.tenant_source import configured_source
 from vllm_mmcache.hooking.hook import Hooks
@@ -76,20 +76,20 @@ async def serve_batch_line(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     ),
     why=(
         "half of the endpoints can't carry a cache_salt, and a tenant that a gateway names is in none; the engine is "
-        "not told whether a client has named an image"
+        "not told who has named an image"
     ),
     remove_when="vLLM takes the salt of KV blocks from a header or the API key",
 )
 def salt_blocks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of OutputProcessor.add_request(request), which sees each request last before its engine does.
 
-    It gives the tenant's salt to the request's KV blocks, also where the endpoint has no field for a salt, and marks
-    the request if a client has named its images.
+    It gives the tenant's salt to the request's KV blocks, also where the endpoint has no field for a salt, and says on
+    the request who has named its images.
     """
     request = argument(wrapped, args, kwargs, "request")
     if status.is_on("identity"):
         request.cache_salt = tenant.current(request.cache_salt)
-        client_hashes.mark(request)
+        image_namer.mark(request)
     return wrapped(*args, **kwargs)
 
 

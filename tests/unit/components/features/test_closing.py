@@ -100,7 +100,7 @@ def test_a_store_that_serves(monkeypatch: pytest.MonkeyPatch, before: set[int]) 
     monkeypatch.setitem(status._is_on, "features", True)
     monkeypatch.setattr(status, "_states", {})
     beside, maker, config = Beside(), Maker(monkeypatch), Config()
-    beside.connector._trusts_names = True
+    beside.trusts_names = True
     hooks._connectors[id(config)] = beside.connector
     monkeypatch.setattr(beside.scheduler, "vllm_config", config, raising=False)
     beside.know()

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 
-from vllm_mmcache.base import config_payload, settings, status, uses
+from vllm_mmcache.base import settings, status, uses
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.worker_threads import Threads
 from vllm_mmcache.components.features.arena import Arena
@@ -25,7 +25,7 @@ from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.message import Message
 from vllm_mmcache.components.lazy_processing.pixel_pool import PixelFuture, Pixels
 from vllm_mmcache.components.lazy_processing.vllm_item import is_deferred
-from vllm_mmcache.content import client_hashes
+from vllm_mmcache.content import image_namer
 from vllm_mmcache.content.digests import inputs_digest
 from vllm_mmcache.metrics import transport
 from vllm_mmcache.storage.write_behind import EXIT_S
@@ -65,7 +65,6 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         self._refuted: dict[str, list[str]] = {}  # by the request that fails, images whose records are none of theirs
         self._message: Message | None = None
         self._named: set[str] = set()  # of this step
-        self._trusts_names = config_payload.names_are_ours(vllm_config)
         self._spent_s = 0.0  # of this step's bound
         self._held_back: set[str] = set()  # requests that may not go on in this step
 
@@ -87,8 +86,9 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         if not request.mm_features:
             return
         keeps = status.is_on("features") and not self.is_closed and uses.run_of(request) != "cold"
-        is_kept = keeps and not client_hashes.are_in(request)
-        wanted = [self._wanted(feature, is_kept=is_kept) for feature in request.mm_features]
+        is_kept = keeps and not image_namer.is_client(request)
+        trusted = image_namer.is_identity(request)
+        wanted = [self._wanted(feature, is_kept=is_kept, trusted=trusted) for feature in request.mm_features]
         added = [one for one in wanted if one is not None]
         if not added:
             return
@@ -113,14 +113,14 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         found = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
         return int(found[1])
 
-    def _wanted(self, feature: Any, *, is_kept: bool) -> WantedImage | None:
+    def _wanted(self, feature: Any, *, is_kept: bool, trusted: bool) -> WantedImage | None:
+        """What there is to look for; `trusted`: whether the image's name says what it shows."""
         is_kept = is_kept and self.ranks.keeps(feature.modality)
         if not (is_kept or is_deferred(feature.data)):
             return None
         data = feature.data if feature.data is not None else {}
         if any(name.endswith("embeds") for name in data):
             return None  # ready-made embeddings never meet the tower
-        trusted = status.is_on("identity") if "api" in status.roles() else self._trusts_names
         if not trusted and feature.data is None:
             return None
         return WantedImage(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -39,6 +40,7 @@ from vllm_mmcache.components.features.engine.vllm_connector import Connector
 from vllm_mmcache.components.features.message import Message
 from vllm_mmcache.components.lazy_processing.vllm_item import FIELD, is_deferred
 from vllm_mmcache.components.lazy_processing.vllm_pixels import PixelMaker
+from vllm_mmcache.content import image_namer
 
 OFFSET = 10
 """Of an image in its prompt."""
@@ -64,6 +66,8 @@ class Beside:
             additional_config={},
             instance_id="test",
         )
+        self.trusts_names = False
+        """Whether the images of requests that arrive have names that say what they show."""
         self.connector = Connector(config, self.arena, self.ranks, self.store)
         self.scheduler = Scheduler()
         self.connector.serve(self.scheduler)
@@ -77,11 +81,14 @@ class Beside:
         request = SimpleNamespace(
             request_id=f"request-{number}",
             mm_features=[image(number, **more)],
-            sampling_params=None,
+            sampling_params=SamplingParams(extra_args={}),
+            pooling_params=None,
             block_hashes=[],
             skip_reading_prefix_cache=False,
             num_tokens=100,
         )
+        if self.trusts_names:
+            image_namer.mark(request)
         self.connector.on_request_added(request)
         return request
 
@@ -164,7 +171,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
 @pytest.fixture
 def trusting(monkeypatch: pytest.MonkeyPatch, beside: Beside) -> Beside:
     """Whose images have names that say what they show; the weights are known, and the tier hangs."""
-    beside.connector._trusts_names = True
+    beside.trusts_names = True
     monkeypatch.setattr(status, "_states", {})
     beside.know()
     beside.tier.reading.shut()
@@ -302,12 +309,14 @@ def computed(beside: Beside, request: Any, num_tokens: int) -> None:
 
 
 def with_images(request_id: str, *places: int, num_tokens: int = 100) -> Any:
-    """vLLM's own request, with images at these places."""
+    """vLLM's own request, with images at these places, whose names say what they show."""
     prompt = Prompt(tuple(range(num_tokens)), tuple((f"image-{place}", place, SHAPE.num_tokens) for place in places))
     request = make_request(prompt, stock_hasher(BLOCK, sha256))
     request.request_id = request_id
     for place, feature in zip(places, request.mm_features, strict=True):
         feature.data = image(place).data
+    request.sampling_params = SamplingParams()
+    image_namer.mark(request)
     return request
 
 
