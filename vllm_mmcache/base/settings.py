@@ -380,7 +380,7 @@ class Settings(BaseSettings):
     )
     files_quota: ByteSize = Field(
         default=ByteSize(1 << 30),
-        ge=1 << 16,
+        ge=1 << 20,
         description=(
             "The most that the files of one tenant may take. Requests without a tenant share one quota. Each file is "
             "charged 64 KiB beside its content."

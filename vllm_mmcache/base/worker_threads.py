@@ -21,14 +21,18 @@ STUCK_S = 10.0
 class Threads:
     """`count` threads, started when they are first needed; up to `most_waiting` jobs wait for them. Any thread.
 
-    stuck_s: seconds after which a job counts as one that may never end.
+    stuck_s: seconds after which a job counts as one that may never end. is_background: whether other threads go first
+    where there are too few cores.
     """
 
-    def __init__(self, name: str, count: int, most_waiting: int = 1024, stuck_s: float = STUCK_S) -> None:
+    def __init__(
+        self, name: str, count: int, most_waiting: int = 1024, stuck_s: float = STUCK_S, is_background: bool = True
+    ) -> None:
         self._name = name
         self._count = count
         self._most_waiting = most_waiting
         self._stuck_s = stuck_s
+        self._is_background = is_background
         self._changed = threading.Condition()
         self._jobs: deque[Callable[[], None]] = deque()
         self._since: dict[int, float] = {}  # thread number -> when its job began
@@ -38,7 +42,7 @@ class Threads:
     def submit(self, job: Callable[[], None]) -> bool:
         """Have a job done soon. Returns False, and forgets it, where too many wait, or no thread can take it."""
         with self._changed:
-            if self._closed or len(self._jobs) >= self._most_waiting or self._are_stuck():
+            if self._closed or len(self._jobs) >= self._most_waiting or self.are_stuck():
                 return False
             if len(self._jobs) + len(self._since) >= self._num_started:
                 self._start()
@@ -67,12 +71,14 @@ class Threads:
             return
         self._num_started += 1
 
-    def _are_stuck(self) -> bool:
-        now = time.monotonic()
-        return len(self._since) == self._count and all(now - since > self._stuck_s for since in self._since.values())
+    def are_stuck(self) -> bool:
+        """Whether every thread has a job that may never end."""
+        now, since = time.monotonic(), list(self._since.values())
+        return len(since) == self._count and all(now - one > self._stuck_s for one in since)
 
     def _run(self, number: int) -> None:
-        background.lower_priority()
+        if self._is_background:
+            background.lower_priority()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._closed)

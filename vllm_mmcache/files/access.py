@@ -23,16 +23,19 @@ REST_S = 5.0, 60.0
 """That a place which fails is left alone, and the most, since each further failure doubles it."""
 THREADS = 16
 MOST_WAITING = 1 << 14  # calls: 16 requests that name as many files as one may
+POLL_S = 1.0
+"""How often a call that has not begun looks whether it ever will."""
 UNREACHABLE = "files can't be reached now: ask again later"
 
 
 class _Call(Generic[T]):
-    """What a thread of the place is to do, and what came of it."""
+    """What a thread of the place is to do, and what came of it. longest_s: seconds that it may take."""
 
-    def __init__(self, call: Callable[[], T]) -> None:
+    def __init__(self, call: Callable[[], T], longest_s: float) -> None:
         self.future: Future[T] = Future()
         self.begun: float | None = None
         self._call = call
+        self._longest_s = longest_s
 
     def run(self) -> None:
         """Do it, unless nobody waits for it any more."""
@@ -44,18 +47,31 @@ class _Call(Generic[T]):
         except BaseException as error:
             self.future.set_exception(error)
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until it is late, or until it is time to look whether it has begun."""
+        if self.begun is None:
+            return min(POLL_S, self._longest_s)
+        return max(0.0, self.begun + self._longest_s - time.monotonic())
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it takes longer than it may; what it waited for its turn does not count."""
+        return self.begun is not None and self.left_s == 0
+
 
 class Access:
     """One of the two things that a place does: "reading" or "writing". The other one goes on when this one fails.
 
-    wait_s: seconds that one call may take. Then the place counts as one that fails.
+    wait_s: seconds that one call may take. Then the place counts as one that fails. longest_s: the most that a call may
+    be allowed beyond that.
     """
 
-    def __init__(self, name: str, wait_s: float) -> None:
+    def __init__(self, name: str, wait_s: float, longest_s: float) -> None:
         self.place = ""
         """Its URL, of whose secrets the log has none."""
         self._breaker = CircuitBreaker(f"with the files of clients, {name}", *REST_S)
-        self._threads = Threads(f"files-{name}", THREADS, MOST_WAITING, wait_s)
+        self._threads = Threads(f"files-{name}", THREADS, MOST_WAITING, longest_s, is_background=False)
         self._wait_s = wait_s
 
     @contextlib.contextmanager
@@ -71,45 +87,47 @@ class Access:
         except expected:
             raise
         except Exception as error:
-            self._breaker.record_failure(error_without_secrets(error, self.place))
+            said = error_without_secrets(error, self.place) if self.place else str(error)
+            self._breaker.record_failure(f"{type(error).__name__}: {said}")
             raise FilesUnusable(UNREACHABLE) from error
         self._breaker.record_success()
 
     def wait_for(self, call: Callable[[], T]) -> T:
-        """What a call gives that is made in a thread of the place. Raises: FilesUnusable after wait_s; as the call."""
-        running = self._begin(call)
+        """What a call gives that is made in a thread of the place. Raises: FilesUnusable if it is late; as the call."""
+        running = self._begin(call, self._wait_s)
         while True:
             with contextlib.suppress(TimeoutError):
-                return running.future.result(self._left_s(running))
+                return running.future.result(running.left_s)
             if running.future.done():
                 return running.future.result()
-            self._check(running)
+            self._check(running, is_failure=True)
 
-    async def wait_for_async(self, call: Callable[[], T]) -> T:
-        """As `wait_for`, in the event loop."""
-        running = self._begin(call)
+    async def wait_for_async(self, call: Callable[[], T], longest_s: float | None = None) -> T:
+        """As `wait_for`, in the event loop.
+
+        longest_s: seconds, in the place of wait_s, for a call that takes as long as a tenant has files, or a file has
+        bytes. If it is late, that is not the place's failure.
+        """
+        running = self._begin(call, longest_s or self._wait_s)
         waiting = asyncio.wrap_future(running.future)
         try:
-            while not (await asyncio.wait([waiting], timeout=self._left_s(running)))[0]:
-                self._check(running)
+            while not (await asyncio.wait([waiting], timeout=running.left_s))[0]:
+                self._check(running, is_failure=longest_s is None)
             return waiting.result()
         finally:
             waiting.cancel()
 
-    def _begin(self, call: Callable[[], T]) -> _Call[T]:
-        running = _Call(call)
+    def _begin(self, call: Callable[[], T], longest_s: float) -> _Call[T]:
+        running = _Call(call, longest_s)
         if self._breaker.is_open() or not self._threads.submit(running.run):
             raise FilesUnusable(UNREACHABLE)
         return running
 
-    def _left_s(self, running: _Call[T]) -> float:
-        """Seconds that a call has left; all of them while others are before it."""
-        return self._wait_s if running.begun is None else max(0.0, running.begun + self._wait_s - time.monotonic())
-
-    def _check(self, running: _Call[T]) -> None:
-        """Raises: FilesUnusable where a call is late, or waits for others that were."""
-        if running.begun is not None and self._left_s(running) == 0:
+    def _check(self, running: _Call[T], *, is_failure: bool) -> None:
+        """Raises: FilesUnusable where a call is late, or waits for threads that hang."""
+        if running.is_late and is_failure:
             self._breaker.record_failure(f"no answer within {self._wait_s:g} s")
-        if self._breaker.is_open():
+        is_hopeless = running.begun is None and self._threads.are_stuck()
+        if running.is_late or is_hopeless or self._breaker.is_open():
             running.future.cancel()
             raise FilesUnusable(UNREACHABLE)

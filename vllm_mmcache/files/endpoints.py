@@ -4,14 +4,16 @@
 Requests and answers have OpenAI's form or Anthropic's (forms.py).
 
 Whose files they are is said as everywhere: by a header or API key where the setting tenant_from says so, and otherwise
-by `cache_salt`, which is a field of the form that uploads a file, and else the header SALT_HEADER or a parameter of the
-URL. It is as good as a password, so it is taken out of the URL before the web server logs that.
+by `cache_salt`: the header SALT_HEADER, a field of the form that uploads a file, or a parameter of the URL. It is as
+good as a password, so it is taken out of the URL before the web server logs that.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 from urllib.parse import parse_qsl, urlencode
+from weakref import WeakValueDictionary
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -23,7 +25,7 @@ from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.files.errors import Refusal, tenant_key, unknown
 from vllm_mmcache.files.forms import form_of
 from vllm_mmcache.files.image_file import head_of
-from vllm_mmcache.files.store import FileInfo, FileLost, FileStore, QuotaExceeded
+from vllm_mmcache.files.store import LONGEST_S, FileInfo, FileLost, FileStore, QuotaExceeded
 from vllm_mmcache.metrics import counters
 
 PATH = "/v1/files"
@@ -51,6 +53,7 @@ class FileEndpoints:
         self.max_pixels = max_pixels
         self.formats = formats
         self._listing = asyncio.Semaphore(_LISTS_AT_ONCE)
+        self._listing_of: WeakValueDictionary[bytes | None, asyncio.Lock] = WeakValueDictionary()
 
     def routes(self) -> list[Route]:
         """What an application has to have."""
@@ -65,6 +68,7 @@ class FileEndpoints:
 
     async def create(self, request: Request) -> Response:
         """POST: a form with `file`, what the API's form has beside it, and, if you like, `cache_salt`."""
+        given = _take_salt(request)
         limited = Request(request.scope, _limited(request, self.max_bytes + _FORM_BYTES, self.max_bytes))
         try:
             async with limited.form(max_files=1, max_fields=16) as form:
@@ -72,7 +76,7 @@ class FileEndpoints:
                 if file is None or isinstance(file, str):
                     raise Refusal(400, "The form has no field 'file' with a file.", "file")
                 purpose, lives_s = form_of(request).upload(form)
-                key = tenant_key(form.get("cache_salt"))
+                key = tenant_key(_same_salt(form.get("cache_salt"), given))
                 content, filename = await file.read(), _as_utf8(file.filename or "image")[:_NAME_CHARS]
         except HTTPException as error:
             raise Refusal(400, f"The form can't be read: {error.detail}", "file") from error
@@ -91,15 +95,16 @@ class FileEndpoints:
             )
 
         try:
-            return JSONResponse(form_of(request).file(await self.store.writing.wait_for_async(keep)))
+            return JSONResponse(form_of(request).file(await self.store.writing.wait_for_async(keep, LONGEST_S)))
         except QuotaExceeded as error:
             raise Refusal(413, f"The tenant's files take too much: {error}. Delete some first.", "file") from error
 
     async def list_files(self, request: Request) -> Response:
         """GET: the latest first."""
         key = tenant_key(_take_salt(request))
-        async with self._listing:
-            files = await self.store.reading.wait_for_async(partial(self.store.files_of, key))
+        lock = self._listing_of.setdefault(key, asyncio.Lock())  # one at a time of a tenant
+        async with lock, self._listing:
+            files = await self.store.reading.wait_for_async(partial(self.store.files_of, key), LONGEST_S)
         return JSONResponse(form_of(request).page(files, request.query_params))
 
     async def retrieve(self, request: Request) -> Response:
@@ -162,19 +167,22 @@ def _answering(operation: str, handler: Handler) -> Handler:
 
 
 def _take_salt(request: Request) -> str | None:
-    """The cache_salt of a request, out of its header or of its URL, which has none afterwards.
-
-    Raises: Refusal (400) where the two are not the same.
-    """
+    """The cache_salt of a request, out of its header or of its URL, which has none afterwards. Raises: Refusal."""
     salt: str | None = request.headers.get(SALT_HEADER)
     fields: list[tuple[str, str]] = parse_qsl(request.scope["query_string"].decode("latin-1"), keep_blank_values=True)
     if given := [value for name, value in fields if name == "cache_salt"]:
         others = [(name, value) for name, value in fields if name != "cache_salt"]
         request.scope["query_string"] = urlencode(others).encode("latin-1")
-        if len({*given, *([] if salt is None else [salt])}) > 1:
-            raise Refusal(400, f"Parameter 'cache_salt' and header {SALT_HEADER!r} name several tenants.", "cache_salt")
-        return given[0]
+        for one in given:
+            salt = _same_salt(one, salt)
     return salt
+
+
+def _same_salt(one: Any, other: str | None) -> Any:
+    """The cache_salt of a request that names one in two places. Raises: Refusal (400) where they differ."""
+    if None not in (one, other) and one != other:
+        raise Refusal(400, f"Parameter 'cache_salt' and header {SALT_HEADER!r} name several tenants.", "cache_salt")
+    return other if one is None else one
 
 
 def _as_utf8(text: str) -> str:

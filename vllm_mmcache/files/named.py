@@ -24,7 +24,7 @@ from vllm_mmcache.content import content_name, placeholders
 from vllm_mmcache.content.base64_image import Base64Image
 from vllm_mmcache.files.image_file import head_of
 from vllm_mmcache.files.references import NamedImage
-from vllm_mmcache.files.store import FileInfo, FileStore, QuotaExceeded
+from vllm_mmcache.files.store import LONGEST_S, FileInfo, FileStore, QuotaExceeded
 from vllm_mmcache.metrics import table_sizes
 
 PURPOSE = "uuid"
@@ -129,7 +129,7 @@ class NamedImages:
         self._num_unwritten += 1
         with failsafe("files"):
             try:
-                await self.store.writing.wait_for_async(partial(self._write, uuid, image, key))
+                await self.store.writing.wait_for_async(partial(self._write, uuid, image, key), LONGEST_S)
             except (FilesUnusable, QuotaExceeded, ValueError):
                 pass  # a replica that is asked for the uuid alone does not find it
             finally:

@@ -49,8 +49,9 @@ FULL_SWEEP_S = 60.0
 """A tenant whose quota is used up has its expired files removed at once, but not more often than this."""
 ENTRY_BYTES = 65536
 """Charged to a tenant's quota for each file, beside its content. So it bounds how many there are to be listed, too."""
-READ_S, WRITE_S = 10.0, 60.0
-"""The longest that a place may take to read an object, or to look up a few; and to write a file."""
+CALL_S, LONGEST_S = 10.0, 60.0
+"""The longest that a place may take to read, find or remove a file; and to list a tenant's files, or to write one, for
+which files may be listed and expired ones removed."""
 HELD_S = 5.0
 """How long a server goes by what a tenant's files took when it last listed them, and by what it has written since."""
 MOST_OFF_S = 60.0
@@ -119,13 +120,14 @@ class FileStore:
         self._codec = codec
         self._ttl_s = ttl_s
         self._quota = quota
-        self.reading = Access("reading", READ_S)
-        self.writing = Access("writing", WRITE_S)
+        self.reading = Access("reading", CALL_S, LONGEST_S)
+        self.writing = Access("writing", CALL_S, LONGEST_S)
         self._swept = time.monotonic()
         self._swept_of: LruTable[bytes, float] = LruTable(lambda: _MOST_SWEPT, _SWEPT_BYTES)  # by tenant
         self._sweeping = threading.Lock()
         self._held_of: LruTable[bytes, tuple[float, int]] = LruTable(lambda: _MOST_SWEPT, _SWEPT_BYTES)
         """By tenant, when its files were listed, and what they take as far as this process knows."""
+        self._num_kept = 0  # since this process began
         self._reserving = threading.Lock()
         self._in_flight: list[tuple[str, int]] = []  # content that is being written: its path, and what it counts for
         self._alone: LruTable[str, float] = LruTable(lambda: _MOST_ALONE, _ALONE_BYTES)  # since when, by path
@@ -142,20 +144,25 @@ class FileStore:
             from vllm_mmcache.files.redis_filesystem import RedisFileSystem
 
             root = f"files/{below}" if below else "files"
-            remote = RedisFileSystem(settings.files, f"{root}/{_VERSION}", int(settings.files_ttl))
-            return cls(remote, root, codec=codec, ttl_s=int(settings.files_ttl), quota=settings.files_quota)
-        try:
-            options = {"use_listings_cache": False, "skip_instance_cache": True}
-            filesystem, root = fsspec.core.url_to_fs(settings.files, **options)
-            if isinstance(filesystem, LocalFileSystem):
-                Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
-        except (ImportError, ValueError, OSError) as error:
-            said = error_without_secrets(error, settings.files)
-            raise FilesUnusable(f"MMCACHE_FILES {redact(settings.files)!r} can't be opened: {said}") from None
-        root = f"{root.rstrip('/')}/{below}" if below else root
+            filesystem = RedisFileSystem(settings.files, f"{root}/{_VERSION}", int(settings.files_ttl))
+        else:
+            filesystem, root = cls._opened(settings.files, below)
         kept = cls(filesystem, root, codec=codec, ttl_s=int(settings.files_ttl), quota=settings.files_quota)
         kept.reading.place = kept.writing.place = settings.files
         return kept
+
+    @staticmethod
+    def _opened(place: str, below: str) -> tuple[Any, str]:
+        """The file system of a directory or of a URL of fsspec, and the folder in it. Raises: FilesUnusable."""
+        try:
+            options = {"use_listings_cache": False, "skip_instance_cache": True}
+            filesystem, root = fsspec.core.url_to_fs(place, **options)
+            if isinstance(filesystem, LocalFileSystem):
+                Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (ImportError, ValueError, OSError) as error:
+            said = error_without_secrets(error, place)
+            raise FilesUnusable(f"MMCACHE_FILES {redact(place)!r} can't be opened: {said}") from None
+        return filesystem, f"{root.rstrip('/')}/{below}" if below else root
 
     def put(
         self,
@@ -288,10 +295,12 @@ class FileStore:
         A machine whose clock is fast would remove files that nobody else takes for expired.
         """
         path, off_s = f"{self._root}/{_NOTES}/{uuid4().hex}", 0.0
-        self._write(path, b"")
-        with contextlib.suppress(Exception):  # of a place that has no clock, or keeps it to itself
-            off_s = time.time() - self._files.modified(path).timestamp()
-        self._remove(path)
+        with contextlib.suppress(Exception):  # of a place that has no clock, keeps it to itself, or is full
+            self._write(path, b"")
+            try:
+                off_s = time.time() - self._files.modified(path).timestamp()
+            finally:
+                self._remove(path)
         if abs(off_s) > MOST_OFF_S:
             logger.warning(
                 "mmcache removes no expired files of clients: this machine's clock differs by %d s from that of the "
@@ -314,9 +323,14 @@ class FileStore:
                 self.sweep()
 
     def _is_first_to_sweep(self) -> bool:
-        """Whether no server that shares the place has begun a sweep for SWEEP_S; then it is noted that this one has."""
+        """Whether no server that shares the place has begun a sweep for SWEEP_S; then it is noted that this one has.
+
+        A server whose clock is wrong does not sweep, and so notes nothing.
+        """
         path, now = f"{self._root}/{_NOTES}/swept", time.time()
         with self.writing.serving():
+            if not self._is_clock_right():
+                return False
             with contextlib.suppress(ValueError):  # of a note that is damaged
                 if abs(now - float(self._read(path) or b"-inf")) < SWEEP_S:
                     return False
@@ -331,6 +345,7 @@ class FileStore:
         """
         key, now, needed = tenant_key or _COMMON, time.monotonic(), num_bytes + ENTRY_BYTES
         listed, held = self._held_of.get(key) or (-HELD_S, 0)
+        num_kept = self._num_kept
         if now - listed < HELD_S and held + sum(reserved.values()) + needed <= self._quota:
             return
         there = self._held_bytes(tenant_key, but, reserved)
@@ -341,11 +356,15 @@ class FileStore:
                 f"{there} of {self._quota} bytes are in use, and the file has {num_bytes} and {ENTRY_BYTES} more"
             )
         with self._reserving:
-            self._held_of.replace(key, (now, there - sum(reserved.values())))
+            if reserved or self._num_kept != num_kept:  # what was kept meanwhile may not have been listed
+                self._held_of.remove(key)
+            else:
+                self._held_of.replace(key, (now, there))
 
     def _note_held(self, tenant_key: bytes | None, num_bytes: int) -> None:
         """Count what was written beside what was listed."""
         with self._reserving:
+            self._num_kept += 1
             if (held := self._held_of.get(tenant_key or _COMMON)) is not None:
                 self._held_of.replace(tenant_key or _COMMON, (held[0], held[1] + num_bytes))
 

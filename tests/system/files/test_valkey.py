@@ -148,6 +148,7 @@ def test_a_server_that_is_gone(
                 call()
     assert len(caplog.records) == 2
     assert "a-password" not in caplog.text
+    assert all("password pair or" in record.getMessage() for record in caplog.records), "what the server says is there"
     server.client.acl_setuser(
         "user", enabled=True, passwords=["+a-password-of-this-test"], commands=["+@all"], keys=["*"]
     )

@@ -9,6 +9,8 @@ import logging
 import shutil
 import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -382,6 +384,37 @@ def test_the_salt_is_in_a_header_or_in_the_url(tmp_path: Path, monkeypatch: pyte
         answer = client.delete(path, **wrong)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt")
     assert client.delete(path, headers=header).status_code == 200
+    form = {"files": {"file": ("a.png", picture())}, "data": {"purpose": "vision"}}
+    for given in ({"headers": header}, {"params": {"cache_salt": "alice"}}):
+        uploaded = client.post("/v1/files", **form, **given).json()["id"]
+        assert client.get(f"/v1/files/{uploaded}").status_code == 404, "it is not everybody's"
+        assert client.delete(f"/v1/files/{uploaded}", headers=header).status_code == 200
+    form["data"]["cache_salt"] = "bob"
+    assert client.post("/v1/files", **form, headers=header).status_code == 400
+
+
+def test_lists_of_one_tenant_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nobody keeps the others from theirs."""
+    app = application(tmp_path, tenant.parse_source("cache_salt")).app
+    running, most = Counter[bytes | None](), Counter[bytes | None]()
+
+    def list_slowly(store: FileStore, key: bytes | None) -> list[Any]:
+        running[key] += 1
+        most[key] = max(most[key], running[key])
+        time.sleep(0.05)
+        running[key] -= 1
+        return []
+
+    monkeypatch.setattr(FileStore, "files_of", list_slowly)
+
+    async def ask() -> list[int]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://files") as client:
+            names = ["alice"] * 6 + ["bob", "carol"]
+            answers = [client.get("/v1/files", headers={"X-Cache-Salt": name}) for name in names]
+            return [answer.status_code for answer in await asyncio.gather(*answers)]
+
+    assert asyncio.run(ask()) == [200] * 8
+    assert [*most.values()] == [1, 1, 1]
 
 
 def test_the_access_log_has_no_salt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -397,9 +430,10 @@ def test_the_access_log_has_no_salt(tmp_path: Path, caplog: pytest.LogCaptureFix
             file_id = client.post(url, files={"file": ("a.png", picture())}, data=data).json()["id"]
             for method, below in ("GET", ""), ("GET", f"/{file_id}"), ("GET", f"/{file_id}/content"), ("DELETE", "/x"):
                 client.request(method, url + below, params=salt)
+            client.post(url, files={"file": ("a.png", picture())}, params=salt)
         server.should_exit = True
         thread.join(10)
-    assert caplog.text.count("limit=7") == 4, "what is no secret is there"
+    assert caplog.text.count("limit=7") == 5, "what is no secret is there"
     assert "a-secret" not in caplog.text
 
 

