@@ -141,7 +141,7 @@ def run_worker(call: str, side: str, environ: Mapping[str, str] | None = None, *
 
     The only difference between the sides is MMCACHE_DISABLE, and the plugin's settings where some are given:
     BENCH_MMCACHE_FEATURES=1 is MMCACHE_FEATURES=1 on that side. `environ`: further variables. Every side but the
-    plugin's is stock. Raises: RuntimeError with the end of stderr.
+    plugin's is stock. Raises: RuntimeError with the last traceback of stderr, or its end.
     """
     variables = {k: v for k, v in os.environ.items() if not k.startswith("MMCACHE_")}
     variables |= {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", **(environ or {})}
@@ -153,7 +153,9 @@ def run_worker(call: str, side: str, environ: Mapping[str, str] | None = None, *
     task = json.dumps({"call": call, **arguments})
     done = subprocess.run(command, input=task, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{call} on {side} failed:\n{done.stderr[-3000:]}")
+        traceback = done.stderr.rpartition("Traceback (most recent call last)")
+        said = "".join(traceback[1:])[:3000] if traceback[1] else done.stderr[-3000:]
+        raise RuntimeError(f"{call} on {side} failed:\n{said}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

@@ -54,9 +54,9 @@ def _end_of(position: Any) -> int:
 def evict_outputs(encoder_cache_manager: Any, identifiers: Set[str]) -> None:
     """Remove encoder outputs at once, as vLLM removes the oldest when it needs room.
 
-    To be called when their request has been freed. Those that another request refers to stay: as in stock vLLM, the
-    engine ends where both were to be in one step and nobody computes the output. Does nothing for models
-    with an encoder and a decoder, of whose outputs vLLM keeps none for later requests.
+    To be called when their request has been freed. Those that another request refers to stay. If that one is part of
+    the same step, nobody computes the output, and the engine ends, as stock vLLM's does (docs/limits.md). Does nothing
+    for models with an encoder and a decoder, of whose outputs vLLM keeps none for later requests.
     """
     manager = encoder_cache_manager
     for identifier in identifiers & getattr(manager, "freeable", {}).keys():
