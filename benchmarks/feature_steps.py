@@ -27,6 +27,7 @@ from benchmarks.results import Result, run_worker
 from benchmarks.servers import stored
 from tests.support.engine_configuration import CONFIGURATIONS
 from vllm_mmcache.base import background, settings
+from vllm_mmcache.components.features import tiers
 from vllm_mmcache.components.features.engine.vllm_connector import Connector
 from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.components.features.worker.rank import RankFeatures
@@ -125,7 +126,7 @@ def loading(root: Path, family: str, chosen: dict[str, Any], packages: int, repe
         store, (tier,) = rig.features.store, rig.features.store.below
         identities = [rig.features.ranks.identity(f"package {number}") for number in range(packages)]
         content = memoryview(os.urandom(PACKAGE.num_bytes))
-        assert all(tier.save(identity, PACKAGE, content) for identity in identities)
+        assert all(tiers.save(tier, identity, PACKAGE, content) for identity in identities)
 
         def load() -> IsOver:
             files()

@@ -150,11 +150,21 @@ def measure(options: Namespace) -> Result:
             result.problems.append(f"failed: {name}: {type(error).__name__}: {error}")
             continue
         for case, counted in part.pop("found").items():
-            for what, numbers in counted.items():
-                result.found.setdefault(case, {}).setdefault(what, {}).update(numbers)
+            put(result.found.setdefault(case, {}), counted)
         result.details[name] = part
     add_targets("processor", result)
     return result
+
+
+def put(case: dict[str, dict[str, float]], counted: dict[str, dict[str, float]]) -> None:
+    """Put what was counted of a case in the place of all that the case has of the same sides."""
+    sides = {side for numbers in counted.values() for side in numbers}
+    for what, numbers in list(case.items()):
+        case[what] = {side: number for side, number in numbers.items() if side not in sides}
+    for what, numbers in counted.items():
+        case.setdefault(what, {}).update(numbers)
+    for what in [what for what, numbers in case.items() if not numbers]:
+        del case[what]
 
 
 def measured(name: str, options: Namespace) -> dict[str, Any]:
