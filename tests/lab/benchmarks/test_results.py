@@ -16,13 +16,11 @@ from benchmarks.results import Result
 # Each of these names a commit with a +, or has a part that does: it was measured on files that differ from that commit,
 # and so can't be repeated from the commit alone. A name goes from this list when its benchmark is saved again.
 OF_CHANGED_TREES = {
-    "feature_steps",
     "soak",
 }
 # Each of these names a commit that this repository does not have. A name goes from this list as above.
 OF_LOST_COMMITS = {
     "chaos",
-    "feature_steps",
     "soak",
 }
 MOST_NUMBERS = 25  # in one list: chaos has the time of each of its 21 starts
