@@ -15,13 +15,20 @@ from typing import Any
 GIVEN: ContextVar[bool] = ContextVar("mmcache_processed_by_client", default=False)
 """Whether the body of the HTTP request that is being worked on brings processed images (its field `features`)."""
 
+_goes_past = False  # whether this process's renderer may name images without `identity`
 _MARK = "mmcache_image_namer"
 _IDENTITY, _CLIENT = b"identity", b"client"
 
 
+def goes_past(is_so: bool) -> None:
+    """Say whether this process's renderer is one that may name images without `identity`: then nothing is marked so."""
+    global _goes_past
+    _goes_past = is_so
+
+
 def mark(request: Any) -> None:
     """Mark a request whose images `identity` or a client has named, whatever the client says. For use by `identity`."""
-    if request.mm_features:
+    if request.mm_features and (GIVEN.get() or not _goes_past):
         copy(_CLIENT if GIVEN.get() else _IDENTITY, request)
 
 

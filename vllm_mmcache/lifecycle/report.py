@@ -17,6 +17,7 @@ from vllm_mmcache import __version__
 from vllm_mmcache.base import status
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.base.status import State
+from vllm_mmcache.content import image_namer
 from vllm_mmcache.hooking import installer, subclasses
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.lifecycle import activation, config_rules, display, rank_sync
@@ -84,8 +85,10 @@ def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     client = instance.engine_core
     inside = getattr(client, "engine_core", None)  # of an engine in this process
     engines = {0: rank_sync.of_engine(inside)} if hasattr(inside, "scheduler") else client.__dict__.get(_ENGINES, {})
+    found = _found_here(instance)
+    image_namer.goes_past("identity" in found)
     try:
-        _show({**status.of("api"), **_found_here(instance)}, engines)
+        _show({**status.of("api"), **found}, engines)
     except BaseException:
         client.shutdown()
         raise

@@ -48,6 +48,18 @@ def test_a_client_cannot_say_who_has_named_its_images(kind: str, said: dict[str,
             assert (params.extra_args if kind == "sampling" else params.extra_kwargs).get("other") == said.get("other")
 
 
+def test_a_renderer_that_goes_past_identity() -> None:
+    request = request_of("sampling")
+    image_namer.goes_past(True)
+    try:
+        image_namer.mark(request)
+        assert image_namer.of(request) is None
+    finally:
+        image_namer.goes_past(False)
+    image_namer.mark(request)
+    assert image_namer.is_identity(request), "the control"
+
+
 def test_a_request_without_images_stays_as_it_is() -> None:
     request = request_of("sampling", num_images=0)
     image_namer.mark(request)
