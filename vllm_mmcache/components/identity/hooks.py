@@ -15,7 +15,7 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 
 from vllm_mmcache.base import settings, status, tenant
-from vllm_mmcache.base.arguments import argument
+from vllm_mmcache.base.arguments import argument, named
 from vllm_mmcache.batch.vllm_encoded_image import tenant_of
 from vllm_mmcache.components.identity import audit, identifiers, kv_events
 from vllm_mmcache.components.identity.aliases import ALIASES
@@ -25,6 +25,8 @@ from vllm_mmcache.content.tenant_source import configured_source
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters
 
+_WITHOUT_FILES = "vision_chunk"
+"""The modality of Kimi K2.5's images, which come without the file that a digest would be compared with."""
 # Whether several vLLM instances find each other's items by the client's names (an encoder-cache connector).
 _NAMES_ARE_SHARED: ContextVar[bool] = ContextVar("mmcache_names_are_shared", default=False)
 
@@ -161,8 +163,9 @@ def process_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     Raises: VLLMValidationError (HTTP 400) for a wrong uuid or salt, and for no salt where one is required.
     """
-    with _request(instance, argument(wrapped, args, kwargs, "prompt")):
-        return wrapped(*args, **kwargs)
+    given = named(wrapped, args, kwargs)
+    with _request(instance, given["prompt"]) as prompt:
+        return wrapped(**{**given, "prompt": prompt})
 
 
 @hook(
@@ -172,8 +175,9 @@ def process_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 )
 async def process_tokens_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer._process_tokens_async(prompt); as process_tokens."""
-    with _request(instance, argument(wrapped, args, kwargs, "prompt")):
-        return await wrapped(*args, **kwargs)
+    given = named(wrapped, args, kwargs)
+    with _request(instance, given["prompt"]) as prompt:
+        return await wrapped(**{**given, "prompt": prompt})
 
 
 @hook(
@@ -277,22 +281,23 @@ def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 @contextmanager
-def _request(renderer: Any, prompt: dict[str, Any]) -> Iterator[None]:
-    """Within the block, the tenant of `prompt` is set.
+def _request(renderer: Any, prompt: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Within the block, the tenant of `prompt` is set. Yields the prompt, with the salt of a tenant that images name.
 
     Raises: VLLMValidationError (HTTP 400) for a wrong uuid or salt, and for no salt where one is required.
     """
     if not status.is_on("identity"):
-        yield
+        yield prompt
         return
     salt = tenant.current(prompt.get("cache_salt") or None)
     _check_salt(salt)
-    if named := _tenant_of_images(prompt):
-        if salt not in (None, named):
+    if of_images := _tenant_of_images(prompt):
+        if salt not in (None, of_images):
             raise VLLMValidationError(
                 "An image names another tenant than its request: name the tenant once.", parameter="cache_salt"
             )
-        salt = prompt["cache_salt"] = named
+        salt = of_images
+        prompt = {**prompt, "cache_salt": of_images}  # the caller may ask about other images with the same one
     names = prompt.get("multi_modal_uuids") or {}
     for given in names.values():
         for name in [given] if isinstance(given, str) else given or ():
@@ -307,7 +312,7 @@ def _request(renderer: Any, prompt: dict[str, Any]) -> Iterator[None]:
     salt_before = tenant.SALT.set(salt)
     shared_before = _NAMES_ARE_SHARED.set(renderer.config.ec_transfer_config is not None)
     try:
-        yield
+        yield prompt
     finally:
         _NAMES_ARE_SHARED.reset(shared_before)
         tenant.SALT.reset(salt_before)
@@ -330,7 +335,7 @@ def _check_claim(modality: str, name: str | None, item: Any) -> bool:
     """
     if name is None or not content_name.is_claim(name):
         return False
-    if not content_name.is_readable(name):
+    if not content_name.is_readable(name) or modality == _WITHOUT_FILES:
         return True
     content = getattr(item, "original_bytes", None)
     if item is not None and (modality != "image" or content is None or content_name.name_of(content) != name):

@@ -4,6 +4,7 @@
 import struct
 import uuid
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -322,6 +323,31 @@ def test_a_claim_of_another_version_stands_for_nothing() -> None:
     for foreign in (name.replace("mmc2-", "mmc1-"), name.replace("mmc2-", "mmc3-")):
         assert hashes("image", [item], [foreign]) == hashes("image", [item])
         assert hashes("image", [None], [foreign]) != hashes("image", [item])
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_claim_for_what_has_no_file_stands_for_nothing() -> None:
+    """Kimi K2.5's images come as chunks of vision: a client that names them is served, and sends them whole."""
+    _, name = named_media(1)
+    first, other = ({"type": "image", "image": image(seed), "uuid": name} for seed in (1, 2))
+    (bare,) = hashes("vision_chunk", [first])
+    assert hashes("vision_chunk", [first], [name]) == [bare]
+    assert hashes("vision_chunk", [other], [name]) == hashes("vision_chunk", [other]) != [bare], "it is bound to nothing"
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_prompt_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks again with the same one, about another tenant's image, is that tenant."""
+    from vllm_mmcache.components.identity import hooks as renderer
+
+    monkeypatch.setattr(renderer, "_tenant_of_images", lambda prompt: prompt["multi_modal_data"]["image"])
+    prompt: dict[str, Any] = {"prompt_token_ids": [1], "multi_modal_data": {"image": "a"}}
+    base = SimpleNamespace(config=SimpleNamespace(ec_transfer_config=None))
+    for name in "ab":
+        prompt["multi_modal_data"] = {"image": name}
+        with renderer._request(base, prompt) as given:
+            assert (given["cache_salt"], tenant.SALT.get()) == (name, name)
+        assert "cache_salt" not in prompt
 
 
 @pytest.mark.usefixtures("installed")
