@@ -8,6 +8,7 @@ Run it so:
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pyarrow
@@ -15,6 +16,7 @@ import pyarrow.parquet
 from pictures import answered, arguments, engine_arguments, pictures_in
 from tqdm import tqdm
 from vllm import LLM, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_mmcache.batch import EncodedImage
 
@@ -32,12 +34,19 @@ def main() -> None:
     given.answers.mkdir(parents=True, exist_ok=True)
     llm = LLM(given.model, **engine_arguments(json.loads(given.engine), given.store))
     sampling = SamplingParams(temperature=0, max_tokens=given.max_tokens)
-    number = len(list(given.answers.glob("*.parquet")))
+    number = next_number(given.answers)
     size = PICTURES_AT_A_TIME * len(given.question)
     for start in tqdm(range(0, len(asked), size), unit="batch"):
         rows = answers(llm, sampling, asked[start : start + size], given.tenant)
         path = given.answers / f"{number + start // size:06}.parquet"
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        incoming = path.with_name(f".{path.name}.incoming")  # nobody reads half a file after a crash
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), incoming)
+        incoming.replace(path)
+
+
+def next_number(folder: Path) -> int:
+    """The number of the next file of answers: the highest that is there, and one."""
+    return max((int(path.stem) for path in folder.glob("*.parquet") if path.stem.isdecimal()), default=-1) + 1
 
 
 def answers(llm: LLM, sampling: SamplingParams, asked: list[tuple[str, str]], tenant: str | None) -> list[Any]:
@@ -45,6 +54,8 @@ def answers(llm: LLM, sampling: SamplingParams, asked: list[tuple[str, str]], te
     chats = [chat(picture, question, tenant) for picture, question in asked]
     try:
         texts = [(output.outputs[0].text, "") for output in llm.chat(chats, sampling, use_tqdm=False)]
+    except EngineDeadError:  # nothing more can be asked; what is written stays
+        raise
     except Exception as error:
         if len(asked) == 1:
             texts = [("", f"{type(error).__name__}: {error}")]

@@ -2,6 +2,7 @@
 """Where an image's file is, and how to read it. Any process; imports neither vLLM nor Ray."""
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +49,18 @@ def describe(source: Any) -> str:
     """The source for an error message; never the bytes themselves, nor what a URL has after its path."""
     if isinstance(source, bytes):
         return f"{len(source)} bytes"
-    return repr(source.partition("?")[0] if isinstance(source, str) else source)
+    return repr(_without_secrets(source) if isinstance(source, str) else source)
+
+
+def describe_error(source: Any, error: Exception) -> str:
+    """What an error says of a source, as far as `describe` may: libraries repeat URLs with their signatures."""
+    text = f"{type(error).__name__}: {error}"
+    return _without_secrets(text) if isinstance(source, str) and "://" in source else text
+
+
+def _without_secrets(text: str) -> str:
+    """A text without users and passwords of the URLs in it, and without what they have after their paths."""
+    return re.sub(r"(\w://[^\s'\"<>?#]*)[?#][^\s'\"<>]*", r"\1", re.sub(r"(\w://)[^\s/'\"<>?#]*@", r"\1", text))
 
 
 def _is_ray_reference(source: Any) -> bool:

@@ -11,7 +11,7 @@ from vllm.multimodal.media import MediaWithBytes
 from vllm.multimodal.media.image import ImageMediaIO
 
 from vllm_mmcache.base.tenant import SALT
-from vllm_mmcache.batch.source import Source, check, describe, read
+from vllm_mmcache.batch.source import Source, check, describe, describe_error, read
 
 _RECENT: deque[MediaWithBytes[Any]] = deque(maxlen=32)
 """What vLLM without the plugin has asked for last, since it asks several times for each image of a request."""
@@ -58,7 +58,14 @@ class EncodedImage(MediaWithBytes):
         try:
             return ImageMediaIO(**self._options).load_bytes(read(self._source))
         except Exception as error:  # a file system's own, and whatever somebody's function raises
-            raise VLLMValidationError(f"{self!r} can't be opened: {type(error).__name__}: {error}") from error
+            said = describe_error(self._source, error)
+            is_url = isinstance(self._source, str) and "://" in self._source  # whose secrets a traceback would show
+            raise VLLMValidationError(f"{self!r} can't be opened: {said}") from (None if is_url else error)
+
+    @property
+    def opened(self) -> MediaWithBytes[Any] | None:
+        """What it was opened as, if that is at hand; looking at it opens nothing."""
+        return None if self._opened is None else self._opened()
 
     @property
     def media(self) -> Any:
@@ -77,7 +84,7 @@ class EncodedImage(MediaWithBytes):
         return options
 
     def _kept(self) -> MediaWithBytes[Any]:
-        opened = None if self._opened is None else self._opened()
+        opened = self.opened
         if opened is None:
             opened = self.open()
             _RECENT.append(opened)

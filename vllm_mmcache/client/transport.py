@@ -21,7 +21,9 @@ from vllm_mmcache.client.images import Images, find_images
 from vllm_mmcache.client.sent import Sent
 
 PATH_END = "/chat/completions"  # vLLM takes ids in image parts of other endpoints too, but no openai client sends them
-REFUSALS = frozenset({400, 500})  # 400: an unknown id; 500: a server that did not expect an image without bytes
+# 400: an unknown id; 422: a gateway that checks bodies; 500: a server that did not expect an image without bytes
+REFUSALS = frozenset({400, 422, 500})
+OF_BODY = (b"content-length", b"transfer-encoding")  # how another body is sent; httpx says it anew
 KEY_HEADERS = ("authorization", "api-key", "x-api-key")
 
 
@@ -106,7 +108,7 @@ class _Turn:
 
     def _with(self, body: bytes) -> Any:
         request = self._request
-        headers = [(name, value) for name, value in request.headers.raw if name.lower() != b"content-length"]
+        headers = [(name, value) for name, value in request.headers.raw if name.lower() not in OF_BODY]
         return type(request)(
             request.method,
             request.url,

@@ -8,7 +8,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from vllm_mmcache.batch.source import check, describe, read
+from vllm_mmcache.batch.source import check, describe, describe_error, read
 
 CONTENT = b"the bytes of a file"
 
@@ -68,3 +68,8 @@ def test_no_source(wrong: object) -> None:
 def test_what_an_error_says_has_no_secret() -> None:
     assert describe(b"secret") == "6 bytes"
     assert describe("https://bucket/a.png?Signature=secret") == "'https://bucket/a.png'"
+    assert describe("sftp://user:secret@host/a.png#secret") == "'sftp://host/a.png'"
+    url = "https://bucket/a.png?Signature=secret"
+    said = describe_error(url, OSError(f"403, message='Forbidden', url='{url}', and sftp://user:secret@host/b"))
+    assert said == "OSError: 403, message='Forbidden', url='https://bucket/a.png', and sftp://host/b"
+    assert describe_error("a.png", OSError("a?b")) == "OSError: a?b"

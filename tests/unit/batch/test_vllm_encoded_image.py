@@ -3,6 +3,7 @@
 
 import copy
 import pickle
+import traceback
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,19 @@ def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
 def test_a_wrong_color_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="rgba_background_color"):
         EncodedImage(b"", rgba_background_color=(1, 2))
+
+
+def test_an_error_shows_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec's HTTP names the whole URL; a traceback would, too."""
+    url = "https://bucket/a.png?X-Amz-Signature=secret"
+
+    def fail(*_: object) -> None:
+        raise FileNotFoundError(url)
+
+    monkeypatch.setattr("fsspec.open", fail)
+    with pytest.raises(VLLMValidationError, match="can't be opened: FileNotFoundError") as raised:
+        EncodedImage(url).open()
+    assert "secret" not in "".join(traceback.format_exception(raised.value))
 
 
 def test_a_tenant_needs_identity() -> None:

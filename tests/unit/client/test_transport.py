@@ -26,6 +26,7 @@ class Wire:
         self.library = library
         self.requests: list[Any] = []
         self.bytes_by_id: dict[str, Any] = {}
+        self.refusal = 400
         self.lock = threading.Lock()
         self.transport = library.MockTransport(self.answer)
 
@@ -37,7 +38,7 @@ class Wire:
             for one in json.loads(request.content)["messages"][0]["content"]:
                 if one["type"] == "image_url" and "uuid" in one:
                     if one["image_url"] is None and one["uuid"] not in self.bytes_by_id:
-                        return self.library.Response(400, json={"error": "Cache miss for image at index 0"})
+                        return self.library.Response(self.refusal, json={"error": "Cache miss for image at index 0"})
                     known = self.bytes_by_id.setdefault(one["uuid"], one["image_url"])
                     assert one["image_url"] in (None, known)
         return self.library.Response(200, json={})
@@ -80,6 +81,15 @@ def test_forgotten_images_are_sent_again(wire: Wire) -> None:
     assert [size > 40_000 for size in wire.sizes] == [True, False, True]
     assert post(wire, transport, chat(part(A), part(B))).status_code == 200
     assert len(wire.sizes) == 4
+
+
+@pytest.mark.parametrize("refusal", [400, 422, 500])
+def test_what_else_a_gateway_refuses_with(wire: Wire, refusal: int) -> None:
+    """Whatever the bodies are that it knows: the caller sees the answer to the whole request."""
+    transport, wire.refusal = OnceTransport(wire.transport), refusal
+    for _ in range(2):
+        wire.bytes_by_id.clear()
+        assert post(wire, transport, chat(part(A))).status_code == 200
 
 
 def test_a_server_that_forgets_once_is_trusted_again(wire: Wire) -> None:
@@ -201,6 +211,19 @@ def test_a_body_made_while_it_is_sent_passes(wire: Wire) -> None:
     with wire.library.Client(transport=OnceTransport(wire.transport)) as client:
         client.post(URL, content=iter([body[:1000], body[1000:]]), headers=JSON)
     assert wire.requests[0].content == body
+
+
+def test_a_body_that_was_read_before_it_is_sent(wire: Wire) -> None:
+    """Its length is said once, not beside what says that nobody knows it."""
+    body = encode(chat(part(A)))
+    hooks = {"request": [lambda request: request.read()]}
+    with wire.library.Client(transport=OnceTransport(wire.transport), event_hooks=hooks) as client:
+        for _ in range(2):
+            client.post(URL, content=iter([body[:1000], body[1000:]]), headers=JSON)
+    assert [size > 20_000 for size in wire.sizes] == [True, False]
+    for request in wire.requests:
+        assert "transfer-encoding" not in request.headers
+        assert int(request.headers["content-length"]) == len(request.content)
 
 
 def test_errors_of_the_connection_pass(wire: Wire) -> None:
