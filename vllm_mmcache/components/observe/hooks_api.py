@@ -19,6 +19,7 @@ from vllm_mmcache.base import status, tenant
 from vllm_mmcache.base.arguments import argument, named
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, LruTable
+from vllm_mmcache.batch.vllm_encoded_image import EncodedImage
 from vllm_mmcache.components.lazy_media.lazy_image import LazyImage
 from vllm_mmcache.components.observe.record import wire
 from vllm_mmcache.components.observe.record.digests import salt_class
@@ -216,7 +217,8 @@ def _notes(items: Any, given: Any, cached: Sequence[bool] | None) -> list[tuple[
     processor = ["hit" if is_hit else "run" for is_hit in cached or ()]
     found = []
     item: Any
-    for item, ran in itertools.zip_longest(items, processor[: len(items)], fillvalue="unknown"):
+    for given_item, ran in itertools.zip_longest(items, processor[: len(items)], fillvalue="unknown"):
+        item = given_item.opened if isinstance(given_item, EncodedImage) else given_item
         content_id = getattr(item, "content_id", None)
         if content_id is not None:  # it came through lazy_media
             media, content, body = item.media, content_id[:8].hex(), "lifted" if item.is_extracted else "left"

@@ -225,7 +225,7 @@ class Observer:
                 return Lost(Reason.EVICTED, {"how": "evicted", "ago_s": round(time.time() - gone_s, 3)})
             if group.is_dense:
                 return Lost(Reason.EVICTED, {"how": "evicted"})
-        return Lost(Reason.STATE_NOT_KEPT)
+        return Lost(Reason.UNEXPLAINED if group.is_dense else Reason.STATE_NOT_KEPT)
 
     def _groups(self, seen: RequestState, reused: int) -> list[tuple[int, str, int, int, bool]]:
         """Where nothing was amiss the groups were not asked one by one: each has the hit."""

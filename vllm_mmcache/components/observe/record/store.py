@@ -9,9 +9,10 @@ import re
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, Size
 from vllm_mmcache.components.observe.record.schema import REQUEST_ID_CHARS, Record, Totals
 
@@ -76,7 +77,7 @@ class RecordStore:
         self.refresh()
         with self._lock:
             ids = list(self._kept)[-count:] if count > 0 else []
-            return [self._read(record_id) for record_id in reversed(ids)]
+            return self._readable(reversed(ids))
 
     def get(self, record_id: str) -> Record | None:
         """One record; None if it is not known, or no longer."""
@@ -89,10 +90,10 @@ class RecordStore:
         self.refresh()
         with self._lock:
             if name in self._kept:
-                return [self._read(name)]
+                return self._readable([name])
             carried = name[:REQUEST_ID_CHARS]
             ids = [record_id for record_id, kept in self._kept.items() if kept.request_id == carried]
-            return [self._read(record_id) for record_id in reversed(ids[-count:])]
+            return self._readable(reversed(ids[-count:]))
 
     def since(self, cursor: str = "", count: int = 1000) -> tuple[list[Record], str]:
         """Records that came after `cursor`, oldest first, the last `count` of them, and the cursor to go on from.
@@ -107,7 +108,7 @@ class RecordStore:
         after = int(number) if token == self._token else 0
         with self._lock:
             ids = [record_id for record_id, kept in self._kept.items() if kept.number > after][-count:]
-            return [self._read(record_id) for record_id in ids], f"{self._token}-{self._number}"
+            return self._readable(ids), f"{self._token}-{self._number}"
 
     def totals(self) -> Totals:
         """Sums over the requests counted since this process started: its own, and those that `refresh` brought."""
@@ -133,11 +134,19 @@ class RecordStore:
         """What there is, and what there may be."""
         return Size(len(self), self._size_bytes, self._budget().size_bytes)
 
-    def _read(self, record_id: str) -> Record:
+    def _readable(self, record_ids: Iterable[str]) -> list[Record]:
+        return [record for record in map(self._read, list(record_ids)) if record is not None]
+
+    def _read(self, record_id: str) -> Record | None:
+        """A record; None, and it is gone, for one that a bug of ours makes unreadable: the others are shown."""
         kept = self._kept[record_id]
         if not isinstance(kept.record, Record):
-            kept.record = kept.record()
-        return kept.record
+            with failsafe("observe"):
+                kept.record = kept.record()
+        if isinstance(kept.record, Record):
+            return kept.record
+        self._forget(record_id)
+        return None
 
     def _forget(self, record_id: str) -> None:
         if record_id in self._kept:

@@ -78,6 +78,22 @@ def test_a_record_is_made_when_it_is_read() -> None:
     assert len(made) == 1
 
 
+def test_a_record_that_can_not_be_made_hides_no_other() -> None:
+    records = store()
+
+    def fail() -> Record:
+        raise KeyError("kind")
+
+    for name in "abc":
+        records.add(name, 10, fail if name == "b" else record(name))
+    assert [one.id for one in records.recent(9)] == ["c", "a"]
+    assert records.get("b") is None
+    assert records.size_bytes == 20
+    records.add("d", 10, fail)
+    assert records.named("d") == []
+    assert [one.id for one in records.since()[0]] == ["a", "c"]
+
+
 def test_cursors() -> None:
     records = store()
     records.add("a", 1, record("a"))
