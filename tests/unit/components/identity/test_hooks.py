@@ -332,7 +332,7 @@ def test_a_claim_for_what_has_no_file_stands_for_nothing() -> None:
     first, other = ({"type": "image", "image": image(seed), "uuid": name} for seed in (1, 2))
     (bare,) = hashes("vision_chunk", [first])
     assert hashes("vision_chunk", [first], [name]) == [bare]
-    assert hashes("vision_chunk", [other], [name]) == hashes("vision_chunk", [other]) != [bare], "it is bound to nothing"
+    assert hashes("vision_chunk", [other], [name]) == hashes("vision_chunk", [other]) != [bare], "not bound"
 
 
 @pytest.mark.usefixtures("installed")
