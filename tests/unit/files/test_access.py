@@ -43,7 +43,7 @@ def test_calls_wait_for_each_other_for_as_long_as_it_takes(is_async: bool) -> No
     """Only the time of a call itself counts."""
     place, num_calls = Access("reading", 0.5, 0.5), 8 * access.THREADS
     start = time.monotonic()
-    assert asked(place, is_async, *[lambda: time.sleep(0.15) or 7] * num_calls) == [7] * num_calls  # type: ignore[func-returns-value]
+    assert asked(place, is_async, *[lambda: time.sleep(0.15) or 7] * num_calls) == [7] * num_calls
     assert time.monotonic() - start > 2 * 0.5
 
 
@@ -86,7 +86,7 @@ def test_a_long_call_that_is_late_is_not_the_places_failure() -> None:
     async def ask() -> None:
         with pytest.raises(FilesUnusable):
             await place.wait_for_async(lambda: time.sleep(1), longest_s=0.3)
-        assert await place.wait_for_async(lambda: time.sleep(0.2) or 7, longest_s=0.3) == 7  # type: ignore[func-returns-value]
+        assert await place.wait_for_async(lambda: time.sleep(0.2) or 7, longest_s=0.3) == 7
         assert await place.wait_for_async(lambda: 8) == 8
         with pytest.raises(FilesUnusable):
             await place.wait_for_async(lambda: time.sleep(1))

@@ -11,7 +11,7 @@ from vllm.model_executor.models.qwen3_vl import Qwen3VLMultiModalProcessor, Qwen
 from vllm_mmcache.components.lazy_processing.vllm_processor import is_for_one
 
 
-def made(processor_class: type, info_class: type, **said: bool) -> Any:
+def made(processor_class: Any, info_class: Any, **said: bool) -> Any:
     """A processor without a model."""
     assert all(hasattr(info_class, name) for name in said), "vLLM has another name for it"
     processor: Any = processor_class.__new__(processor_class)

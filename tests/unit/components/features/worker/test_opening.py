@@ -21,7 +21,7 @@ from vllm_mmcache.components.features.worker.vllm_probe import Unsupported
     ],
 )
 def test_adapters_that_could_reach_the_tower(
-    model_class: type, has_adapters: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+    model_class: Any, has_adapters: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM wraps all layers of a model that does not tell which ones are its tower's."""
     monkeypatch.setattr(opening, "why_not", lambda runner: "")
