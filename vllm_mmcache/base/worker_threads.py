@@ -34,21 +34,24 @@ class Threads:
         self._stuck_s = stuck_s
         self._is_background = is_background
         self._changed = threading.Condition()
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._since: dict[int, float] = {}  # thread number -> when its job began
+        self._jobs: deque[tuple[Callable[[], None], float]] = deque()  # and after how long each counts as stuck
+        self._until: dict[int, float] = {}  # thread number -> when its job begins to count as stuck
         self._num_started = 0
         self._closed = False
 
-    def submit(self, job: Callable[[], None]) -> bool:
-        """Have a job done soon. Returns False, and forgets it, where too many wait, or no thread can take it."""
+    def submit(self, job: Callable[[], None], stuck_s: float | None = None) -> bool:
+        """Have a job done soon. Returns False, and forgets it, where too many wait, or no thread can take it.
+
+        stuck_s: of this job, in the place of that of the threads.
+        """
         with self._changed:
             if self._closed or len(self._jobs) >= self._most_waiting or self.are_stuck():
                 return False
-            if len(self._jobs) + len(self._since) >= self._num_started:
+            if len(self._jobs) + len(self._until) >= self._num_started:
                 self._start()
             if not self._num_started:
                 return False
-            self._jobs.append(job)
+            self._jobs.append((job, self._stuck_s if stuck_s is None else stuck_s))
             self._changed.notify()
         return True
 
@@ -73,8 +76,8 @@ class Threads:
 
     def are_stuck(self) -> bool:
         """Whether every thread has a job that may never end."""
-        now, since = time.monotonic(), list(self._since.values())
-        return len(since) == self._count and all(now - one > self._stuck_s for one in since)
+        now, until = time.monotonic(), list(self._until.values())
+        return len(until) == self._count and all(now > one for one in until)
 
     def _run(self, number: int) -> None:
         if self._is_background:
@@ -84,12 +87,12 @@ class Threads:
                 self._changed.wait_for(lambda: self._jobs or self._closed)
                 if self._closed:
                     return
-                job = self._jobs.popleft()
-                self._since[number] = time.monotonic()
+                job, stuck_s = self._jobs.popleft()
+                self._until[number] = time.monotonic() + stuck_s
             try:
                 job()
             except Exception:  # a bug of ours must not end the thread
                 logger.exception("mmcache: a job of %s failed; serving goes on without it", self._name)
             del job  # what it holds must not wait for the next one
             with self._changed:
-                del self._since[number]
+                del self._until[number]

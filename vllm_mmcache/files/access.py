@@ -23,8 +23,9 @@ REST_S = 5.0, 60.0
 """That a place which fails is left alone, and the most, since each further failure doubles it."""
 THREADS = 16
 MOST_WAITING = 1 << 14  # calls: 16 requests that name as many files as one may
-POLL_S = 1.0
+POLL_S = 2.0
 """How often a call that has not begun looks whether it ever will."""
+_ALL_HANG = "all threads wait for it"
 UNREACHABLE = "files can't be reached now: ask again later"
 
 
@@ -34,25 +35,31 @@ class _Call(Generic[T]):
     def __init__(self, call: Callable[[], T], longest_s: float) -> None:
         self.future: Future[T] = Future()
         self.begun: float | None = None
-        self._call = call
-        self._longest_s = longest_s
+        self.longest_s = longest_s
+        self._call: Callable[[], T] | None = call
 
     def run(self) -> None:
         """Do it, unless nobody waits for it any more."""
-        if not self.future.set_running_or_notify_cancel():
+        call = self._call
+        if not self.future.set_running_or_notify_cancel() or call is None:
             return
         self.begun = time.monotonic()
         try:
-            self.future.set_result(self._call())
+            self.future.set_result(call())
         except BaseException as error:
             self.future.set_exception(error)
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more: what it holds goes if it has not begun."""
+        if self.future.cancel():
+            self._call = None
 
     @property
     def left_s(self) -> float:
         """Seconds until it is late, or until it is time to look whether it has begun."""
         if self.begun is None:
-            return min(POLL_S, self._longest_s)
-        return max(0.0, self.begun + self._longest_s - time.monotonic())
+            return min(POLL_S, self.longest_s)
+        return max(0.0, self.begun + self.longest_s - time.monotonic())
 
     @property
     def is_late(self) -> bool:
@@ -63,15 +70,15 @@ class _Call(Generic[T]):
 class Access:
     """One of the two things that a place does: "reading" or "writing". The other one goes on when this one fails.
 
-    wait_s: seconds that one call may take. Then the place counts as one that fails. longest_s: the most that a call may
-    be allowed beyond that.
+    wait_s: seconds that one call may take. Then the place counts as one that fails; as it does where all threads wait
+    for it in vain, however long their calls may take.
     """
 
-    def __init__(self, name: str, wait_s: float, longest_s: float) -> None:
+    def __init__(self, name: str, wait_s: float) -> None:
         self.place = ""
         """Its URL, of whose secrets the log has none."""
         self._breaker = CircuitBreaker(f"with the files of clients, {name}", *REST_S)
-        self._threads = Threads(f"files-{name}", THREADS, MOST_WAITING, longest_s, is_background=False)
+        self._threads = Threads(f"files-{name}", THREADS, MOST_WAITING, wait_s, is_background=False)
         self._wait_s = wait_s
 
     @contextlib.contextmanager
@@ -106,28 +113,33 @@ class Access:
         """As `wait_for`, in the event loop.
 
         longest_s: seconds, in the place of wait_s, for a call that takes as long as a tenant has files, or a file has
-        bytes. If it is late, that is not the place's failure.
+        bytes. If it is late, that alone is not the place's failure.
         """
         running = self._begin(call, longest_s or self._wait_s)
         waiting = asyncio.wrap_future(running.future)
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody asks any more
         try:
             while not (await asyncio.wait([waiting], timeout=running.left_s))[0]:
                 self._check(running, is_failure=longest_s is None)
             return waiting.result()
         finally:
             waiting.cancel()
+            running.give_up()
 
     def _begin(self, call: Callable[[], T], longest_s: float) -> _Call[T]:
         running = _Call(call, longest_s)
-        if self._breaker.is_open() or not self._threads.submit(running.run):
-            raise FilesUnusable(UNREACHABLE)
-        return running
+        if not self._breaker.is_open() and self._threads.submit(running.run, longest_s):
+            return running
+        if self._threads.are_stuck():
+            self._breaker.record_failure(_ALL_HANG)
+        raise FilesUnusable(UNREACHABLE)
 
     def _check(self, running: _Call[T], *, is_failure: bool) -> None:
         """Raises: FilesUnusable where a call is late, or waits for threads that hang."""
         if running.is_late and is_failure:
             self._breaker.record_failure(f"no answer within {self._wait_s:g} s")
-        is_hopeless = running.begun is None and self._threads.are_stuck()
-        if running.is_late or is_hopeless or self._breaker.is_open():
-            running.future.cancel()
+        elif self._threads.are_stuck():
+            self._breaker.record_failure(_ALL_HANG)
+        if running.is_late or self._breaker.is_open():
+            running.give_up()
             raise FilesUnusable(UNREACHABLE)

@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from vllm_mmcache.base.asgi import Message
 from vllm_mmcache.base.errors import FilesUnusable
+from vllm_mmcache.files.access import UNREACHABLE
 from vllm_mmcache.files.errors import Refusal, tenant_key, unknown
 from vllm_mmcache.files.forms import form_of
 from vllm_mmcache.files.image_file import head_of
@@ -103,8 +104,11 @@ class FileEndpoints:
         """GET: the latest first."""
         key = tenant_key(_take_salt(request))
         lock = self._listing_of.setdefault(key, asyncio.Lock())  # one at a time of a tenant
-        async with lock, self._listing:
-            files = await self.store.reading.wait_for_async(partial(self.store.files_of, key), LONGEST_S)
+        try:
+            async with asyncio.timeout(LONGEST_S), lock, self._listing:
+                files = await self.store.reading.wait_for_async(partial(self.store.files_of, key), LONGEST_S)
+        except TimeoutError as error:
+            raise FilesUnusable(UNREACHABLE) from error
         return JSONResponse(form_of(request).page(files, request.query_params))
 
     async def retrieve(self, request: Request) -> Response:
@@ -168,7 +172,12 @@ def _answering(operation: str, handler: Handler) -> Handler:
 
 def _take_salt(request: Request) -> str | None:
     """The cache_salt of a request, out of its header or of its URL, which has none afterwards. Raises: Refusal."""
-    salt: str | None = request.headers.get(SALT_HEADER)
+    salt: str | None = None
+    for value in request.headers.getlist(SALT_HEADER):
+        try:
+            salt = _same_salt(value.encode("latin-1").decode(), salt)
+        except UnicodeDecodeError as error:
+            raise Refusal(400, f"Header '{SALT_HEADER}' is no text in UTF-8.", "cache_salt") from error
     fields: list[tuple[str, str]] = parse_qsl(request.scope["query_string"].decode("latin-1"), keep_blank_values=True)
     if given := [value for name, value in fields if name == "cache_salt"]:
         others = [(name, value) for name, value in fields if name != "cache_salt"]
@@ -178,11 +187,12 @@ def _take_salt(request: Request) -> str | None:
     return salt
 
 
-def _same_salt(one: Any, other: str | None) -> Any:
+def _same_salt(one: Any, other: str | None) -> str | None:
     """The cache_salt of a request that names one in two places. Raises: Refusal (400) where they differ."""
     if None not in (one, other) and one != other:
-        raise Refusal(400, f"Parameter 'cache_salt' and header {SALT_HEADER!r} name several tenants.", "cache_salt")
-    return other if one is None else one
+        raise Refusal(400, f"'cache_salt' and header '{SALT_HEADER}' name two tenants: name one.", "cache_salt")
+    found: str | None = other if one is None else one  # a form can hold anything, which is refused where it is read
+    return found
 
 
 def _as_utf8(text: str) -> str:

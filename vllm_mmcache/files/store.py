@@ -105,6 +105,15 @@ class FileLost(Exception):
     """The content of a file is gone or damaged, although its FileInfo is there."""
 
 
+@dataclass(eq=False)
+class _Listing:
+    """A tenant's files are being listed: what they take once that is known, and what was kept meanwhile."""
+
+    key: bytes
+    num_bytes: int | None = None
+    kept_bytes: int = 0
+
+
 class FileStore:
     """Files by tenant and id. tenant_key, in all methods: tenant.key_of a request's salt.
 
@@ -120,14 +129,17 @@ class FileStore:
         self._codec = codec
         self._ttl_s = ttl_s
         self._quota = quota
-        self.reading = Access("reading", CALL_S, LONGEST_S)
-        self.writing = Access("writing", CALL_S, LONGEST_S)
+        self.reading = Access("reading", CALL_S)
+        self.writing = Access("writing", CALL_S)
+        self._removing = Access("removing", CALL_S)  # what has expired; of a place that is full, this is what helps
         self._swept = time.monotonic()
+        self._off_s = 0.0
+        """By how much this machine's clock was fast, compared with that of the place, when that was last seen."""
         self._swept_of: LruTable[bytes, float] = LruTable(lambda: _MOST_SWEPT, _SWEPT_BYTES)  # by tenant
         self._sweeping = threading.Lock()
         self._held_of: LruTable[bytes, tuple[float, int]] = LruTable(lambda: _MOST_SWEPT, _SWEPT_BYTES)
         """By tenant, when its files were listed, and what they take as far as this process knows."""
-        self._num_kept = 0  # since this process began
+        self._listings: list[_Listing] = []
         self._reserving = threading.Lock()
         self._in_flight: list[tuple[str, int]] = []  # content that is being written: its path, and what it counts for
         self._alone: LruTable[str, float] = LruTable(lambda: _MOST_ALONE, _ALONE_BYTES)  # since when, by path
@@ -148,7 +160,8 @@ class FileStore:
         else:
             filesystem, root = cls._opened(settings.files, below)
         kept = cls(filesystem, root, codec=codec, ttl_s=int(settings.files_ttl), quota=settings.files_quota)
-        kept.reading.place = kept.writing.place = settings.files
+        for access in (kept.reading, kept.writing, kept._removing):
+            access.place = settings.files
         return kept
 
     @staticmethod
@@ -188,12 +201,12 @@ class FileStore:
         info_path = self._info_path(tenant_key, name or file_id)
         content_path = self._content_path(info_path, info)
         said, needed = _INFO_JSON.dump_json(info), len(content) + ENTRY_BYTES
+        self._sweep_sometimes()
         with self.writing.serving(QuotaExceeded), self._reserved(content_path, needed) as reserved:
             self._make_room(tenant_key, content_path, len(content), reserved)
             self._write(content_path, content)
             self._write(info_path, said)
             self._note_held(tenant_key, needed)
-        self._sweep_sometimes()
         return info
 
     def find(self, tenant_key: bytes | None, file_id: str) -> FileInfo | None:
@@ -234,7 +247,7 @@ class FileStore:
 
     def sweep(self) -> int:
         """Remove what has expired, of all tenants, and content that is no file's any more. Returns how many files."""
-        with self.writing.serving():
+        with self._removing.serving():
             folders = self._files.ls(self._root, detail=False) if self._files.exists(self._root) else []
             tenants = [folder for folder in folders if folder.rpartition("/")[2] != _NOTES]
             return sum(map(self._sweep_folder, tenants)) if tenants and self._is_clock_right() else 0
@@ -294,20 +307,20 @@ class FileStore:
 
         A machine whose clock is fast would remove files that nobody else takes for expired.
         """
-        path, off_s = f"{self._root}/{_NOTES}/{uuid4().hex}", 0.0
+        path = f"{self._root}/{_NOTES}/{uuid4().hex}"
         with contextlib.suppress(Exception):  # of a place that has no clock, keeps it to itself, or is full
             self._write(path, b"")
             try:
-                off_s = time.time() - self._files.modified(path).timestamp()
+                self._off_s = time.time() - self._files.modified(path).timestamp()
             finally:
                 self._remove(path)
-        if abs(off_s) > MOST_OFF_S:
+        if abs(self._off_s) > MOST_OFF_S:
             logger.warning(
                 "mmcache removes no expired files of clients: this machine's clock differs by %d s from that of the "
                 "place where they are (MMCACHE_FILES). Set the clock",
-                off_s,
+                self._off_s,
             )
-        return abs(off_s) <= MOST_OFF_S
+        return abs(self._off_s) <= MOST_OFF_S
 
     def _sweep_sometimes(self) -> None:
         with self._sweeping:
@@ -318,9 +331,12 @@ class FileStore:
 
     def _sweep_behind(self) -> None:
         background.lower_priority()
-        with contextlib.suppress(FilesUnusable):  # the log has it
+        try:
             if self._is_first_to_sweep():
                 self.sweep()
+        except FilesUnusable:  # the log has it
+            with self._sweeping:
+                self._swept = time.monotonic() - SWEEP_S + FULL_SWEEP_S
 
     def _is_first_to_sweep(self) -> bool:
         """Whether no server that shares the place has begun a sweep for SWEEP_S; then it is noted that this one has.
@@ -328,13 +344,14 @@ class FileStore:
         A server whose clock is wrong does not sweep, and so notes nothing.
         """
         path, now = f"{self._root}/{_NOTES}/swept", time.time()
-        with self.writing.serving():
+        with self._removing.serving():
             if not self._is_clock_right():
                 return False
             with contextlib.suppress(ValueError):  # of a note that is damaged
                 if abs(now - float(self._read(path) or b"-inf")) < SWEEP_S:
                     return False
-            self._write(path, b"%d" % now)
+            with contextlib.suppress(Exception):  # of a place that is full, which needs it most
+                self._write(path, b"%d" % now)
         return True
 
     def _make_room(self, tenant_key: bytes | None, but: str, num_bytes: int, reserved: dict[str, int]) -> None:
@@ -345,28 +362,43 @@ class FileStore:
         """
         key, now, needed = tenant_key or _COMMON, time.monotonic(), num_bytes + ENTRY_BYTES
         listed, held = self._held_of.get(key) or (-HELD_S, 0)
-        num_kept = self._num_kept
         if now - listed < HELD_S and held + sum(reserved.values()) + needed <= self._quota:
             return
-        there = self._held_bytes(tenant_key, but, reserved)
-        if there + needed > self._quota and self._sweep_of(tenant_key):
+        with self._listed(key, now) as listing:
             there = self._held_bytes(tenant_key, but, reserved)
-        if there + needed > self._quota:
-            raise QuotaExceeded(
-                f"{there} of {self._quota} bytes are in use, and the file has {num_bytes} and {ENTRY_BYTES} more"
-            )
+            if there + needed > self._quota and self._sweep_of(tenant_key):
+                there = self._held_bytes(tenant_key, but, reserved)
+            if there + needed > self._quota:
+                raise QuotaExceeded(
+                    f"{there} of {self._quota} bytes are in use, and the file has {num_bytes} and {ENTRY_BYTES} more"
+                )
+            listing.num_bytes = there
+
+    @contextlib.contextmanager
+    def _listed(self, key: bytes, now: float) -> Iterator["_Listing"]:
+        """A tenant's files are listed within, and what they take is known afterwards.
+
+        What is kept meanwhile counts beside what was listed. It may count twice, which a later upload finds out.
+        """
+        listing = _Listing(key)
         with self._reserving:
-            if reserved or self._num_kept != num_kept:  # what was kept meanwhile may not have been listed
-                self._held_of.remove(key)
-            else:
-                self._held_of.replace(key, (now, there))
+            self._listings.append(listing)
+        try:
+            yield listing
+        finally:
+            with self._reserving:
+                self._listings.remove(listing)
+                if listing.num_bytes is not None:
+                    self._held_of.replace(key, (now, listing.num_bytes + listing.kept_bytes))
 
     def _note_held(self, tenant_key: bytes | None, num_bytes: int) -> None:
         """Count what was written beside what was listed."""
+        key = tenant_key or _COMMON
         with self._reserving:
-            self._num_kept += 1
-            if (held := self._held_of.get(tenant_key or _COMMON)) is not None:
-                self._held_of.replace(tenant_key or _COMMON, (held[0], held[1] + num_bytes))
+            if (held := self._held_of.get(key)) is not None:
+                self._held_of.replace(key, (held[0], held[1] + num_bytes))
+            for listing in self._listings:
+                listing.kept_bytes += num_bytes if listing.key == key else 0
 
     @contextlib.contextmanager
     def _reserved(self, path: str, num_bytes: int) -> Iterator[dict[str, int]]:

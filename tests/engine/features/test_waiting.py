@@ -245,7 +245,7 @@ def test_a_save_that_a_late_miss_overtakes(
         assert runs.new() == 1
         assert within(LONG_S, lambda: load.num_waiting == 1)
         load.open()
-        assert within(LONG_S, lambda: not store._readers[tier.name]._since)
+        assert within(LONG_S, lambda: not store._readers[tier.name]._until)
         monkeypatch.setattr(store.costs, "_max_wait_s", 10.0)
         forget_outputs(rig)
         asked.ask(question(628))

@@ -15,7 +15,7 @@ def test_a_process_ends_while_a_place_hangs() -> None:
 import contextlib, time
 from vllm_mmcache.files.access import Access
 with contextlib.suppress(Exception):
-    Access("reading", 0.1, 0.1).wait_for(lambda: time.sleep(600))
+    Access("reading", 0.1).wait_for(lambda: time.sleep(600))
 print("ended")
 """
     done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, timeout=60, check=True)

@@ -41,7 +41,7 @@ def asked(place: Access, is_async: bool, *calls: Callable[[], Any]) -> list[Any]
 @pytest.mark.parametrize("is_async", [False, True])
 def test_calls_wait_for_each_other_for_as_long_as_it_takes(is_async: bool) -> None:
     """Only the time of a call itself counts."""
-    place, num_calls = Access("reading", 0.5, 0.5), 8 * access.THREADS
+    place, num_calls = Access("reading", 0.5), 8 * access.THREADS
     start = time.monotonic()
     assert asked(place, is_async, *[lambda: time.sleep(0.15) or 7] * num_calls) == [7] * num_calls
     assert time.monotonic() - start > 2 * 0.5
@@ -50,7 +50,7 @@ def test_calls_wait_for_each_other_for_as_long_as_it_takes(is_async: bool) -> No
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_call_that_is_late(is_async: bool) -> None:
     """It fails, as do those that wait for its thread; then nobody asks for a while, and nobody waits."""
-    place, ends = Access("reading", 0.2, 0.2), threading.Event()
+    place, ends = Access("reading", 0.2), threading.Event()
     start = time.monotonic()
     found = asked(place, is_async, *[lambda: ends.wait(30)] * (2 * access.THREADS))
     assert {type(one) for one in found} == {FilesUnusable}
@@ -67,7 +67,7 @@ def test_calls_that_wait_when_the_place_has_rested(is_async: bool, monkeypatch: 
     """They are not left waiting for threads that hang, although nobody fails any more."""
     monkeypatch.setattr(access, "REST_S", (0.05, 0.05))
     monkeypatch.setattr(access, "POLL_S", 0.3)
-    place, ends, is_late = Access("reading", 0.5, 0.5), threading.Event(), threading.Event()
+    place, ends, is_late = Access("reading", 0.5), threading.Event(), threading.Event()
     first = threading.Thread(target=asked, args=(place, is_async, *[lambda: ends.wait(30)] * access.THREADS))
     first.start()
     threading.Timer(0.3, is_late.set).start()
@@ -80,8 +80,29 @@ def test_calls_that_wait_when_the_place_has_rested(is_async: bool, monkeypatch: 
     first.join(10)
 
 
+def test_long_calls_that_take_all_threads_are_the_places_failure(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody waits for as long as they may, and the log says what is wrong."""
+    place, ends = Access("writing", 0.1), threading.Event()
+
+    async def ask() -> None:
+        hang = [
+            asyncio.ensure_future(place.wait_for_async(lambda: ends.wait(30), longest_s=0.4))
+            for _ in range(access.THREADS)
+        ]
+        await asyncio.sleep(0.2)
+        start = time.monotonic()
+        with pytest.raises(FilesUnusable):
+            await place.wait_for_async(lambda: 7)
+        assert time.monotonic() - start < 5
+        assert {type(one) for one in await asyncio.gather(*hang, return_exceptions=True)} == {FilesUnusable}
+
+    asyncio.run(ask())
+    assert "all threads wait for it" in caplog.text
+    ends.set()
+
+
 def test_a_long_call_that_is_late_is_not_the_places_failure() -> None:
-    place = Access("writing", 0.1, 0.3)
+    place = Access("writing", 0.1)
 
     async def ask() -> None:
         with pytest.raises(FilesUnusable):
@@ -101,7 +122,7 @@ def test_errors_of_a_call_are_its_own(is_async: bool) -> None:
     def fail() -> None:
         raise TimeoutError("of the call")
 
-    place = Access("reading", 5, 5)
+    place = Access("reading", 5)
     (error,) = asked(place, is_async, fail)
     assert str(error) == "of the call"
     assert asked(place, is_async, lambda: 7) == [7]

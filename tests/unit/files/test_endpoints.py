@@ -382,7 +382,9 @@ def test_the_salt_is_in_a_header_or_in_the_url(tmp_path: Path, monkeypatch: pyte
         assert len(client.get("/v1/files", **given).json()["data"]) == 1
     for other in ({"X-Cache-Salt": "bob"}, {}):
         assert client.get(path, headers=other).status_code == client.delete(path, headers=other).status_code == 404
-    for salts, headers in (["bob"], header), (["alice", "bob"], {}):
+    twice = [("X-Cache-Salt", "alice"), ("X-Cache-Salt", "bob")]
+    wrong: list[tuple[list[str], Any]] = [(["bob"], header), (["alice", "bob"], {}), ([], twice)]
+    for salts, headers in wrong:
         answer = client.delete(path, params={"cache_salt": salts}, headers=headers)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt")
     assert client.delete(path, headers=header).status_code == 200
@@ -393,6 +395,19 @@ def test_the_salt_is_in_a_header_or_in_the_url(tmp_path: Path, monkeypatch: pyte
         assert client.delete(f"/v1/files/{uploaded}", headers=header).status_code == 200
     form["data"]["cache_salt"] = "bob"
     assert client.post("/v1/files", **form, headers=header).status_code == 400
+
+
+def test_a_salt_in_a_header_is_utf_8(tmp_path: Path) -> None:
+    """As it is in JSON, which the same client's chats are."""
+    client = application(tmp_path, tenant.parse_source("cache_salt"))
+    file_id = Tenant(client, tenant.parse_source("cache_salt"), "m\xfcller").upload(picture()).json()["id"]
+
+    async def ask(salt: bytes) -> int:
+        transport = httpx.ASGITransport(client.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://files") as raw:
+            return (await raw.get(f"/v1/files/{file_id}", headers=[(b"X-Cache-Salt", salt)])).status_code
+
+    assert [asyncio.run(ask("m\xfcller".encode(encoding))) for encoding in ("utf-8", "latin-1")] == [200, 400]
 
 
 def test_lists_of_one_tenant_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

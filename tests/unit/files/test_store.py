@@ -526,6 +526,29 @@ def test_a_server_whose_clock_is_wrong_leaves_the_sweep_to_others(
     assert swept == ["right"]
 
 
+def test_a_place_that_is_full_is_swept_all_the_same(
+    place: tuple[Any, str, PlainCodec], clock: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an upload that it does not take, so that it takes the next one."""
+    store, now, later = opened(place, ttl_s=HOUR), time.time(), time.monotonic()
+    kept(store)
+    clock()
+    is_swept = threading.Event()
+    sweep = store.sweep
+    monkeypatch.setattr(store, "sweep", lambda: (sweep(), is_swept.set()))
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(place[0], "pipe_file", fail)
+    monkeypatch.setattr("time.time", lambda: now + HOUR + 1)
+    monkeypatch.setattr("time.monotonic", lambda: later + file_store.SWEEP_S)
+    with pytest.raises(FilesUnusable):
+        kept(store, content=b"another")
+    assert is_swept.wait(10)
+    assert objects(place) == []
+
+
 def test_a_place_that_is_full_can_be_swept(
     place: tuple[Any, str, PlainCodec], clock: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -712,7 +712,7 @@ class Uses(RuleBasedStateMachine):
         assert self.store.wait(list(self.store._fetches.values()), LONG_S)
         assert self.store.close(LONG_S)
         # A load whose place a rank had taken is waited for by nobody else, and writes into the same arena.
-        assert within(LONG_S, lambda: not any(readers._since for readers in self.store._readers.values()))
+        assert within(LONG_S, lambda: not any(readers._until for readers in self.store._readers.values()))
         self.store.ram.clear()
         assert self.store.ram.counts.snapshot()["held_bytes"] == 0
 
