@@ -11,24 +11,27 @@ no JSON of a client can hold. API server process; the engine looks.
 
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakSet
 
 GIVEN: ContextVar[bool] = ContextVar("mmcache_processed_by_client", default=False)
 """Whether the body of the HTTP request that is being worked on brings processed images (its field `features`)."""
 
-_goes_past = False  # whether this process's renderer may name images without `identity`
+_going_past: WeakSet[Any] = WeakSet()  # output processors of engines whose renderers may name images by themselves
 _MARK = "mmcache_image_namer"
 _IDENTITY, _CLIENT = b"identity", b"client"
 
 
-def goes_past(is_so: bool) -> None:
-    """Say whether this process's renderer is one that may name images without `identity`: then nothing is marked so."""
-    global _goes_past
-    _goes_past = is_so
+def goes_past(output_processor: Any) -> None:
+    """Say that the renderer in front of an engine may name images without `identity`, so that none are marked so.
+
+    output_processor: the one of vLLM that sees that engine's requests.
+    """
+    _going_past.add(output_processor)
 
 
-def mark(request: Any) -> None:
+def mark(request: Any, output_processor: Any = None) -> None:
     """Mark a request whose images `identity` or a client has named, whatever the client says. For use by `identity`."""
-    if request.mm_features and (GIVEN.get() or not _goes_past):
+    if request.mm_features and (GIVEN.get() or output_processor not in _going_past):
         copy(_CLIENT if GIVEN.get() else _IDENTITY, request)
 
 

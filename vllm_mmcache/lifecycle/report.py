@@ -86,7 +86,8 @@ def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     inside = getattr(client, "engine_core", None)  # of an engine in this process
     engines = {0: rank_sync.of_engine(inside)} if hasattr(inside, "scheduler") else client.__dict__.get(_ENGINES, {})
     found = _found_here(instance)
-    image_namer.goes_past("identity" in found)
+    if "identity" in found:
+        image_namer.goes_past(instance.output_processor)
     try:
         _show({**status.of("api"), **found}, engines)
     except BaseException:

@@ -49,15 +49,15 @@ def test_a_client_cannot_say_who_has_named_its_images(kind: str, said: dict[str,
 
 
 def test_a_renderer_that_goes_past_identity() -> None:
-    request = request_of("sampling")
-    image_namer.goes_past(True)
-    try:
-        image_namer.mark(request)
-        assert image_namer.of(request) is None
-    finally:
-        image_namer.goes_past(False)
-    image_namer.mark(request)
-    assert image_namer.is_identity(request), "the control"
+    class Processor:
+        """An engine's, of outputs."""
+
+    request, past, other = request_of("sampling"), Processor(), Processor()
+    image_namer.goes_past(past)
+    image_namer.mark(request, past)
+    assert image_namer.of(request) is None
+    image_namer.mark(request, other)
+    assert image_namer.is_identity(request), "of another engine in this process"
 
 
 def test_a_request_without_images_stays_as_it_is() -> None:

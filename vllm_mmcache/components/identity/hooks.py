@@ -15,7 +15,7 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 
 from vllm_mmcache.base import settings, status, tenant
-from vllm_mmcache.base.arguments import argument, named
+from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.batch.vllm_encoded_image import tenant_of
 from vllm_mmcache.components.identity import audit, identifiers, kv_events
 from vllm_mmcache.components.identity.aliases import ALIASES
@@ -91,7 +91,7 @@ def salt_blocks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     request = argument(wrapped, args, kwargs, "request")
     if status.is_on("identity"):
         request.cache_salt = tenant.current(request.cache_salt)
-        image_namer.mark(request)
+        image_namer.mark(request, instance)
     return wrapped(*args, **kwargs)
 
 
@@ -163,9 +163,9 @@ def process_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     Raises: VLLMValidationError (HTTP 400) for a wrong uuid or salt, and for no salt where one is required.
     """
-    given = named(wrapped, args, kwargs)
-    with _request(instance, given["prompt"]) as prompt:
-        return wrapped(**{**given, "prompt": prompt})
+    given = argument(wrapped, args, kwargs, "prompt")
+    with _request(instance, given) as prompt:
+        return _call_with(prompt, given, wrapped, args, kwargs)
 
 
 @hook(
@@ -175,9 +175,15 @@ def process_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 )
 async def process_tokens_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer._process_tokens_async(prompt); as process_tokens."""
-    given = named(wrapped, args, kwargs)
-    with _request(instance, given["prompt"]) as prompt:
-        return await wrapped(**{**given, "prompt": prompt})
+    given = argument(wrapped, args, kwargs, "prompt")
+    with _request(instance, given) as prompt:
+        return await _call_with(prompt, given, wrapped, args, kwargs)
+
+
+def _call_with(prompt: Any, given: Any, wrapped: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call gives with `prompt` in the place of the one that it was given."""
+    by_name = {name: prompt if one is given else one for name, one in kwargs.items()}
+    return wrapped(*[prompt if one is given else one for one in args], **by_name)
 
 
 @hook(
@@ -243,16 +249,20 @@ def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     names = {modality: names.get(modality) or [None] * len(found) for modality, found in items.items()}
     shared = _NAMES_ARE_SHARED.get()
 
-    def settled(item: Any, name: str | None) -> str | None:
+    def is_shared(modality: str, name: str | None) -> bool:
+        return shared and name is not None and not _is_unchecked(modality, name)
+
+    def settled(modality: str, item: Any, name: str | None) -> str | None:
         """The name where no content id is wanted; vLLM leaves it as it is."""
-        by_name = item is None or isinstance(name, RequestScopedId) or (shared and name is not None)
+        by_name = item is None or isinstance(name, RequestScopedId) or is_shared(modality, name)
         return (name or "") if by_name else None
 
     def final(modality: str, item: Any, name: str | None, content_id: str) -> str:
         if isinstance(name, RequestScopedId):
             return name
-        is_unreadable = _check_claim(modality, name, item)
-        if shared and name is not None:
+        _check_claim(modality, name, item)
+        if is_shared(modality, name):
+            assert name is not None
             return identifiers.name_identifier(modality, name, arguments, salt)
         if item is None:
             assert name is not None  # vLLM has checked that
@@ -260,12 +270,15 @@ def identify(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             if found is None:
                 return identifiers.unknown_identifier(modality, name, salt)
             content_id = found
-        elif name is not None and not is_unreadable:
+        elif name is not None and not _is_unchecked(modality, name):
             ALIASES.bind(modality, name, salt, content_id)
         marker = kv_events.marker_in(name) if settings.current().kv_event_ids == "dynamo" else ""
         return identifiers.identifier(modality, content_id, arguments, salt, marker)
 
-    by_name = {modality: [*map(settled, found, names[modality])] for modality, found in items.items()}
+    by_name = {
+        modality: [settled(modality, *one) for one in zip(found, names[modality], strict=True)]
+        for modality, found in items.items()
+    }
     # A vLLM with the patch content-bound-uuids would put content in the place of the identifiers, tenants included.
     as_given = {"bind_mm_uuids": False} if hasattr(instance, "bind_mm_uuids") else {}
     bare = dataclasses.replace(
@@ -327,24 +340,25 @@ def _tenant_of_images(prompt: Mapping[str, Any]) -> str | None:
         raise VLLMValidationError(str(error), parameter="cache_salt") from error
 
 
-def _check_claim(modality: str, name: str | None, item: Any) -> bool:
-    """Whether a uuid claims a digest that can't be compared here, so that it must stand for nothing.
+def _is_unchecked(modality: str, name: str) -> bool:
+    """Whether a uuid claims a digest that can't be compared here, so that it must stand for nothing."""
+    return content_name.is_claim(name) and (not content_name.is_readable(name) or modality == _WITHOUT_FILES)
 
-    item: None where the request has no content for it; then only a name that was bound before stands for something.
+
+def _check_claim(modality: str, name: str | None, item: Any) -> None:
+    """item: None where the request has no content for it; then only a name that was bound before stands for something.
+
     Raises: VLLMValidationError (HTTP 400) for a uuid that claims the digest of another file than it comes with.
     """
-    if name is None or not content_name.is_claim(name):
-        return False
-    if not content_name.is_readable(name) or modality == _WITHOUT_FILES:
-        return True
+    if name is None or item is None or not content_name.is_claim(name) or _is_unchecked(modality, name):
+        return
     content = getattr(item, "original_bytes", None)
-    if item is not None and (modality != "image" or content is None or content_name.name_of(content) != name):
+    if modality != "image" or content is None or content_name.name_of(content) != name:
         raise VLLMValidationError(
             "The 'uuid' of an image claims a digest that its file does not have: send the digest of this file, or a "
             f"uuid that does not begin with '{content_name.PREFIX}'.",
             parameter="uuid",
         )
-    return False
 
 
 def _check_name(name: object) -> None:

@@ -328,11 +328,18 @@ def test_a_claim_of_another_version_stands_for_nothing() -> None:
 @pytest.mark.usefixtures("installed")
 def test_a_claim_for_what_has_no_file_stands_for_nothing() -> None:
     """Kimi K2.5's images come as chunks of vision: a client that names them is served, and sends them whole."""
+    from vllm_mmcache.components.identity import hooks
+
     _, name = named_media(1)
     first, other = ({"type": "image", "image": image(seed), "uuid": name} for seed in (1, 2))
     (bare,) = hashes("vision_chunk", [first])
     assert hashes("vision_chunk", [first], [name]) == [bare]
     assert hashes("vision_chunk", [other], [name]) == hashes("vision_chunk", [other]) != [bare], "not bound"
+    shared = hooks._NAMES_ARE_SHARED.set(True)
+    try:
+        assert hashes("vision_chunk", [first], [name]) == [bare], "nor shared with other instances"
+    finally:
+        hooks._NAMES_ARE_SHARED.reset(shared)
 
 
 @pytest.mark.usefixtures("installed")
