@@ -153,10 +153,18 @@ def run_worker(call: str, side: str, environ: Mapping[str, str] | None = None, *
     task = json.dumps({"call": call, **arguments})
     done = subprocess.run(command, input=task, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
-        traceback = done.stderr.rpartition("Traceback (most recent call last)")
-        said = "".join(traceback[1:])[:3000] if traceback[1] else done.stderr[-3000:]
-        raise RuntimeError(f"{call} on {side} failed:\n{said}")
+        raise RuntimeError(f"{call} on {side} failed:\n{last_traceback(done.stderr)[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def last_traceback(text: str) -> str:
+    """The last traceback in what a process has said, without what comes behind it; all of the text if there is none."""
+    _, said, rest = text.rpartition("Traceback (most recent call last):")
+    if not said:
+        return text
+    lines = rest.splitlines()
+    ends = (number for number, line in enumerate(lines[1:], 1) if re.match(r"(\[rank\d+\]: )?[A-Za-z_]", line))
+    return said + "\n".join(lines[: next(ends, len(lines)) + 1])
 
 
 def work() -> None:

@@ -2,11 +2,12 @@
 """Where an image's file is, and how to read it. Any process; imports neither vLLM nor Ray."""
 
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from vllm_mmcache.base.store_url import error_without_secrets, redact
 
 Source = bytes | str | os.PathLike[str] | Callable[[], bytes]
 """The file's bytes; a path; a URL that fsspec opens, such as s3://bucket/a.png; or a function that gives the bytes.
@@ -32,7 +33,7 @@ def read(source: Any) -> bytes:
     """
     if isinstance(source, bytes):
         return source
-    if isinstance(source, str) and "://" in source:
+    if _is_url(source):
         import fsspec
 
         with fsspec.open(source, "rb") as file:
@@ -46,21 +47,20 @@ def read(source: Any) -> bytes:
 
 
 def describe(source: Any) -> str:
-    """The source for an error message; never the bytes themselves, nor what a URL has after its path."""
+    """The source for an error message; never the bytes themselves, nor a URL's user, password or query."""
     if isinstance(source, bytes):
         return f"{len(source)} bytes"
-    return repr(_without_secrets(source) if isinstance(source, str) else source)
+    return repr(redact(source) if _is_url(source) else source)
 
 
 def describe_error(source: Any, error: Exception) -> str:
     """What an error says of a source, as far as `describe` may: libraries repeat URLs with their signatures."""
-    text = f"{type(error).__name__}: {error}"
-    return _without_secrets(text) if isinstance(source, str) and "://" in source else text
+    said = error_without_secrets(error, source) if _is_url(source) else str(error)
+    return f"{type(error).__name__}: {said}"
 
 
-def _without_secrets(text: str) -> str:
-    """A text without users and passwords of the URLs in it, and without what they have after their paths."""
-    return re.sub(r"(\w://[^\s'\"<>?#]*)[?#][^\s'\"<>]*", r"\1", re.sub(r"(\w://)[^\s/'\"<>?#]*@", r"\1", text))
+def _is_url(source: Any) -> bool:
+    return isinstance(source, str) and "://" in source
 
 
 def _is_ray_reference(source: Any) -> bool:

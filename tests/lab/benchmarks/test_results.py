@@ -81,6 +81,14 @@ def test_the_commits_of_results_are_there() -> None:
     assert not OF_LOST_COMMITS - lost, "all their commits are there: take them off the list"
 
 
+def test_the_last_traceback_is_what_went_wrong() -> None:
+    """Of several, and without what a library says when the process ends."""
+    text = "Traceback (most recent call last):\n  File 1\nKeyError: 1\n\nDuring handling:\n"
+    last = "Traceback (most recent call last):\n[rank0]:   File 2\n[rank0]:     call()\n[rank0]: OSError: no room"
+    assert results.last_traceback(f"{text}{last}\nnanobind: leaked 64 types!\n - leaked\n") == last
+    assert results.last_traceback("killed") == "killed"
+
+
 def test_a_part_of_a_changed_tree_is_seen() -> None:
     content = {"commit": "abc", "details": {"part": {"commit": "def+"}, "plugin_commit": "fed"}}
     assert commits(content) == ["abc", "def+", "fed"]

@@ -67,9 +67,15 @@ def test_no_source(wrong: object) -> None:
 
 def test_what_an_error_says_has_no_secret() -> None:
     assert describe(b"secret") == "6 bytes"
-    assert describe("https://bucket/a.png?Signature=secret") == "'https://bucket/a.png'"
-    assert describe("sftp://user:secret@host/a.png#secret") == "'sftp://host/a.png'"
-    url = "https://bucket/a.png?Signature=secret"
-    said = describe_error(url, OSError(f"403, message='Forbidden', url='{url}', and sftp://user:secret@host/b"))
-    assert said == "OSError: 403, message='Forbidden', url='https://bucket/a.png', and sftp://host/b"
+    assert describe("https://bucket/a.png") == "'https://bucket/a.png'"
+    for url in (
+        "https://bucket/a.png?Signature=a-secret",
+        "https://bucket/my picture.png?Signature=a-secret",
+        "https://bucket/it's.png?Signature=b'a-secret",
+        "sftp://user:b'a-secret@host/a.png#a-secret",
+    ):
+        said = describe_error(url, OSError(f"403, url='{url}', exceeded with url: {url.partition('/a')[2]}"))
+        assert "a-secret" not in said + describe(url)
+        assert said.startswith("OSError: 403")
+        assert "***" in describe(url)
     assert describe_error("a.png", OSError("a?b")) == "OSError: a?b"
