@@ -242,6 +242,12 @@ def sent(*command: str | int) -> Act:
     return lambda scene: scene.valkey.client.execute_command(*command)
 
 
+def empty_and_read_only(scene: Scene) -> None:
+    """A server that has nothing, so that there is something to write, and takes no writes."""
+    sent("FLUSHALL")(scene)
+    sent("REPLICAOF", "127.0.0.1", "1")(scene)
+
+
 # Those of the directory and those of Valkey in turn: what failed is left alone for a while, and would hide the next.
 FAULTS: dict[str, Fault] = {
     "nothing": Fault(("features_hits{disk}", "features_hits{remote}")),
@@ -259,8 +265,9 @@ FAULTS: dict[str, Fault] = {
     "Valkey full": Fault(NO_VALKEY, sent("CONFIG SET", "maxmemory", FULL), end=sent("CONFIG SET", "maxmemory", 0)),
     "a file for the directory": Fault(NO_DISK, replace_by_file, end=put_back),
     "Valkey flushed": Fault(("features_misses{remote}",), again=sent("FLUSHALL")),
-    "directory open to others": Fault(NO_DISK, folders_mode(0o777), end=folders_mode(0o700)),
-    "Valkey read-only": Fault(NO_VALKEY, sent("REPLICAOF", "127.0.0.1", "1"), end=sent("REPLICAOF", "NO", "ONE")),
+    # The server closes it again, and goes on with it.
+    "directory open to others": Fault(("features_saved{disk}",), folders_mode(0o777), end=folders_mode(0o700)),
+    "Valkey read-only": Fault(NO_VALKEY, empty_and_read_only, end=sent("REPLICAOF", "NO", "ONE")),
     "locks held": Fault(NO_DISK, again=hold_locks, end=lambda scene: scene.held.close(), least_s=LEAST_LOCKED_S),
     "Valkey restarted": Fault(NO_VALKEY, again=restart_valkey),
     "all damaged": Fault(NO_FILE, again=damage_all),
