@@ -443,7 +443,7 @@ def test_nobody_is_left_to_wait_for_a_place_that_hangs(
     place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading fails, as if the place had said so; writing does not need what hangs, and goes on."""
-    monkeypatch.setattr(file_store, "CALL_S", 0.2)
+    monkeypatch.setattr(file_store, "CALL_S", 1.0)
     store, hangs = opened(place), threading.Event()
     info = kept(store)
     read = place[0].cat_ranges
