@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a server reads from the place of files, or writes to it: with a bounded wait. API server process, any thread.
 
-A place that is slow or hangs keeps the threads of its own and nobody else's: who waits for one of its calls is told
-after a while that the place does not serve. Then it is left alone, as after any other failure.
+A place that hangs blocks only threads of its own. Whoever waits for it is told after a bounded time that it does not
+serve. If that counts as a failure, the place is then left alone for a while, as after any other failure.
 """
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.base.store_url import error_without_secrets
@@ -20,11 +22,11 @@ from vllm_mmcache.storage.breaker import CircuitBreaker
 T = TypeVar("T")
 
 REST_S = 5.0, 60.0
-"""That a place which fails is left alone, and the most, since each further failure doubles it."""
+"""Seconds that a place is left alone after a first failure, and at most, since each further failure doubles them."""
 THREADS = 16
 MOST_WAITING = 1 << 14  # calls: 16 requests that name as many files as one may
 POLL_S = 2.0
-"""How often a call that has not begun looks whether it ever will."""
+"""How often a call that waits for its turn looks whether all threads hang."""
 _ALL_HANG = "all threads wait for it"
 UNREACHABLE = "files can't be reached now: ask again later"
 
@@ -55,8 +57,8 @@ class _Call(Generic[T]):
             self._call = None
 
     @property
-    def left_s(self) -> float:
-        """Seconds until it is late, or until it is time to look whether it has begun."""
+    def next_look_s(self) -> float:
+        """Seconds until whoever waits for it has to look again whether it is late, or has begun."""
         if self.begun is None:
             return min(POLL_S, self.longest_s)
         return max(0.0, self.begun + self.longest_s - time.monotonic())
@@ -64,26 +66,26 @@ class _Call(Generic[T]):
     @property
     def is_late(self) -> bool:
         """Whether it takes longer than it may; what it waited for its turn does not count."""
-        return self.begun is not None and self.left_s == 0
+        return self.begun is not None and time.monotonic() >= self.begun + self.longest_s
 
 
 class Access:
-    """One of the two things that a place does: "reading" or "writing". The other one goes on when this one fails.
+    """One kind of access to a place, such as "reading", which fails and rests by itself, with threads of its own.
 
-    wait_s: seconds that one call may take. Then the place counts as one that fails; as it does where all threads wait
-    for it in vain, however long their calls may take.
+    wait_s: seconds that a call may take which is given no time of its own. A call of that kind that is late counts as a
+    failure of the place; so does it when the calls of all threads are late, whatever time they were given.
     """
 
     def __init__(self, name: str, wait_s: float) -> None:
         self.place = ""
-        """Its URL, of whose secrets the log has none."""
+        """Its URL, whose secrets are taken out of what the log says."""
         self._breaker = CircuitBreaker(f"with the files of clients, {name}", *REST_S)
         self._threads = Threads(f"files-{name}", THREADS, MOST_WAITING, wait_s, is_background=False)
         self._wait_s = wait_s
 
     @contextlib.contextmanager
     def serving(self, *expected: type[Exception]) -> Iterator[None]:
-        """The place is asked within: what it raises becomes FilesUnusable, and it is left alone for a while.
+        """The place is used in this block: what it raises becomes FilesUnusable, and it is left alone for a while.
 
         expected: errors that are not the place's, and stay what they are.
         """
@@ -99,28 +101,25 @@ class Access:
             raise FilesUnusable(UNREACHABLE) from error
         self._breaker.record_success()
 
-    def wait_for(self, call: Callable[[], T]) -> T:
-        """What a call gives that is made in a thread of the place. Raises: FilesUnusable if it is late; as the call."""
-        running = self._begin(call, self._wait_s)
-        while True:
-            with contextlib.suppress(TimeoutError):
-                return running.future.result(running.left_s)
-            if running.future.done():
-                return running.future.result()
-            self._check(running, is_failure=True)
+    def wait_for(self, call: Callable[..., T], *args: Any) -> T:
+        """The result of `call`, run in a thread of the place. Raises: FilesUnusable if it is late; as the call."""
+        running = self._begin(partial(call, *args), self._wait_s)
+        while not futures.wait([running.future], running.next_look_s).done:
+            self._check(running, late_is_failure=True)
+        return running.future.result()
 
-    async def wait_for_async(self, call: Callable[[], T], longest_s: float | None = None) -> T:
+    async def wait_for_async(self, call: Callable[..., T], *args: Any, longest_s: float | None = None) -> T:
         """As `wait_for`, in the event loop.
 
-        longest_s: seconds, in the place of wait_s, for a call that takes as long as a tenant has files, or a file has
-        bytes. If it is late, that alone is not the place's failure.
+        longest_s: seconds, in the place of wait_s, for a call whose time grows with the number of a tenant's files or
+        with the size of one. If it is late, only this call fails.
         """
-        running = self._begin(call, longest_s or self._wait_s)
+        running = self._begin(partial(call, *args), self._wait_s if longest_s is None else longest_s)
         waiting = asyncio.wrap_future(running.future)
-        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody asks any more
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs it
         try:
-            while not (await asyncio.wait([waiting], timeout=running.left_s))[0]:
-                self._check(running, is_failure=longest_s is None)
+            while not (await asyncio.wait([waiting], timeout=running.next_look_s))[0]:
+                self._check(running, late_is_failure=longest_s is None)
             return waiting.result()
         finally:
             waiting.cancel()
@@ -134,12 +133,13 @@ class Access:
             self._breaker.record_failure(_ALL_HANG)
         raise FilesUnusable(UNREACHABLE)
 
-    def _check(self, running: _Call[T], *, is_failure: bool) -> None:
-        """Raises: FilesUnusable where a call is late, or waits for threads that hang."""
-        if running.is_late and is_failure:
+    def _check(self, running: _Call[T], *, late_is_failure: bool) -> None:
+        """Raises: FilesUnusable where a call is late, or the place is to be left alone."""
+        is_late = running.is_late
+        if is_late and late_is_failure:
             self._breaker.record_failure(f"no answer within {self._wait_s:g} s")
         elif self._threads.are_stuck():
             self._breaker.record_failure(_ALL_HANG)
-        if running.is_late or self._breaker.is_open():
+        if is_late or self._breaker.is_open():
             running.give_up()
             raise FilesUnusable(UNREACHABLE)

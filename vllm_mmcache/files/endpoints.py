@@ -10,7 +10,6 @@ good as a password, so it is taken out of the URL before the web server logs tha
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 from weakref import WeakValueDictionary
@@ -96,9 +95,10 @@ class FileEndpoints:
             )
 
         try:
-            return JSONResponse(form_of(request).file(await self.store.writing.wait_for_async(keep, LONGEST_S)))
+            info = await self.store.writing.wait_for_async(keep, longest_s=LONGEST_S)
         except QuotaExceeded as error:
             raise Refusal(413, f"The tenant's files take too much: {error}. Delete some first.", "file") from error
+        return JSONResponse(form_of(request).file(info))
 
     async def list_files(self, request: Request) -> Response:
         """GET: the latest first."""
@@ -106,7 +106,7 @@ class FileEndpoints:
         lock = self._listing_of.setdefault(key, asyncio.Lock())  # one at a time of a tenant
         try:
             async with asyncio.timeout(LONGEST_S), lock, self._listing:
-                files = await self.store.reading.wait_for_async(partial(self.store.files_of, key), LONGEST_S)
+                files = await self.store.reading.wait_for_async(self.store.files_of, key, longest_s=LONGEST_S)
         except TimeoutError as error:
             raise FilesUnusable(UNREACHABLE) from error
         return JSONResponse(form_of(request).page(files, request.query_params))
@@ -120,7 +120,7 @@ class FileEndpoints:
         """GET of its content."""
         key, info = await self._found(request)
         try:
-            content = await self.store.reading.wait_for_async(partial(self.store.read, key, info))
+            content = await self.store.reading.wait_for_async(self.store.read, key, info)
         except FileLost as error:
             raise Refusal(404, str(error), "file_id") from error
         kept_as_it_is = {"x-content-type-options": "nosniff", "content-disposition": "attachment"}
@@ -129,13 +129,13 @@ class FileEndpoints:
     async def delete(self, request: Request) -> Response:
         """DELETE: it is gone for all replicas when this is answered."""
         key, file_id = tenant_key(_take_salt(request)), request.path_params["file_id"]
-        if not await self.store.writing.wait_for_async(partial(self.store.delete, key, file_id)):
+        if not await self.store.writing.wait_for_async(self.store.delete, key, file_id):
             raise unknown(file_id)
         return JSONResponse(form_of(request).deleted(file_id))
 
     async def _found(self, request: Request) -> tuple[bytes | None, FileInfo]:
         key, file_id = tenant_key(_take_salt(request)), request.path_params["file_id"]
-        info = await self.store.reading.wait_for_async(partial(self.store.find, key, file_id))
+        info = await self.store.reading.wait_for_async(self.store.find, key, file_id)
         if info is None:
             raise unknown(file_id)
         return key, info

@@ -146,7 +146,7 @@ class PutFilesMiddleware:
             raise Refusal(400, f"The request names {len(ids)} files; at most {MOST_FILES} are allowed.", "file_id")
         try:
             infos = await asyncio.gather(
-                *(self.store.reading.wait_for_async(partial(self.store.find, key, file_id)) for file_id in ids)
+                *(self.store.reading.wait_for_async(self.store.find, key, file_id) for file_id in ids)
             )
         except FilesUnusable as error:
             raise Refusal(503, str(error)) from error
@@ -195,7 +195,7 @@ async def _nothing() -> Message:
 
 def _reader(store: FileStore, key: bytes | None, info: FileInfo, name: str | None = None) -> Callable[[], bytes]:
     """Reads a file in a thread of its store: others wait in the threads of whoever calls it, and not for ever."""
-    return partial(store.reading.wait_for, partial(store.read, key, info, name))
+    return partial(store.reading.wait_for, store.read, key, info, name)
 
 
 def _lend(named: Named, info: FileInfo, read: Callable[[], bytes]) -> str:

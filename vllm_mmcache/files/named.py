@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.base.failsafe import failsafe
@@ -87,7 +86,7 @@ class NamedImages:
         wanted = wanted[:MOST_LOOKED_FOR]
         try:
             found = await asyncio.gather(
-                *(self.store.reading.wait_for_async(partial(self.store.find_named, key, uuid)) for uuid in wanted)
+                *(self.store.reading.wait_for_async(self.store.find_named, key, uuid) for uuid in wanted)
             )
         except FilesUnusable:
             return []
@@ -129,7 +128,7 @@ class NamedImages:
         self._num_unwritten += 1
         with failsafe("files"):
             try:
-                await self.store.writing.wait_for_async(partial(self._write, uuid, image, key), LONGEST_S)
+                await self.store.writing.wait_for_async(self._write, uuid, image, key, longest_s=LONGEST_S)
             except (FilesUnusable, QuotaExceeded, ValueError):
                 pass  # a replica that is asked for the uuid alone does not find it
             finally:

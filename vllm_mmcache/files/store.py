@@ -55,7 +55,7 @@ which files may be listed and expired ones removed."""
 HELD_S = 5.0
 """How long a server goes by what a tenant's files took when it last listed them, and by what it has written since."""
 MOST_OFF_S = 60.0
-"""A server whose clock differs by more from that of the place removes no file."""
+"""A server whose clock differs by more from that of the place removes no expired files."""
 _COMMON = bytes(32)
 _INFO = ".json"
 _VERSION = "v1"
@@ -107,7 +107,7 @@ class FileLost(Exception):
 
 @dataclass(eq=False)
 class _Listing:
-    """A tenant's files are being listed: what they take once that is known, and what was kept meanwhile."""
+    """A tenant's files are being listed: what they take once that is known, and what was written meanwhile."""
 
     key: bytes
     num_bytes: int | None = None
@@ -120,12 +120,15 @@ class FileStore:
     Every method raises FilesUnusable where the place does not serve. It is then left alone for a while, and the log
     says so. A place that takes nothing any more, since it is full or can't be written to, goes on being read.
 
-    reading, writing: a place may hang. Whoever may not wait for ever has the methods called by the one or the other.
+    A place may hang. Call a method through `reading.wait_for` or `writing.wait_for` to bound the wait; called directly,
+    it may take for ever.
     """
 
     def __init__(self, filesystem: Any, root: str, *, codec: encryption.PlainCodec, ttl_s: int, quota: int) -> None:
         self._files = filesystem
         self._root = f"{root.rstrip('/')}/{_VERSION}"
+        self._sweep_note = f"{self._root}/{_NOTES}/swept"
+        """When a server has last begun to sweep, in seconds since the epoch."""
         self._codec = codec
         self._ttl_s = ttl_s
         self._quota = quota
@@ -335,6 +338,8 @@ class FileStore:
             if self._is_first_to_sweep():
                 self.sweep()
         except FilesUnusable:  # the log has it
+            with contextlib.suppress(Exception):
+                self._remove(self._sweep_note)
             with self._sweeping:
                 self._swept = time.monotonic() - SWEEP_S + FULL_SWEEP_S
 
@@ -343,15 +348,15 @@ class FileStore:
 
         A server whose clock is wrong does not sweep, and so notes nothing.
         """
-        path, now = f"{self._root}/{_NOTES}/swept", time.time()
+        now = time.time()
         with self._removing.serving():
             if not self._is_clock_right():
                 return False
             with contextlib.suppress(ValueError):  # of a note that is damaged
-                if abs(now - float(self._read(path) or b"-inf")) < SWEEP_S:
+                if abs(now - float(self._read(self._sweep_note) or b"-inf")) < SWEEP_S:
                     return False
             with contextlib.suppress(Exception):  # of a place that is full, which needs it most
-                self._write(path, b"%d" % now)
+                self._write(self._sweep_note, b"%d" % now)
         return True
 
     def _make_room(self, tenant_key: bytes | None, but: str, num_bytes: int, reserved: dict[str, int]) -> None:
@@ -364,7 +369,7 @@ class FileStore:
         listed, held = self._held_of.get(key) or (-HELD_S, 0)
         if now - listed < HELD_S and held + sum(reserved.values()) + needed <= self._quota:
             return
-        with self._listed(key, now) as listing:
+        with self._listed(key) as listing:
             there = self._held_bytes(tenant_key, but, reserved)
             if there + needed > self._quota and self._sweep_of(tenant_key):
                 there = self._held_bytes(tenant_key, but, reserved)
@@ -375,10 +380,11 @@ class FileStore:
             listing.num_bytes = there
 
     @contextlib.contextmanager
-    def _listed(self, key: bytes, now: float) -> Iterator["_Listing"]:
-        """A tenant's files are listed within, and what they take is known afterwards.
+    def _listed(self, key: bytes) -> Iterator[_Listing]:
+        """A tenant's files are listed in this block, which sets the listing's num_bytes; it is remembered afterwards.
 
-        What is kept meanwhile counts beside what was listed. It may count twice, which a later upload finds out.
+        What this process has kept meanwhile counts beside it, some of it twice. That does no harm: no upload is refused
+        before its tenant's files are listed anew.
         """
         listing = _Listing(key)
         with self._reserving:
@@ -389,7 +395,7 @@ class FileStore:
             with self._reserving:
                 self._listings.remove(listing)
                 if listing.num_bytes is not None:
-                    self._held_of.replace(key, (now, listing.num_bytes + listing.kept_bytes))
+                    self._held_of.replace(key, (time.monotonic(), listing.num_bytes + listing.kept_bytes))
 
     def _note_held(self, tenant_key: bytes | None, num_bytes: int) -> None:
         """Count what was written beside what was listed."""
@@ -398,7 +404,8 @@ class FileStore:
             if (held := self._held_of.get(key)) is not None:
                 self._held_of.replace(key, (held[0], held[1] + num_bytes))
             for listing in self._listings:
-                listing.kept_bytes += num_bytes if listing.key == key else 0
+                if listing.key == key:
+                    listing.kept_bytes += num_bytes
 
     @contextlib.contextmanager
     def _reserved(self, path: str, num_bytes: int) -> Iterator[dict[str, int]]:

@@ -509,6 +509,24 @@ def test_one_server_sweeps_for_all(place: tuple[Any, str, PlainCodec], monkeypat
     assert swept == [0, 1, 0]
 
 
+def test_a_sweep_that_failed_is_made_again_soon(
+    place: tuple[Any, str, PlainCodec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By this server or by another one, whatever was noted when it began."""
+    store, other, swept = opened(place), opened(place), list[str]()
+    kept(store)
+
+    def fail() -> int:
+        raise FilesUnusable("says a test")
+
+    monkeypatch.setattr(store, "sweep", fail)
+    monkeypatch.setattr(other, "sweep", lambda: swept.append("other"))
+    store._sweep_behind()
+    other._sweep_behind()
+    assert swept == ["other"]
+    assert time.monotonic() - store._swept > file_store.SWEEP_S - 2 * file_store.FULL_SWEEP_S
+
+
 def test_a_server_whose_clock_is_wrong_leaves_the_sweep_to_others(
     place: tuple[Any, str, PlainCodec], clock: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
