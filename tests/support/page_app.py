@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,23 @@ def many(count: int) -> list[Record]:
         )
         for n in range(count)
     ]
+
+
+class RecordsMade:
+    """Stands for `from_json`: how many records it has made, and the most of them that were held at a time."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._made: list[weakref.ref[Record]] = []
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def read(self, data: Any) -> Record:
+        record = from_json(data)
+        self._made.append(weakref.ref(record))
+        self.most = max(self.most, sum(reference() is not None for reference in self._made))
+        return record
 
 
 def filled(records: Sequence[Record]) -> RecordStore:

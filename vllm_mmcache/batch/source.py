@@ -33,7 +33,7 @@ def read(source: Any) -> bytes:
     """
     if isinstance(source, bytes):
         return source
-    if _is_url(source):
+    if is_url(source):
         import fsspec
 
         with fsspec.open(source, "rb") as file:
@@ -50,16 +50,17 @@ def describe(source: Any) -> str:
     """The source for an error message; never the bytes themselves, nor a URL's user, password or query."""
     if isinstance(source, bytes):
         return f"{len(source)} bytes"
-    return repr(redact(source) if _is_url(source) else source)
+    return repr(redact(source) if is_url(source) else source)
 
 
 def describe_error(source: Any, error: Exception) -> str:
     """What an error says of a source, as far as `describe` may: libraries repeat URLs with their signatures."""
-    said = error_without_secrets(error, source) if _is_url(source) else str(error)
+    said = error_without_secrets(error, source) if is_url(source) else str(error)
     return f"{type(error).__name__}: {said}"
 
 
-def _is_url(source: Any) -> bool:
+def is_url(source: Any) -> bool:
+    """Whether fsspec reads it; its errors, and tracebacks with them, may have the URL's secrets."""
     return isinstance(source, str) and "://" in source
 
 

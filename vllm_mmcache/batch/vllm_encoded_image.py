@@ -11,7 +11,7 @@ from vllm.multimodal.media import MediaWithBytes
 from vllm.multimodal.media.image import ImageMediaIO
 
 from vllm_mmcache.base.tenant import SALT
-from vllm_mmcache.batch.source import Source, check, describe, describe_error, read
+from vllm_mmcache.batch.source import Source, check, describe, describe_error, is_url, read
 
 _RECENT: deque[MediaWithBytes[Any]] = deque(maxlen=32)
 """What vLLM without the plugin has asked for last, since it asks several times for each image of a request."""
@@ -59,8 +59,8 @@ class EncodedImage(MediaWithBytes):
             return ImageMediaIO(**self._options).load_bytes(read(self._source))
         except Exception as error:  # a file system's own, and whatever somebody's function raises
             said = describe_error(self._source, error)
-            is_url = isinstance(self._source, str) and "://" in self._source  # whose secrets a traceback would show
-            raise VLLMValidationError(f"{self!r} can't be opened: {said}") from (None if is_url else error)
+            cause = None if is_url(self._source) else error
+            raise VLLMValidationError(f"{self!r} can't be opened: {said}") from cause
 
     @property
     def opened(self) -> MediaWithBytes[Any] | None:

@@ -13,12 +13,12 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tests.support.page_app import EXAMPLES, add, filled, many
+from tests.support.page_app import EXAMPLES, RecordsMade, add, filled, many
 from vllm_mmcache.base.errors import RecordsError
 from vllm_mmcache.components.observe.record import file, reader
 from vllm_mmcache.components.observe.record.file import BATCH_RECORDS
 from vllm_mmcache.components.observe.record.reader import FileReader, ServerReader
-from vllm_mmcache.components.observe.record.schema import Record, from_json, to_json
+from vllm_mmcache.components.observe.record.schema import Record, to_json
 
 
 class InTurn(ServerReader):
@@ -125,24 +125,15 @@ def test_following_a_file_reads_each_record_once(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(reader, "POLL_S", 0)
     path, records = tmp_path / "records.jsonl", many(4 * BATCH_RECORDS + 1)
     path.write_text(lines_of(records[:-1]))
-    made: list[weakref.ref[Record]] = []
-    most = 0
-
-    def read(data: Any) -> Record:
-        nonlocal most
-        record = from_json(data)
-        made.append(weakref.ref(record))
-        most = max(most, sum(reference() is not None for reference in made))
-        return record
-
-    monkeypatch.setattr(file, "from_json", read)
+    made = RecordsMade()
+    monkeypatch.setattr(file, "from_json", made.read)
     following = FileReader(path).follow(5)
     assert ids(following, 5) == [record.id for record in records[-6:-1]]
     with path.open("a") as appended:
         appended.write(lines_of(records[-1:]))
     assert ids(following, 1) == [records[-1].id]
     assert len(made) == len(records)
-    assert most <= 2 * BATCH_RECORDS + 5
+    assert made.most <= 2 * BATCH_RECORDS + 5
 
 
 def test_following_a_file_says_what_is_wrong_with_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

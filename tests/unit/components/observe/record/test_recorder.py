@@ -3,16 +3,14 @@
 
 import os
 import tracemalloc
-import weakref
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from pydantic import ByteSize
 
 from tests.support.observing import assert_whole
-from tests.support.page_app import many
+from tests.support.page_app import RecordsMade, many
 from vllm_mmcache.base import settings
 from vllm_mmcache.components.observe.record import file, pending, recorder, wire
 from vllm_mmcache.components.observe.record.file import BATCH_RECORDS, RecordFile, before, read_records
@@ -24,7 +22,7 @@ from vllm_mmcache.components.observe.record.recorder import (
     Recorder,
     message_digest,
 )
-from vllm_mmcache.components.observe.record.schema import Reason, Record, from_json
+from vllm_mmcache.components.observe.record.schema import Reason
 from vllm_mmcache.components.observe.record.summary import summary
 from vllm_mmcache.metrics import counters
 
@@ -219,18 +217,9 @@ def test_a_first_look_holds_no_more_than_is_kept(tmp_path: Path, monkeypatch: py
         written.write(record)
         if record.id == records[len(records) // 2].id:
             os.replace(written.path, before(written.path))
-    made: list[weakref.ref[Record]] = []
-    most = 0
-
-    def read(data: Any) -> Record:
-        nonlocal most
-        record = from_json(data)
-        made.append(weakref.ref(record))
-        most = max(most, sum(reference() is not None for reference in made))
-        return record
-
-    monkeypatch.setattr(file, "from_json", read)
+    made = RecordsMade()
+    monkeypatch.setattr(file, "from_json", made.read)
     server = Recorder()
     assert server.store.totals().requests == len(made) == len(records)
     assert [record.id for record in server.store.recent(9)] == [record.id for record in records[:-6:-1]]
-    assert most <= 2 * BATCH_RECORDS + 5
+    assert made.most <= 2 * BATCH_RECORDS + 5
