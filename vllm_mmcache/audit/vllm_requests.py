@@ -86,7 +86,7 @@ class AuditedEngine:
             block_hasher=core.request_block_hasher,
         )
         uses.mark(request, run)
-        image_namer.copy(sample.namer, request)
+        image_namer.set_namer(sample.namer, request)
         if is_warm and any(one.identifier in scheduler.encoder_cache_manager.cached for one in features):
             setattr(request, _HAS_OUTPUTS, True)
         scheduler.max_num_scheduled_tokens = self._limit(request, hit_tokens)

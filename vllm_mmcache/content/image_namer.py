@@ -1,42 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says on each request who has named its images: the component `identity`, a client, or nobody that is known.
 
-Only a name that `identity` has given says what an image shows. `/inference/v1/generate` takes images as another server
-has processed them, with their hashes, and whoever may ask it could give any hash any pixels. A server without
-`identity` in front of an engine takes a client's uuid for a name. Features that are kept under a name live for days.
+Only a name that the component `identity` has made, of an image's content, says what the image shows.
+`/inference/v1/generate` takes images as another server has processed them, with their hashes, and whoever may ask it
+could send any pixels under any hash. A server without `identity` takes a client's uuid for a name. Features are kept
+for days under the name of their image, so under such names they could be another image's.
 
-The mark travels with the request, among the arguments of its parameters that are for nobody else. It is of bytes, which
-no JSON of a client can hold. API server process; the engine looks.
+The mark travels with the request, in vLLM's free-form `extra_args`, or `extra_kwargs` of pooling. Clients can set them,
+but only from JSON, which has no bytes; so a mark of bytes is ours. It is set in the API server process, and read in the
+engine process, which it reaches as bytes.
 """
 
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakSet
 
-GIVEN: ContextVar[bool] = ContextVar("mmcache_processed_by_client", default=False)
+PROCESSED_BY_CLIENT: ContextVar[bool] = ContextVar("mmcache_processed_by_client", default=False)
 """Whether the body of the HTTP request that is being worked on brings processed images (its field `features`)."""
 
-_going_past: WeakSet[Any] = WeakSet()  # output processors of engines whose renderers may name images by themselves
+_bypassing: WeakSet[Any] = WeakSet()  # output processors of engines whose renderers may name images without `identity`
 _MARK = "mmcache_image_namer"
-_IDENTITY, _CLIENT = b"identity", b"client"
+IDENTITY, CLIENT = b"identity", b"client"
 
 
-def goes_past(output_processor: Any) -> None:
-    """Say that the renderer in front of an engine may name images without `identity`, so that none are marked so.
+def may_bypass_identity(output_processor: Any) -> None:
+    """Say that the renderer in front of an engine may name images without `identity`; its requests get no such mark.
 
     output_processor: the one of vLLM that sees that engine's requests.
     """
-    _going_past.add(output_processor)
+    _bypassing.add(output_processor)
 
 
-def mark(request: Any, output_processor: Any = None) -> None:
-    """Mark a request whose images `identity` or a client has named, whatever the client says. For use by `identity`."""
-    if request.mm_features and (GIVEN.get() or output_processor not in _going_past):
-        copy(_CLIENT if GIVEN.get() else _IDENTITY, request)
+def mark(request: Any, output_processor: Any) -> None:
+    """Mark who has named a request's images, a client or `identity`; nobody where `identity` may have been bypassed.
+
+    For use by `identity`. output_processor: the one of vLLM that sees the request.
+    """
+    if not request.mm_features:
+        return
+    if PROCESSED_BY_CLIENT.get():
+        set_namer(CLIENT, request)
+    elif output_processor not in _bypassing:
+        set_namer(IDENTITY, request)
 
 
-def copy(namer: bytes | None, request: Any) -> None:
-    """Give a request the namer of another one."""
+def set_namer(namer: bytes | None, request: Any) -> None:
+    """Set the mark of a request; None leaves it without one. Its dictionary of arguments is replaced, not changed."""
     name, params = _params_of(request)
     if params is not None and namer is not None:
         setattr(params, name, {**(getattr(params, name) or {}), _MARK: namer})
@@ -51,16 +60,16 @@ def of(request: Any) -> bytes | None:
 
 def is_identity(request: Any) -> bool:
     """Whether the names of a request's images say what they show."""
-    return of(request) == _IDENTITY
+    return of(request) == IDENTITY
 
 
 def is_client(request: Any) -> bool:
     """Whether a client has named the images of a request, which it has processed itself."""
-    return of(request) == _CLIENT
+    return of(request) == CLIENT
 
 
 def _params_of(request: Any) -> tuple[str, Any]:
-    """Where a request's arguments for others are, and in which parameters."""
+    """The name of the attribute with free-form arguments, and the parameters that have it."""
     if request.sampling_params is not None:
         return "extra_args", request.sampling_params
     return "extra_kwargs", request.pooling_params

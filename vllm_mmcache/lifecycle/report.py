@@ -87,7 +87,7 @@ def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     engines = {0: rank_sync.of_engine(inside)} if hasattr(inside, "scheduler") else client.__dict__.get(_ENGINES, {})
     found = _found_here(instance)
     if "identity" in found:
-        image_namer.goes_past(instance.output_processor)
+        image_namer.may_bypass_identity(instance.output_processor)
     try:
         _show({**status.of("api"), **found}, engines)
     except BaseException:

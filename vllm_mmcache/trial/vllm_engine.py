@@ -270,7 +270,7 @@ class TrialEngine:
             block_hasher=self.core.request_block_hasher,
         )
         uses.mark(request, "trial")
-        image_namer.mark(request)  # names that the trial has made, each for one picture
+        image_namer.set_namer(image_namer.IDENTITY, request)  # names that the trial has made, each for one picture
         return request
 
     def _step(self) -> list[Any]:

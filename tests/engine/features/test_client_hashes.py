@@ -62,11 +62,11 @@ def test_the_engine_neither_takes_nor_keeps(alone: EnginePool, put: Put) -> None
 
     def ask(named: bool = False) -> list[int]:
         rig.forget_all_but_features()
-        before = image_namer.GIVEN.set(named)
+        before = image_namer.PROCESSED_BY_CLIENT.set(named)
         try:
             (output,) = rig.llm.generate([data], SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
         finally:
-            image_namer.GIVEN.reset(before)
+            image_namer.PROCESSED_BY_CLIENT.reset(before)
         return list(output.outputs[0].token_ids)
 
     first = ask(named=True)

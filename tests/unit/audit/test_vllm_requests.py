@@ -49,7 +49,7 @@ def request(data: Any, **values: Any) -> Any:
 
 def test_a_sample() -> None:
     known = request(pixels())
-    image_namer.mark(known)
+    image_namer.mark(known, None)
     sample = sample_of(known, USED)
     assert sample is not None
     assert sample.namer == image_namer.of(known) is not None

@@ -36,11 +36,11 @@ def test_a_client_cannot_say_who_has_named_its_images(kind: str, said: dict[str,
     for is_named in (True, False):
         request = request_of(kind, json.loads(json.dumps(said)))
         assert image_namer.of(as_sent(request)) is None, "as a server without identity leaves it"
-        before = image_namer.GIVEN.set(is_named)
+        before = image_namer.PROCESSED_BY_CLIENT.set(is_named)
         try:
-            image_namer.mark(request)
+            image_namer.mark(request, None)
         finally:
-            image_namer.GIVEN.reset(before)
+            image_namer.PROCESSED_BY_CLIENT.reset(before)
         came = as_sent(request)
         assert (image_namer.is_client(came), image_namer.is_identity(came)) == (is_named, not is_named)
         if said is not None:
@@ -53,7 +53,7 @@ def test_a_renderer_that_goes_past_identity() -> None:
         """An engine's, of outputs."""
 
     request, past, other = request_of("sampling"), Processor(), Processor()
-    image_namer.goes_past(past)
+    image_namer.may_bypass_identity(past)
     image_namer.mark(request, past)
     assert image_namer.of(request) is None
     image_namer.mark(request, other)
@@ -62,14 +62,14 @@ def test_a_renderer_that_goes_past_identity() -> None:
 
 def test_a_request_without_images_stays_as_it_is() -> None:
     request = request_of("sampling", num_images=0)
-    image_namer.mark(request)
+    image_namer.mark(request, None)
     assert request.sampling_params.extra_args is None
 
 
 def test_the_namer_of_another_request() -> None:
     one, other, third = (request_of("sampling") for _ in range(3))
-    image_namer.mark(one)
-    image_namer.copy(image_namer.of(one), other)
-    image_namer.copy(image_namer.of(third), third)
+    image_namer.mark(one, None)
+    image_namer.set_namer(image_namer.of(one), other)
+    image_namer.set_namer(image_namer.of(third), third)
     assert image_namer.is_identity(other)
     assert image_namer.of(third) is None

@@ -40,7 +40,7 @@ async def find_tenant_in_body(raw_request: Request) -> None:
     # Both are at hand; FastAPI answers for a body that is empty, and has not parsed it.
     body = await raw_request.json() if await raw_request.body() else None
     salt, features = (body.get("cache_salt"), body.get("features")) if isinstance(body, dict) else (None, None)
-    image_namer.GIVEN.set(features is not None)
+    image_namer.PROCESSED_BY_CLIENT.set(features is not None)
     tokens_alone.ASKED.set(tokens_alone.is_asked(raw_request.scope["path"], body))
     if salt is None or not status.is_on("identity"):
         return

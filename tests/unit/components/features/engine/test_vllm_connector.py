@@ -88,7 +88,7 @@ class Beside:
             num_tokens=100,
         )
         if self.trusts_names:
-            image_namer.mark(request)
+            image_namer.mark(request, None)
         self.connector.on_request_added(request)
         return request
 
@@ -316,7 +316,7 @@ def with_images(request_id: str, *places: int, num_tokens: int = 100) -> Any:
     for place, feature in zip(places, request.mm_features, strict=True):
         feature.data = image(place).data
     request.sampling_params = SamplingParams()
-    image_namer.mark(request)
+    image_namer.mark(request, None)
     return request
 
 
