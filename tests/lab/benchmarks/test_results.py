@@ -20,7 +20,6 @@ OF_CHANGED_TREES = {
 }
 # Each of these names a commit that this repository does not have. A name goes from this list as above.
 OF_LOST_COMMITS = {
-    "chaos",
     "soak",
 }
 MOST_NUMBERS = 25  # in one list: chaos has the time of each of its 21 starts
