@@ -29,13 +29,15 @@ from vllm_mmcache.base.asgi import (
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.content import placeholders
 from vllm_mmcache.files.errors import Refusal, salt_of, unknown
-from vllm_mmcache.files.named import NamedImages
+from vllm_mmcache.files.named import NamedImages, Saving
 from vllm_mmcache.files.references import NamedImage, Reference, named_images, references
 from vllm_mmcache.files.store import FileInfo, FileLost, FileStore
 from vllm_mmcache.metrics import counters
 
 MOST_FILES = 1024
 """That one request may name."""
+UUID_KEY = (b'"uuid"', b"\\u0075", b"\\u0069", b"\\u0064")
+"""One of them is in each JSON that has this key, however its letters are written."""
 GUARDED = "/v1/"
 """Paths below it need vLLM's API key, where there is one. A request to another path writes nothing."""
 
@@ -123,14 +125,16 @@ class PutFilesMiddleware:
         if named.payloads:
             messages = as_message(json.dumps(named.request).encode())
         with placeholders.register(named.payloads):
-            async with self._saving(named.images, key, writes=path.startswith(GUARDED)):
-                await self.app(scope, receive_again(messages, receive), _answering(named, scope, path, send))
+            async with self._saving(named.images, key, writes=path.startswith(GUARDED)) as saving:
+                answering = _answering(named, scope, path, _noting_refusal(saving, send))
+                await self.app(scope, receive_again(messages, receive), answering)
         if named.files:
             counters.FILE_REQUESTS.add(1, "name", "failed" if named.unreachable else "done")
 
     def _parsed(self, body: bytes, takes_files: Callable[[], bool]) -> Named:
         """The request and what it names; nothing where it names nothing, or is no request."""
-        asks = b"file_id" in body, self.named_images is not None and b'"uuid"' in body and takes_files()
+        has_uuid = self.named_images is not None and any(text in body for text in UUID_KEY)
+        asks = b"file_id" in body, has_uuid and takes_files()
         try:
             request = json.loads(body) if any(asks) else None
         except (ValueError, RecursionError):
@@ -169,8 +173,10 @@ class PutFilesMiddleware:
 
     def _saving(
         self, images: list[NamedImage], key: bytes | None, *, writes: bool
-    ) -> AbstractAsyncContextManager[None]:
-        return nullcontext() if self.named_images is None else self.named_images.saving(images, key, writes=writes)
+    ) -> AbstractAsyncContextManager[Saving]:
+        return (
+            nullcontext(Saving()) if self.named_images is None else self.named_images.saving(images, key, writes=writes)
+        )
 
 
 def _answering(named: Named, scope: Scope, path: str, send: Send) -> Send:
@@ -186,6 +192,17 @@ def _answering(named: Named, scope: Scope, path: str, send: Send) -> Send:
             await send(message)
 
     return send_answer
+
+
+def _noting_refusal(saving: Saving, send: Send) -> Send:
+    """The request's send, which notes whether the answer is an error."""
+
+    async def send_noted(message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            saving.is_refused = True
+        await send(message)
+
+    return send_noted
 
 
 async def _nothing() -> Message:

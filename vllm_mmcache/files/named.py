@@ -8,13 +8,15 @@ the client sends the next request. None of this is certain: where an image was n
 answers that the uuid is unknown, as it does without a shared store, and the client sends the image again.
 
 A client may give a uuid to another image, on any replica. So a uuid is looked for in the store at each request, also
-where this replica knows it, unless the uuid is the digest of its image (content/content_name.py).
+where this replica knows it, unless the uuid is the digest of its image (content/content_name.py). And where the image
+that comes with a uuid can't be saved, or its request is refused, the store has nothing under the uuid any more.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
 
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.base.failsafe import failsafe
@@ -41,6 +43,14 @@ MOST_REMEMBERED = Budget(65536, 65536 * ENTRY_BYTES)
 """Of what this process has written, or could not write."""
 NOT_SAVED = b""
 """In the place of a content id: what this process was sent last with a uuid is not in the store."""
+
+
+@dataclass
+class Saving:
+    """The images of one request, while they are saved."""
+
+    is_refused: bool = False
+    """Whether the request was not answered: what it said of its uuids is not to be believed."""
 
 
 class NamedImages:
@@ -104,53 +114,81 @@ class NamedImages:
         return content_name.is_claim(uuid) or content_id == NOT_SAVED
 
     @contextlib.asynccontextmanager
-    async def saving(self, images: list[NamedImage], key: bytes | None, *, writes: bool = True) -> AsyncIterator[None]:
+    async def saving(
+        self, images: list[NamedImage], key: bytes | None, *, writes: bool = True
+    ) -> AsyncIterator["Saving"]:
         """Saves those images that came with their content, while their request is answered in this block.
 
-        writes: whether this request may write at all.
+        writes: whether this request may write at all. Yields what is to be told that the request is refused.
         """
-        tasks = []
-        for one in images:
-            if writes and (found := _content_of(one)) is not None:
-                tasks.append(asyncio.ensure_future(self._save(one.uuid, found, key)))
-            elif one.url is not None:
-                self._note(key, one.uuid, NOT_SAVED)
+        saving = Saving()
+        given = {one.uuid: one for one in images if one.url is not None}  # of several with one uuid, the last
+        tasks = [
+            asyncio.ensure_future(self._save(uuid, _content_of(one), key, writes=writes)) for uuid, one in given.items()
+        ]
         try:
-            yield
+            yield saving
         finally:
+            if saving.is_refused and writes:
+                tasks.append(asyncio.ensure_future(self._take_back(given, tasks[:], key)))
             if tasks:
                 await asyncio.wait(tasks, timeout=LINGER_S)
 
-    async def _save(self, uuid: str, image: placeholders.Payload | str, key: bytes | None) -> None:
-        if self._num_unwritten >= MOST_UNWRITTEN:
+    async def _save(
+        self, uuid: str, image: placeholders.Payload | str | None, key: bytes | None, *, writes: bool
+    ) -> None:
+        """Save one image, None for one that came without its content; or have the store know that it has not got it."""
+        if not writes or self._num_unwritten >= MOST_UNWRITTEN:
             self._note(key, uuid, NOT_SAVED)
             return
         self._num_unwritten += 1
         with failsafe("files"):
             try:
                 await self.store.writing.wait_for_async(self._write, uuid, image, key, longest_s=LONGEST_S)
-            except (FilesUnusable, QuotaExceeded, ValueError):
+            except FilesUnusable:
                 pass  # a replica that is asked for the uuid alone does not find it
             finally:
                 self._num_unwritten -= 1
 
-    def _write(self, uuid: str, image: placeholders.Payload | str, key: bytes | None) -> None:
-        """Write one image, unless it was written lately, is too large, or can't be opened.
+    async def _take_back(self, uuids: Iterable[str], saving: list[asyncio.Future[None]], key: bytes | None) -> None:
+        """Have the store know nothing of these uuids, once their images are saved: vLLM did not take them."""
+        if saving:
+            await asyncio.wait(saving)
+        for uuid in uuids:
+            content_id, _ = self._written.get((key, uuid)) or (NOT_SAVED, 0.0)
+            if content_id != NOT_SAVED and not content_name.is_claim(uuid):
+                await self._save(uuid, None, key, writes=True)
 
-        Raises: ValueError for text that is no base64, and otherwise what FileStore.put does.
+    def _write(self, uuid: str, image: placeholders.Payload | str | None, key: bytes | None) -> None:
+        """Write one image, unless it was written lately. A uuid whose image can't be written is not found any more.
+
+        image: None for one that came without its content. Raises: FilesUnusable.
         """
-        payload = Base64Image(image.encode("ascii"), key) if isinstance(image, str) else image
+        payload = Base64Image(image.encode("ascii", "replace"), key) if isinstance(image, str) else image
         content_id, written = self._written.get((key, uuid)) or (NOT_SAVED, 0.0)
-        is_fresh = content_id == payload.content_id and time.monotonic() - written < RENEW_S
+        is_fresh = payload is not None and content_id == payload.content_id and time.monotonic() - written < RENEW_S
         if is_fresh and (content_name.is_claim(uuid) or self._is_saved(key, uuid, content_id)):
             return
         self._note(key, uuid, NOT_SAVED)
+        with contextlib.suppress(QuotaExceeded, ValueError):
+            if payload is not None and self._put(uuid, payload, key):
+                self._note(key, uuid, payload.content_id)
+                return
+        if not content_name.is_claim(uuid):
+            self.store.forget_name(key, uuid)
+
+    def _put(self, uuid: str, payload: placeholders.Payload, key: bytes | None) -> bool:
+        """Write one image, unless it is too large, can't be opened, or its uuid claims to be another one's digest.
+
+        Returns whether it was written. Raises: ValueError for text that is no base64, and what FileStore.put does.
+        """
         content = payload.decode()
-        head = head_of(content, self._formats) if len(content) <= self._max_bytes else None
-        if head is None:
-            return
-        self.store.put(key, content, filename="", purpose=PURPOSE, media_type=head.media_type, name=uuid)
-        self._note(key, uuid, payload.content_id)
+        if len(content) > self._max_bytes or (content_name.is_claim(uuid) and content_name.name_of(content) != uuid):
+            return False
+        head = head_of(content, self._formats)
+        if head is not None:
+            self.store.put(key, content, filename="", purpose=PURPOSE, media_type=head.media_type, name=uuid)
+        return head is not None
 
     def _is_saved(self, key: bytes | None, uuid: str, content_id: bytes) -> bool:
         """Whether the store has this content under the uuid; another replica may have been sent another one."""
@@ -166,7 +204,7 @@ def _content_of(image: NamedImage) -> placeholders.Payload | str | None:
 
     Where image_extraction has taken the text out of the body, it is in a payload.
     """
-    head, _, text = (image.url or "").partition(";base64,")
+    head, _, text = image.url.partition(";base64,") if isinstance(image.url, str) else ("", "", "")
     if not text or not head.startswith("data:image/"):
         return None
     return placeholders.resolve(text) or text

@@ -14,6 +14,9 @@ from vllm_mmcache.content.content_name import MAX_UUID_CHARS
 
 Json = dict[str, Any]
 
+_CONTENTS = ("messages", "inputs", "data_1", "data_2", "queries", "documents", "items", "text_1", "text_2")
+"""Keys of requests whose values have contents: chats, and what is embedded, scored or compared."""
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -29,33 +32,54 @@ def references(request: Json) -> Iterator[Reference]:
     for message in _list(request.get("messages")):
         for one in message if isinstance(message, list) else [message]:  # a batch holds conversations
             if isinstance(one, dict):
-                yield from _in_parts(one.get("content"))
+                yield from _in_parts(one.get("content"), of_user=one.get("role") == "user")
     for item in _dicts(request.get("input")):
-        yield from _in_parts(item.get("content"))
+        yield from _in_parts(item.get("content"), of_user=item.get("role") == "user")
         if item.get("type") == "function_call_output":
             yield from _in_parts(item.get("output"))
 
 
 @dataclass(frozen=True)
 class NamedImage:
-    """An image of a chat that its client calls by a uuid. url is None where the request holds the uuid alone."""
+    """An image that its client calls by a uuid. url is None where the request holds the uuid alone.
+
+    Only a url that is text may be the image's content.
+    """
 
     uuid: str
-    url: str | None
+    url: Any
     put: Callable[[str, str], None]
     """As of a Reference; the uuid stays."""
 
 
 def named_images(request: Json) -> Iterator[NamedImage]:
-    """Those in a parsed request of chat completions, in its order, but for uuids that are too long to be served."""
-    for message in _dicts(request.get("messages")):
-        for part in _dicts(message.get("content")):
-            uuid = part.get("uuid")
-            if part.get("type") == "image_url" and isinstance(uuid, str) and len(uuid) <= MAX_UUID_CHARS:
-                image = part.get("image_url")
-                url = image.get("url") if isinstance(image, dict) else image
-                if url is None or isinstance(url, str):
-                    yield NamedImage(uuid, url, _chat_image(part))
+    """Those in a parsed request, in its order: each part of a content for which vLLM takes an `image_url` by a uuid.
+
+    With a uuid vLLM takes it whatever the part's type, makes text of the uuid, and takes a url without text for none.
+    Uuids that are too long or no Unicode text are left out: they are refused later on.
+    """
+    for part in _contents(request):
+        if (uuid := part.get("uuid")) is None or "image_url" not in part:
+            continue
+        uuid, image = str(uuid), part["image_url"]
+        if len(uuid) <= MAX_UUID_CHARS and _is_unicode(uuid):
+            url = image.get("url") if isinstance(image, dict) else image
+            yield NamedImage(uuid, url or None, _chat_image(part))
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether UTF-8 has it: half of a surrogate pair is in JSON alone."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _contents(request: Json) -> Iterator[Json]:
+    """The parts of all contents of a parsed request."""
+    for key in _CONTENTS:
+        value = request.get(key)
+        for message in value if isinstance(value, list) else [value]:
+            for one in message if isinstance(message, list) else [message]:  # a batch holds conversations
+                if isinstance(one, dict):
+                    yield from _dicts(one.get("content"))
 
 
 def _list(value: Any) -> list[Any]:
@@ -66,7 +90,7 @@ def _dicts(value: Any) -> list[Json]:
     return [one for one in _list(value) if isinstance(one, dict)]
 
 
-def _in_parts(parts: Any) -> Iterator[Reference]:
+def _in_parts(parts: Any, *, of_user: bool = False) -> Iterator[Reference]:
     for part in _dicts(parts):
         kind, file, source = part.get("type"), part.get("file"), part.get("source")
         if kind == "file" and isinstance(file, dict) and isinstance(file.get("file_id"), str):
@@ -76,7 +100,7 @@ def _in_parts(parts: Any) -> Iterator[Reference]:
         elif kind == "image" and isinstance(source, dict) and source.get("type") == "file":
             if isinstance(source.get("file_id"), str):
                 yield Reference(source["file_id"], _anthropic_image(part))
-        elif kind == "tool_result":
+        elif kind == "tool_result" and of_user:  # of others, vLLM makes text of it
             yield from _in_parts(part.get("content"))
 
 

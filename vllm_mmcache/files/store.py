@@ -248,6 +248,11 @@ class FileStore:
                 self._held_of.remove(tenant_key or _COMMON)
         return info is not None
 
+    def forget_name(self, tenant_key: bytes | None, name: str) -> None:
+        """Have a name stand for nothing. Its content stays for a while, as that of a name that is given anew does."""
+        with self.writing.serving():
+            self._remove(self._info_path(tenant_key, name))
+
     def sweep(self) -> int:
         """Remove what has expired, of all tenants, and content that is no file's any more. Returns how many files."""
         with self._removing.serving():

@@ -9,7 +9,6 @@ last one's output is used, so each stage hands on what it has counted with the t
 """
 
 import json
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -192,17 +191,3 @@ def announce_states(engine_core: Any, states: transport.States) -> None:
             stats = SchedulerStats(*scheduler.get_request_counts(), kv_cache_usage=scheduler.get_kv_cache_usage())
             stats.ec_connector_stats = {transport.KEY: {transport.STATES: states}}
             queue.put_nowait((client, EngineCoreOutputs(scheduler_stats=stats)))
-
-
-def probe(renderer: Any, template: str | None) -> Callable[[Sequence[dict[str, str]], bool], list[int]]:
-    """A function that renders messages as vLLM does, to token ids; `template` is the server's own, if it has one."""
-    from vllm.renderers import ChatParams
-
-    def render(messages: Sequence[dict[str, str]], opens_answer: bool) -> list[int]:
-        params = ChatParams(template, chat_template_kwargs={"add_generation_prompt": opens_answer})
-        prompt = renderer.render_messages(list(messages), params)[1]
-        if "prompt_token_ids" in prompt:
-            return list(prompt["prompt_token_ids"])
-        return list(renderer.get_tokenizer().encode(prompt["prompt"], add_special_tokens=False))
-
-    return render

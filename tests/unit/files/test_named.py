@@ -3,7 +3,7 @@
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,30 @@ class Replica:
             takes_files=lambda scope, path: True,
             named_images=named,
         )
-        routes = [Route(path, echo, methods=["POST"]) for path in (CHAT, "/tokenize")]
+        self.status = 200  # of what the application answers
+
+        async def answer(request: Any) -> Any:
+            response = await echo(request)
+            response.status_code = self.status
+            return response
+
+        routes = [Route(path, answer, methods=["POST"]) for path in (CHAT, "/tokenize")]
         self.client = TestClient(Starlette(routes=routes, middleware=[layer]))
 
+    def refuse(self, *parts: Any) -> None:
+        """Ask, and have the application refuse it."""
+        self.status = 400
+        assert self._post(parts, None, CHAT).status_code == 400
+        self.status = 200
+
     def ask(self, *parts: Any, salt: str | None = None, path: str = CHAT) -> Any:
+        answer = self._post(parts, salt, path).raise_for_status().json()
+        return json.loads(answer["body"])["messages"][0]["content"], [one["content"] for one in answer["images"]]
+
+    def _post(self, parts: Sequence[Any], salt: str | None, path: str) -> Any:
         body: dict[str, Any] = {"messages": [{"role": "user", "content": list(parts)}]}
         sent = json.dumps(body | ({"cache_salt": salt} if salt else {}))
-        headers = {"content-type": "application/json"}
-        answer = self.client.post(path, content=sent, headers=headers).raise_for_status().json()
-        return json.loads(answer["body"])["messages"][0]["content"], [one["content"] for one in answer["images"]]
+        return self.client.post(path, content=sent, headers={"content-type": "application/json"})
 
 
 def image(uuid: str, content: bytes | None) -> dict[str, Any]:
@@ -102,15 +117,82 @@ def test_a_uuid_that_the_request_itself_gives_to_an_image(replicas: tuple[Replic
     assert one.ask(image("a", None))[1] == [picture(color=2).hex()]
 
 
-@pytest.mark.parametrize("url", ["https://host/a.png", f"data:image/png;base64,{'A' * MAX_BYTES * 2}"])
+@pytest.mark.parametrize(
+    "url", ["https://host/a.png", f"data:image/png;base64,{'A' * MAX_BYTES * 2}"], ids=["url", "data"]
+)
 def test_what_came_last_and_was_not_saved_counts(replicas: tuple[Replica, Replica], url: str) -> None:
-    """The store has what came before; this replica knows better."""
+    """The store has nothing under the uuid any more, or other replicas would take what came before."""
     one, other = replicas
     one.ask(image("a", picture()))
     one.known.add(("a", None))
     one.ask({"type": "image_url", "image_url": {"url": url}, "uuid": "a"})
-    assert one.ask(image("a", None)) == ([image("a", None)], [])
-    assert other.ask(image("a", None))[1] == [picture().hex()], "which can't know it"
+    for replica in one, other:
+        assert replica.ask(image("a", None)) == ([image("a", None)], [])
+
+
+OTHER_FORMS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "as of Responses": lambda url: {"type": "input_image", "image_url": url, "uuid": "7"},
+    "without a type": lambda url: {"image_url": url, "uuid": "7"},
+    "of another type": lambda url: {"type": "text", "text": "x", "image_url": {"url": url}, "uuid": "7"},
+    "a number": lambda url: {"type": "image_url", "image_url": {"url": url}, "uuid": 7},
+}
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_whatever_vllm_takes_for_an_image_by_a_uuid(replicas: tuple[Replica, Replica], form: str) -> None:
+    one, other = replicas
+    one.ask(image("7", picture(color=1)))
+    one.known.add(("7", None))
+    url = image("7", picture(color=2))["image_url"]["url"]
+    sent = OTHER_FORMS[form](url)
+    assert one.ask(sent, image("7", None)) == ([sent, image("7", None)], []), "the request itself gives it to an image"
+    for replica in one, other:
+        assert replica.ask(image("7", None))[1] == [picture(color=2).hex()]
+
+
+def test_a_uuid_whose_key_is_written_otherwise(replicas: tuple[Replica, Replica]) -> None:
+    one, other = replicas
+    one.ask(image("a", picture(color=1)))
+    body = json.dumps({"messages": [{"role": "user", "content": [image("a", picture(color=2))]}]})
+    headers = {"content-type": "application/json"}
+    one.client.post(CHAT, content=body.replace('"uuid"', '"\\u0075uid"'), headers=headers).raise_for_status()
+    assert other.ask(image("a", None))[1] == [picture(color=2).hex()]
+
+
+@pytest.mark.parametrize("key", ["messages", "data_1", "inputs"])
+def test_conversations_of_a_batch_and_other_contents(replicas: tuple[Replica, Replica], key: str) -> None:
+    one, other = replicas
+    value = [{"role": "user", "content": [image("a", picture())]}]
+    sent = json.dumps({key: [value] if key == "messages" else value})
+    one.client.post(CHAT, content=sent, headers={"content-type": "application/json"}).raise_for_status()
+    assert other.ask(image("a", None))[1] == [picture().hex()]
+
+
+def test_an_empty_url_is_a_uuid_alone_and_no_url_is_nothing(replicas: tuple[Replica, Replica]) -> None:
+    one, other = replicas
+    one.ask(image("a", picture()))
+    assert other.ask({"type": "image_url", "image_url": {"url": ""}, "uuid": "a"})[1] == [picture().hex()]
+    bare = {"type": "image_url", "uuid": "a"}
+    assert other.ask(bare) == ([bare], []), "vLLM refuses it"
+
+
+def test_a_digest_is_never_given_to_another_image(replicas: tuple[Replica, Replica], tmp_path: Path) -> None:
+    one, other = replicas
+    digest = name_of(picture(color=1))
+    one.ask(image(digest, picture(color=1)))
+    other.ask(image(digest, picture(color=2)))
+    other.ask({"type": "image_url", "image_url": {"url": "https://host/a.png"}, "uuid": digest})
+    assert Replica(tmp_path).ask(image(digest, None))[1] == [picture(color=1).hex()]
+
+
+def test_what_a_refused_request_says_is_not_believed(replicas: tuple[Replica, Replica]) -> None:
+    one, other = replicas
+    one.ask(image("a", picture(color=1)))
+    digest = name_of(picture(color=1))
+    one.ask(image(digest, picture(color=1)))
+    one.refuse(image("a", picture(color=2)), image(digest, picture(color=1)))
+    assert other.ask(image("a", None)) == ([image("a", None)], [])
+    assert other.ask(image(digest, None))[1] == [picture(color=1).hex()]
 
 
 def test_the_uuids_of_a_request_are_looked_for_once_and_not_without_end(
@@ -148,9 +230,12 @@ def test_unknown_uuids_and_those_of_other_tenants(replicas: tuple[Replica, Repli
 def test_no_text_of_a_client_takes_the_place_out_of_service(replicas: tuple[Replica, Replica]) -> None:
     """Half of a surrogate pair is in JSON, and in no UTF-8."""
     one, other = replicas
-    for uuid in ("\ud800", "\x00", "a" * MAX_UUID_CHARS):
+    for uuid in ("\x00", "a" * MAX_UUID_CHARS):
         one.ask(image(uuid, picture()))
         assert other.ask(image(uuid, None))[1] == [picture().hex()]
+    for content in picture(), None:
+        sent = image("\ud800", content)
+        assert one.ask(sent) == ([sent], []), "identity refuses it"
     one.ask(image("a", picture()))
     assert other.ask(image("a", None))[1] == [picture().hex()]
 

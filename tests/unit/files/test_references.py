@@ -76,3 +76,10 @@ def test_a_batch_and_a_tools_output() -> None:
 )
 def test_all_else_stays(request_: dict[str, Any]) -> None:
     assert replaced(request_) == ([], request_)
+
+
+def test_the_result_of_a_tool_that_the_model_itself_names_is_text() -> None:
+    """vLLM makes text of it, in which the name of an image would be another one each time."""
+    part, _ = PARTS["anthropic, of a tool"]
+    request = {"messages": [{"role": "assistant", "content": [part]}]}
+    assert list(references(request)) == []

@@ -6,10 +6,12 @@ returns and are taken away again when the engine's request is made, so that noth
 Of text only digests are kept. It must never fail a request.
 """
 
+import asyncio
+import contextlib
 import itertools
 import marshal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -19,6 +21,7 @@ from vllm_mmcache.base import status, tenant
 from vllm_mmcache.base.arguments import argument, named
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, LruTable
+from vllm_mmcache.base.worker_threads import Threads
 from vllm_mmcache.batch.vllm_encoded_image import EncodedImage
 from vllm_mmcache.components.lazy_media.lazy_image import LazyImage
 from vllm_mmcache.components.observe.record import wire
@@ -32,12 +35,15 @@ from vllm_mmcache.hooking.hook import Hooks
 MOST_TEMPLATES = 64
 """Chat templates whose marks are known at a time."""
 TEMPLATE_COST_BYTES = 4096  # its digests, and a few roles
+MARKS_S = 2.0
+"""How long the first request with a chat template waits for its marks; that of a model takes a few milliseconds."""
 
 _CHAT = "mmcache_chat"
 _IMAGES = "mmcache_images"
 _MARKS = "_mmcache_marks"
 _SALT = "_mmcache_salt"
 _processing = threading.local()
+_probing = Threads("templates", 1)
 
 
 hook = Hooks(
@@ -70,7 +76,11 @@ def note_chat(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 async def note_chat_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer.render_chat_async; as note_chat."""
     outcome = await wrapped(*args, **kwargs)
-    _lay_chat(instance, named(wrapped, args, kwargs), outcome)
+    given = named(wrapped, args, kwargs)
+    if status.is_on("observe"):
+        with failsafe("observe"):
+            await _find_marks_beside(instance, given["chat_params"].chat_template)
+    _lay_chat(instance, given, outcome)
     return outcome
 
 
@@ -236,24 +246,71 @@ def _notes(items: Any, given: Any, cached: Sequence[bool] | None) -> list[tuple[
 
 def _marks_of(renderer: Any, template: str | None) -> tuple[Marks | None, int]:
     """The marks of a chat template, and a digest of it. Those of the last templates are kept, not the templates."""
-    known: LruTable[bytes, tuple[Marks | None, int]] = renderer.__dict__.setdefault(_MARKS, _table())
-    name = b"" if template is None else blake3(template.encode(errors="surrogatepass")).digest()
-    found = known.get(name)
-    if found is None:
-        from vllm_mmcache.metrics.hooks import probe
-
-        template_digest = xxhash.xxh3_64_intdigest(repr(template))
-        known.replace(name, (None, template_digest))  # also where the probe fails: it is not tried with every request
-        tokenizer = renderer.get_tokenizer()
-        specials = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
-        found = find_marks(probe(renderer, template), specials), template_digest
-        known.replace(name, found)
-    return found
+    known = _known_marks(renderer).get(_name_of(template))
+    return _find_marks(renderer, template) if known is None else known
 
 
-def _table() -> LruTable[bytes, tuple[Marks | None, int]]:
+async def _find_marks_beside(renderer: Any, template: str | None) -> None:
+    """Have the marks of a template found that is not known yet, in a thread, and wait for it MARKS_S at most.
+
+    A client's template can be one that takes for ever to render what it is probed with. It has no marks then.
+    """
+    if _known_marks(renderer).get(_name_of(template)) is not None:
+        return
+    loop, found = asyncio.get_running_loop(), asyncio.Event()
+
+    def find() -> None:
+        try:
+            _find_marks(renderer, template)
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(found.set)
+
+    _note_marks(renderer, template, None)
+    if _probing.submit(find):
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(found.wait(), MARKS_S)
+
+
+def _find_marks(renderer: Any, template: str | None) -> tuple[Marks | None, int]:
+    """As _marks_of, for a template that is not known yet. One that can't be probed is not probed with every request."""
+    _note_marks(renderer, template, None)
+    tokenizer = renderer.get_tokenizer()
+    specials = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
+    return _note_marks(renderer, template, find_marks(_renders_with(renderer, template), specials))
+
+
+def _renders_with(renderer: Any, template: str | None) -> Callable[[Sequence[dict[str, str]], bool], list[int]]:
+    """A function that renders messages as vLLM does, to token ids; `template` is the server's own, if it has one."""
+    from vllm.renderers import ChatParams
+
+    def render(messages: Sequence[dict[str, str]], opens_answer: bool) -> list[int]:
+        params = ChatParams(template, chat_template_kwargs={"add_generation_prompt": opens_answer})
+        prompt = renderer.render_messages(list(messages), params)[1]
+        if "prompt_token_ids" in prompt:
+            return list(prompt["prompt_token_ids"])
+        return list(renderer.get_tokenizer().encode(prompt["prompt"], add_special_tokens=False))
+
+    return render
+
+
+def _name_of(template: str | None) -> bytes:
+    return b"" if template is None else blake3(template.encode(errors="surrogatepass")).digest()
+
+
+def _note_marks(renderer: Any, template: str | None, marks: Marks | None) -> tuple[Marks | None, int]:
+    noted = marks, xxhash.xxh3_64_intdigest(repr(template))
+    _known_marks(renderer).replace(_name_of(template), noted)
+    return noted
+
+
+def _known_marks(renderer: Any) -> LruTable[bytes, tuple[Marks | None, int]]:
     """By digest of the template: clients may bring templates of their own, as many as they like."""
-    return LruTable(lambda: Budget(MOST_TEMPLATES, MOST_TEMPLATES * TEMPLATE_COST_BYTES), TEMPLATE_COST_BYTES)
+    known: LruTable[bytes, tuple[Marks | None, int]] | None = renderer.__dict__.get(_MARKS)
+    if known is None:
+        budget = Budget(MOST_TEMPLATES, MOST_TEMPLATES * TEMPLATE_COST_BYTES)
+        known = renderer.__dict__[_MARKS] = LruTable(lambda: budget, TEMPLATE_COST_BYTES)
+    return known
 
 
 def _message_digests(conversation: Sequence[Any]) -> tuple[list[int], list[int | None]]:

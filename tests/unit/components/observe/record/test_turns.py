@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Marks of turns found by probes, on the templates of the zoo and on templates that have none."""
 
+import asyncio
 import gc
+import threading
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any
 import pytest
 from mmcache_tools.zoo import build_cached
 
+from vllm_mmcache.base import status
+from vllm_mmcache.base.worker_threads import Threads
 from vllm_mmcache.components.observe import hooks_api
 from vllm_mmcache.components.observe.record.turns import Marks, find_marks
 
@@ -99,3 +103,44 @@ def test_templates_of_clients_are_bounded() -> None:
     assert renderer.num_rendered == asked, "the last ones are known"
     hooks_api._marks_of(renderer, "0 " * 20_000)
     assert renderer.num_rendered > asked, "the first ones are not"
+
+
+class HangingRenderer(Renderer):
+    """Renders nothing until it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_render = threading.Event()
+        self.is_rendering = threading.Event()
+
+    def render_messages(self, messages: Sequence[dict[str, str]], params: Any) -> tuple[None, dict[str, Any]]:
+        self.is_rendering.set()
+        self.may_render.wait(60)
+        return super().render_messages(messages, params)
+
+
+async def rendered(conversations: Any, chat_params: Any) -> Any:
+    """As BaseRenderer.render_chat_async, of what needs no rendering."""
+    return conversations, [{} for _ in conversations]
+
+
+def test_a_template_that_takes_for_ever_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server answers with it, and goes on with others; it has no marks."""
+    monkeypatch.setitem(status._is_on, "observe", True)
+    monkeypatch.setattr(hooks_api, "MARKS_S", 0.1)
+    monkeypatch.setattr(hooks_api, "_probing", Threads("test", 1))
+    renderer = HangingRenderer()
+
+    async def ask(template: str) -> Any:
+        params = SimpleNamespace(chat_template=template, chat_template_kwargs={})
+        given = {"conversations": [[USER]], "chat_params": params}
+        _, (prompt,) = await hooks_api.note_chat_async(rendered, renderer, (), given)
+        return prompt[hooks_api._CHAT][0]
+
+    assert asyncio.run(ask("slow")) is None
+    assert renderer.is_rendering.is_set(), "in another thread"
+    assert asyncio.run(ask("slow")) is None, "it is probed once"
+    monkeypatch.setattr(hooks_api, "MARKS_S", 60.0)
+    renderer.may_render.set()
+    assert asyncio.run(ask("fine")) is not None
+    assert asyncio.run(ask("slow")) is not None, "it has come to its end"
