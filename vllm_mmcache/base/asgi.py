@@ -32,7 +32,7 @@ def error_body(path: str, status: int, message: str, parameter: str | None) -> d
     A layer of vLLM around this one turns OpenAI's form into Cohere's. parameter: the field that is wrong.
     """
     kind, anthropic = ERROR_TYPES[status]
-    if path.startswith("/v1/messages"):
+    if path in ("/v1/messages", "/v1/messages/count_tokens"):
         return {"type": "error", "error": {"type": anthropic, "message": message}}
     return {"error": {"message": message, "type": kind, "param": parameter, "code": status}}
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
+PATHS = ("/v1/chat/completions/render", "/v1/responses/render", "/v1/messages/render")
+"""Whose requests have a field for it; that of Cohere's chat has none, and is always answered with pixels."""
 ASKED: ContextVar[bool] = ContextVar("mmcache_tokens_alone", default=False)
 """Whether the HTTP request that is being worked on is such a one."""
 
@@ -18,7 +20,7 @@ def is_asked(path: str, body: Any) -> bool:
 
     Where the body does not say it in vLLM's own words, such as a value that pydantic would make one of them, it is not.
     """
-    if not path.endswith("/render") or not isinstance(body, Mapping):
+    if not path.endswith(PATHS) or not isinstance(body, Mapping):
         return False
     payload = body.get("mm_payload", "none" if body.get("return_mm_kwargs") is False else None)
     return bool(payload == "none")

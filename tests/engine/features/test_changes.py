@@ -119,6 +119,20 @@ def test_weights_that_change_before_a_rank_gives_features(
 
 @pytest.mark.any_engine
 @pytest.mark.parametrize("config", QWEN)
+def test_weights_that_are_set_to_zero(pool: EnginePool, config: EngineConfig, other: Path) -> None:
+    """vLLM's weight checker does it. What the tower gives then is not found once the weights are there again."""
+    rig, runs = pool.get(config), Runs()
+    rig.llm.collective_rpc("reset_weights")
+    ask_about(rig, 662)
+    assert runs.new() == 1
+    reload_weights(rig, rig.directory)
+    again = ask_about(rig, 662)
+    assert runs.new() == 1
+    rig.assert_exact(again)
+
+
+@pytest.mark.any_engine
+@pytest.mark.parametrize("config", QWEN)
 def test_sleep(pool: EnginePool, config: EngineConfig) -> None:
     """vLLM's own sleep needs a GPU. Asleep, nobody reads the weights; awake, they are known anew.
 

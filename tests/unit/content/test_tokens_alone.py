@@ -27,6 +27,8 @@ CHAT = "/v1/chat/completions/render"
         (CHAT, ["mm_payload"], False),
         (CHAT, None, False),
         ("/v1/chat/completions", {"mm_payload": "none"}, False),
+        ("/cohere/v2/chat/render", {"mm_payload": "none"}, False),
+        ("/v1/completions/render", {"mm_payload": "none"}, False),
     ],
 )
 def test_is_asked(path: str, body: Any, expected: bool) -> None:

@@ -18,6 +18,8 @@ def state_in(vllm_config: Any) -> State | None:
         return State("off", "not written for context parallelism in prefill")
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return State("off", "each rank of an external launcher has an engine of its own")
+    if parallel.enable_elastic_ep:
+        return State("off", "not written for elastic expert parallelism, which puts weights into workers later")
     if mm_config.mm_processor_cache_type == "shm" and settings.current().identity is False:
         why = "with mm_processor_cache_type=shm the engine can't see what an image shows, and identity, which says it"
         return State("off", f"{why}, is switched off")

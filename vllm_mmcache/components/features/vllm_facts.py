@@ -46,6 +46,7 @@ def place_of(vllm_config: Any) -> RankPosition:
 
 def facts_of(vllm_config: Any, device: torch.device) -> dict[str, str]:
     """What features depend on beside image and weights, for `Identity`; each a digest or a short text."""
+    from vllm import envs
     from vllm.platforms import current_platform
     from vllm.version import __version__
 
@@ -64,8 +65,13 @@ def facts_of(vllm_config: Any, device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "vllm": __version__,
     }
-    if settings.current().tower_one_by_one:  # else left out, so that features keep the keys that they have
-        model["one by one"] = True
+    less_usual = {
+        "one by one": settings.current().tower_one_by_one,
+        "compiled": vllm_config.compilation_config.compile_mm_encoder,
+        "float32 products": envs.VLLM_FLOAT32_MATMUL_PRECISION != "highest" and envs.VLLM_FLOAT32_MATMUL_PRECISION,
+        "batch invariant": bool(envs.VLLM_BATCH_INVARIANT),
+    }
+    model |= {name: value for name, value in less_usual.items() if value}  # so that features keep the keys they have
     return {
         "model": inputs_digest({name: canonical_text(value) for name, value in model.items()}),
         "processor": inputs_digest(processing_facts(model_config)),

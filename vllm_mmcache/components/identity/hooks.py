@@ -86,11 +86,13 @@ def salt_blocks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of OutputProcessor.add_request(request), which sees each request last before its engine does.
 
     It gives the tenant's salt to the request's KV blocks, also where the endpoint has no field for a salt, and says on
-    the request who has named its images.
+    the request who has named its images. Raises: VLLMValidationError (HTTP 400) as `_require_tenant`.
     """
     request = argument(wrapped, args, kwargs, "request")
     if status.is_on("identity"):
         request.cache_salt = tenant.current(request.cache_salt)
+        if request.mm_features and not request.cache_salt:  # processed by the client, so nobody has asked yet
+            _require_tenant()
         image_namer.mark(request, instance)
     return wrapped(*args, **kwargs)
 
@@ -316,12 +318,8 @@ def _request(renderer: Any, prompt: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for name in [given] if isinstance(given, str) else given or ():
             if name is not None:
                 _check_name(name)
-    if settings.current().requires_tenant and not salt and (names or prompt.get("multi_modal_data")):
-        named_by = tenant.REQUEST_SOURCE.get()
-        raise VLLMValidationError(
-            f"{named_by.in_words()} is required for requests with images, videos or audio.",
-            parameter=named_by.parameter(),
-        )
+    if not salt and (names or prompt.get("multi_modal_data")):
+        _require_tenant()
     salt_before = tenant.SALT.set(salt)
     shared_before = _NAMES_ARE_SHARED.set(renderer.config.ec_transfer_config is not None)
     try:
@@ -329,6 +327,16 @@ def _request(renderer: Any, prompt: dict[str, Any]) -> Iterator[dict[str, Any]]:
     finally:
         _NAMES_ARE_SHARED.reset(shared_before)
         tenant.SALT.reset(salt_before)
+
+
+def _require_tenant() -> None:
+    """Raises: VLLMValidationError (HTTP 400) where requests with images have to name a tenant."""
+    if settings.current().requires_tenant:
+        named_by = tenant.REQUEST_SOURCE.get()
+        raise VLLMValidationError(
+            f"{named_by.in_words()} is required for requests with images, videos or audio.",
+            parameter=named_by.parameter(),
+        )
 
 
 def _tenant_of_images(prompt: Mapping[str, Any]) -> str | None:

@@ -26,6 +26,7 @@ def config(**more: Any) -> Any:
             prefill_context_parallel_size=more.pop("split", 1),
             distributed_executor_backend=more.pop("executor", "mp"),
             world_size=more.pop("ranks", 2),
+            enable_elastic_ep=more.pop("elastic", False),
         ),
         "model_config": SimpleNamespace(
             multimodal_config=SimpleNamespace(
@@ -50,6 +51,7 @@ def config(**more: Any) -> Any:
         (config(split=2), "off: not written for context parallelism in prefill"),
         (config(executor="external_launcher"), "off: each rank of an external launcher has an engine of its own"),
         (config(executor="external_launcher", ranks=1), "None"),
+        (config(elastic=True), "off: not written for elastic expert parallelism"),
         (config(processor_cache="shm"), "None"),
         (config(lora_config=SimpleNamespace(enable_tower_connector_lora=True)), "off: LoRA adapters"),
         (config(lora_config=SimpleNamespace(enable_tower_connector_lora=False)), "None"),

@@ -54,6 +54,7 @@ class Made:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.config = configuration(directory)
+        self.compiles = False
         self.processor: Any = MULTIMODAL_REGISTRY.create_processor(self.config)
 
     def read_again(self, **more: Any) -> None:
@@ -72,7 +73,9 @@ class Made:
     def features(self) -> dict[str, str]:
         """Of features, in the worker."""
         parallel = SimpleNamespace(tensor_parallel_size=1)
-        return facts_of(SimpleNamespace(model_config=self.config, parallel_config=parallel), torch.device("cpu"))
+        compilation = SimpleNamespace(compile_mm_encoder=self.compiles)
+        config = SimpleNamespace(model_config=self.config, parallel_config=parallel, compilation_config=compilation)
+        return facts_of(config, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -186,6 +189,11 @@ CHANGES: dict[str, tuple[Change, set[str], bool]] = {
     "tower_one_by_one": (
         lambda made, patch: patch.setattr(settings, "_current", settings.Settings(tower_one_by_one=True)), set(), True,
     ),
+    "compile_mm_encoder": (lambda made, patch: setattr(made, "compiles", True), set(), True),
+    "VLLM_FLOAT32_MATMUL_PRECISION": (
+        lambda made, patch: patch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "high"), set(), True,
+    ),
+    "VLLM_BATCH_INVARIANT": (lambda made, patch: patch.setenv("VLLM_BATCH_INVARIANT", "1"), set(), True),
     "torch": (lambda made, patch: patch.setattr(torch, "__version__", "another"), {"torch"}, True),
     "vllm": (lambda made, patch: patch.setattr(vllm.version, "__version__", "another"), {"vllm"}, True),
 }  # fmt: skip

@@ -143,6 +143,13 @@ def end_update(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 @hook(
+    "vllm.v1.worker.gpu_worker:Worker.reset_weights",
+    name="zero",
+    why="vLLM's weight checker sets all weights to zero: what the tower gives then is not of the former ones",
+    upstream="none",
+    remove_when="a connector is told of changed weights",
+)
+@hook(
     "vllm.v1.worker.gpu_worker:Worker.reset_encoder_cache",
     name="reset",
     why="vLLM calls it when weights were replaced in place: features of the old weights must not be used",
