@@ -9,17 +9,20 @@ good as a password, so it is taken out of the URL before the web server logs tha
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 from weakref import WeakValueDictionary
 
-from starlette.exceptions import HTTPException
+from starlette.datastructures import FormData
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from vllm_mmcache.base.asgi import Message
+from vllm_mmcache.base.asgi import App, Message, Receive, Scope, Send, path_of
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.files.access import UNREACHABLE
 from vllm_mmcache.files.errors import Refusal, tenant_key, unknown
@@ -33,13 +36,37 @@ _FORM_BYTES = 1 << 16
 """Of an upload, beside the file."""
 _NAME_CHARS = 255
 SALT_HEADER = "x-cache-salt"
+_SALTS = "mmcache.salts"
+"""In the scope of a request: what its URL had as `cache_salt`."""
 _LISTS_AT_ONCE = 4
 """Of all tenants: a list reads what is said of each file, and other requests need threads, too."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+class HideSalts:
+    """Pure ASGI. It takes `cache_salt` out of the URL of each request about files, before the web server logs that.
+
+    The outermost layer: others answer requests, too. A slash at the end of the path goes as well, since Starlette would
+    answer with the URL that is without it, and the client would ask again without its tenant.
+    """
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI call. Raises: as the application."""
+        if scope["type"] == "http" and f"{path_of(scope)}/".startswith(f"{PATH}/"):
+            scope["path"] = scope["path"].rstrip("/")
+            fields = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+            if salts := [value for name, value in fields if name == "cache_salt"]:
+                scope[_SALTS] = salts
+                others = [(name, value) for name, value in fields if name != "cache_salt"]
+                scope["query_string"] = urlencode(others).encode("latin-1")
+        await self.app(scope, receive, send)
+
+
 class FileEndpoints:
-    """The endpoints on one store.
+    """The endpoints on one store, behind HideSalts.
 
     max_bytes: of a file. max_pixels: of an image; 0 for any number. formats: those of images, by Pillow's names; all if
     None.
@@ -68,18 +95,15 @@ class FileEndpoints:
 
     async def create(self, request: Request) -> Response:
         """POST: a form with `file`, what the API's form has beside it, and, if you like, `cache_salt`."""
-        given = _take_salt(request)
-        limited = Request(request.scope, _limited(request, self.max_bytes + _FORM_BYTES, self.max_bytes))
-        try:
-            async with limited.form(max_files=1, max_fields=16) as form:
-                file = form.get("file")
-                if file is None or isinstance(file, str):
-                    raise Refusal(400, "The form has no field 'file' with a file.", "file")
-                purpose, lives_s = form_of(request).upload(form)
-                key = tenant_key(_same_salt(form.get("cache_salt"), given))
-                content, filename = await file.read(), _as_utf8(file.filename or "image")[:_NAME_CHARS]
-        except HTTPException as error:
-            raise Refusal(400, f"The form can't be read: {error.detail}", "file") from error
+        given = _given_salt(request)
+        receive = _limited(request, self.max_bytes + _FORM_BYTES, self.max_bytes)
+        async with _form(Request(request.scope, receive)) as form:
+            file = form.get("file")
+            if file is None or isinstance(file, str):
+                raise Refusal(400, "The form has no field 'file' with a file.", "file")
+            purpose, lives_s = form_of(request).upload(form)
+            key = tenant_key(_same_salt(form.get("cache_salt"), given))
+            content, filename = await file.read(), _as_utf8(file.filename or "image")[:_NAME_CHARS]
         if len(content) > self.max_bytes:
             raise _too_large(self.max_bytes)
 
@@ -102,7 +126,7 @@ class FileEndpoints:
 
     async def list_files(self, request: Request) -> Response:
         """GET: the latest first."""
-        key = tenant_key(_take_salt(request))
+        key = tenant_key(_given_salt(request))
         lock = self._listing_of.setdefault(key, asyncio.Lock())  # one at a time of a tenant
         try:
             async with asyncio.timeout(LONGEST_S), lock, self._listing:
@@ -128,13 +152,13 @@ class FileEndpoints:
 
     async def delete(self, request: Request) -> Response:
         """DELETE: it is gone for all replicas when this is answered."""
-        key, file_id = tenant_key(_take_salt(request)), request.path_params["file_id"]
+        key, file_id = tenant_key(_given_salt(request)), request.path_params["file_id"]
         if not await self.store.writing.wait_for_async(self.store.delete, key, file_id):
             raise unknown(file_id)
         return JSONResponse(form_of(request).deleted(file_id))
 
     async def _found(self, request: Request) -> tuple[bytes | None, FileInfo]:
-        key, file_id = tenant_key(_take_salt(request)), request.path_params["file_id"]
+        key, file_id = tenant_key(_given_salt(request)), request.path_params["file_id"]
         info = await self.store.reading.wait_for_async(self.store.find, key, file_id)
         if info is None:
             raise unknown(file_id)
@@ -170,20 +194,38 @@ def _answering(operation: str, handler: Handler) -> Handler:
     return answer
 
 
-def _take_salt(request: Request) -> str | None:
-    """The cache_salt of a request, out of its header or of its URL, which has none afterwards. Raises: Refusal."""
+class _InMemory(MultiPartParser):
+    """A parser that writes no file to the folder for temporary ones, where it would not be encrypted."""
+
+    spool_max_size = sys.maxsize
+
+
+@asynccontextmanager
+async def _form(request: Request) -> AsyncIterator[FormData]:
+    """The fields of an upload, all of it in RAM, in this block. Raises: Refusal (400) for what is no such form."""
+    form = FormData()
+    if request.headers.get("content-type", "").startswith("multipart/form-data"):
+        try:
+            async with aclosing(request.stream()) as stream:
+                form = await _InMemory(request.headers, stream, max_files=1, max_fields=16).parse()
+        except MultiPartException as error:
+            raise Refusal(400, f"The form can't be read: {error.message}", "file") from error
+    try:
+        yield form
+    finally:
+        await form.close()
+
+
+def _given_salt(request: Request) -> str | None:
+    """The cache_salt of a request, by its header or its URL. Raises: Refusal."""
     salt: str | None = None
     for value in request.headers.getlist(SALT_HEADER):
         try:
             salt = _same_salt(value.encode("latin-1").decode(), salt)
         except UnicodeDecodeError as error:
             raise Refusal(400, f"Header '{SALT_HEADER}' is no text in UTF-8.", "cache_salt") from error
-    fields: list[tuple[str, str]] = parse_qsl(request.scope["query_string"].decode("latin-1"), keep_blank_values=True)
-    if given := [value for name, value in fields if name == "cache_salt"]:
-        others = [(name, value) for name, value in fields if name != "cache_salt"]
-        request.scope["query_string"] = urlencode(others).encode("latin-1")
-        for one in given:
-            salt = _same_salt(one, salt)
+    for one in request.scope.get(_SALTS, ()):
+        salt = _same_salt(one, salt)
     return salt
 
 

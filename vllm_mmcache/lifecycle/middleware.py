@@ -58,7 +58,7 @@ def _add_files(app: Any) -> None:
     from vllm_mmcache.components.identity.aliases import ALIASES
     from vllm_mmcache.components.image_extraction.hooks import image_formats, is_for_image_loader, most_pixels
     from vllm_mmcache.components.image_extraction.request_shapes import WALKERS
-    from vllm_mmcache.files.endpoints import FileEndpoints
+    from vllm_mmcache.files.endpoints import FileEndpoints, HideSalts
     from vllm_mmcache.files.middleware import PutFilesMiddleware
     from vllm_mmcache.files.named import NamedImages
     from vllm_mmcache.files.store import FileStore
@@ -84,3 +84,4 @@ def _add_files(app: Any) -> None:
         named_images=named,
     )
     app.user_middleware.append(layer)
+    app.user_middleware.insert(0, Middleware(HideSalts))

@@ -8,6 +8,7 @@ import json
 import logging
 import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -33,7 +34,7 @@ from vllm_mmcache.base import settings, tenant
 from vllm_mmcache.base.settings import Settings
 from vllm_mmcache.components.identity.middleware import FindTenant
 from vllm_mmcache.content import placeholders
-from vllm_mmcache.files.endpoints import FileEndpoints
+from vllm_mmcache.files.endpoints import FileEndpoints, HideSalts
 from vllm_mmcache.files.middleware import MOST_FILES, PutFilesMiddleware
 from vllm_mmcache.files.store import ENTRY_BYTES, FileStore
 from vllm_mmcache.metrics import counters
@@ -65,6 +66,7 @@ def application(folder: Path, source: tenant.TenantSource, takes_files: bool = T
     store = FileStore(fsspec.filesystem("file"), str(folder), codec=PLAIN, ttl_s=0, quota=quota)
     routes = FileEndpoints(store, max_bytes=MAX_BYTES, max_pixels=MAX_PIXELS).routes()
     layers = [
+        Middleware(HideSalts),
         Middleware(FindTenant, source=source),
         Middleware(
             PutFilesMiddleware,
@@ -434,6 +436,18 @@ def test_lists_of_one_tenant_wait_for_each_other(tmp_path: Path, monkeypatch: py
     assert [*most.values()] == [1, 1, 1]
 
 
+def test_an_upload_is_written_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder for temporary files is not encrypted."""
+    source = tenant.parse_source("cache_salt")
+    store = FileStore(fsspec.filesystem("file"), str(tmp_path), codec=PLAIN, ttl_s=0, quota=10**7)
+    routes = FileEndpoints(store, max_bytes=3 << 20, max_pixels=MAX_PIXELS).routes()
+    client = TestClient(Starlette(routes=routes, middleware=[Middleware(FindTenant, source=source)]))
+    monkeypatch.setattr(tempfile.SpooledTemporaryFile, "rollover", lambda self: pytest.fail("it is on disk"))
+    content = picture() + bytes(2 << 20)
+    answer = client.post("/v1/files", files={"file": ("a.png", content)}, data={"purpose": "vision"})
+    assert answer.json()["bytes"] == len(content)
+
+
 def test_the_access_log_has_no_salt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of uvicorn itself, which vLLM runs."""
     app = application(tmp_path, tenant.parse_source("cache_salt")).app
@@ -448,9 +462,13 @@ def test_the_access_log_has_no_salt(tmp_path: Path, caplog: pytest.LogCaptureFix
             for method, below in ("GET", ""), ("GET", f"/{file_id}"), ("GET", f"/{file_id}/content"), ("DELETE", "/x"):
                 client.request(method, url + below, params=salt)
             client.post(url, files={"file": ("a.png", picture())}, params=salt)
+            listed = client.get(f"{url}/", params=salt, follow_redirects=True).json()
+            client.put(url, params=salt)
+            client.get(f"{url}/x/nothing", params=salt)
         server.should_exit = True
         thread.join(10)
-    assert caplog.text.count("limit=7") == 5, "what is no secret is there"
+    assert caplog.text.count("limit=7") == 8, "what is no secret is there"
+    assert [one["id"] for one in listed["data"]] == [file_id]
     assert "a-secret" not in caplog.text
 
 
