@@ -15,7 +15,7 @@ that comes with a uuid can't be saved, or its request is refused, the store has 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_mmcache.base.errors import FilesUnusable
@@ -150,7 +150,7 @@ class NamedImages:
             finally:
                 self._num_unwritten -= 1
 
-    async def _take_back(self, uuids: Iterable[str], saving: list[asyncio.Future[None]], key: bytes | None) -> None:
+    async def _take_back(self, uuids: Iterable[str], saving: Sequence[asyncio.Future[None]], key: bytes | None) -> None:
         """Have the store know nothing of these uuids, once their images are saved: vLLM did not take them."""
         if saving:
             await asyncio.wait(saving)

@@ -11,7 +11,7 @@ A request that waits for a step large enough gets one of its own now and then, s
 and 0.33 lets newer ones pass. An exception there would end the engine; so none is raised.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -50,18 +50,31 @@ def never_split_spans(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     if not keeps_images_whole(instance.vllm_config):
         return wrapped(*args, **kwargs)
     given = named(wrapped, args, kwargs)
-    spans = image_spans(given["request"])
-    start = given["num_computed_tokens"]
-    fits = whole_spans(start, given["num_new_tokens"], spans)
-    if fits == 0 < given["num_new_tokens"] and getattr(instance, BLOCKED, None) is None:
-        setattr(instance, BLOCKED, given["request"].request_id)
+    request, start, asked = given["request"], given["num_computed_tokens"], given["num_new_tokens"]
+    spans = image_spans(request)
+    fits = whole_spans(start, asked, spans)
+    is_blocked = fits == 0 < asked
     while True:
-        given["num_new_tokens"] = whole_spans(start, given["num_new_tokens"], spans)
-        answer = wrapped(**given)
+        answer = wrapped(**given | {"num_new_tokens": fits})
         fits = whole_spans(start, answer[1], spans)
         if fits == answer[1]:
-            return answer
-        given["num_new_tokens"] = fits
+            break
+    if fits == 0 < asked and not is_blocked:
+        ahead = given.get("shift_computed_tokens", 0)
+        is_blocked = any(first <= start + ahead < end > start + asked for first, end in _ranges(request))
+    if is_blocked and getattr(instance, BLOCKED, None) is None:
+        setattr(instance, BLOCKED, request.request_id)
+    return answer
+
+
+def _ranges(request: Any) -> Iterator[tuple[int, int]]:
+    """First token of each placeholder range of a request's images, and the one behind its last.
+
+    vLLM splits none of these either, with `disable_chunked_mm_input`.
+    """
+    for feature in request.mm_features:
+        position = feature.mm_position
+        yield position.offset, position.offset + position.length
 
 
 @hook(
@@ -77,7 +90,9 @@ def free_after_last_embedding(wrapped: Any, instance: Any, args: Any, kwargs: An
     request = argument(wrapped, args, kwargs, "request")
     if not keeps_images_whole(instance.vllm_config):
         return outcome
-    computed = request.num_computed_tokens - request.num_output_placeholders - instance.num_prefill_lookahead
+    # The next chunk's drafter begins to read one token behind where the chunk does; of several heads, the last one.
+    read_again = max(0, instance.num_prefill_lookahead - 1)
+    computed = request.num_computed_tokens - request.num_output_placeholders - read_again
     for input_id in list(instance.encoder_cache_manager.get_cached_input_ids(request)):
         if last_embedding(request.mm_features[input_id]) < computed:
             instance._free_encoder_input(request, input_id)

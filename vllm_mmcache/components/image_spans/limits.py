@@ -13,11 +13,13 @@ from vllm_mmcache.components.image_spans.spans import Span
 
 @dataclass(frozen=True)
 class Limit:
-    """What one of vLLM's settings leaves to one request in one step. Units: tokens, all three."""
+    """What one of vLLM's settings leaves to one request in one step. Unit: tokens."""
 
     setting: str
     value: int
     reserved: int = 0  # of the value, for drafts
+    is_of_spans: bool = False
+    """Whether it bounds spans alone, and not the text around them in a placeholder range."""
 
     def too_small(self, needed: int) -> str:
         """What to change so that `needed` tokens fit; empty if they do."""
@@ -70,8 +72,9 @@ def why_never(spans: Iterable[Span], items: Sequence[Item], limits: Limits) -> s
             )
     if limits.whole_items is None:
         return ""
+    steps = [limit for limit in limits.steps if not limit.is_of_spans]
     for place, item in enumerate(items, 1):
-        if reason := too_long(item.num_tokens + limits.whole_items, limits.steps):
+        if reason := too_long(item.num_tokens + limits.whole_items, steps):
             return (
                 f"image {place} of {len(items)} has {item.num_tokens} tokens with the text in its placeholder, "
                 f"which disable_chunked_mm_input keeps in one step: {reason}"

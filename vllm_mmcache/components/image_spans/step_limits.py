@@ -27,7 +27,7 @@ def step_limits(vllm_config: Any) -> tuple[Limit, ...]:
     window = vllm_config.model_config.get_sliding_window()
     if window and not (_FROM_0_33 or settings.current().allow_causal_images) and vllm_config.use_v2_model_runner:
         # It leaves longer images out of the spans even where the model clamps them (Gemma 4): they would run causally.
-        limits.append(Limit("sliding_window, with model runner V2 of vLLM 0.32,", window))
+        limits.append(Limit("sliding_window, with model runner V2 of vLLM 0.32,", window, is_of_spans=True))
     return tuple(limits)
 
 

@@ -58,6 +58,15 @@ def test_whole_items() -> None:
     assert why_never(SPANS, IMAGES, Limits((Limit("a", 67),), 4096)) == ""
 
 
+def test_the_sliding_window_bounds_spans_and_not_the_item_that_they_are_in() -> None:
+    """A video is one item with a span for each frame, and text between these."""
+    spans = [(78 * frame + 8, 78 * frame + 77) for frame in range(32)]
+    video = [Item(0, 32 * 78, 32 * 70, "v")]
+    for window, fits in (70, True), (69, False):
+        steps = Limit("a", 8192), Limit("window", window, is_of_spans=True)
+        assert (why_never(spans, video, Limits(steps, 8192, 1, 1)) == "") is fits
+
+
 def blocked(waiting: Waiting, request_id: str, steps: int) -> None:
     for _ in range(steps):
         assert not waiting.is_due()
