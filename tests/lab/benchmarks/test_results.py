@@ -13,15 +13,6 @@ import pytest
 from benchmarks import results, run
 from benchmarks.results import Result
 
-# Each of these names a commit with a +, or has a part that does: it was measured on files that differ from that commit,
-# and so can't be repeated from the commit alone. A name goes from this list when its benchmark is saved again.
-OF_CHANGED_TREES = {
-    "soak",
-}
-# Each of these names a commit that this repository does not have. A name goes from this list as above.
-OF_LOST_COMMITS = {
-    "soak",
-}
 MOST_NUMBERS = 25  # in one list: chaos has the time of each of its 21 starts
 MOST_BYTES = 100_000  # of a result: the largest one, of processor, has 62,825 of medians and counters
 
@@ -54,16 +45,15 @@ def test_a_committed_result_names_its_commit(path: Path) -> None:
 
 
 def test_committed_results_are_of_clean_trees() -> None:
-    """But those of the list, each of which still is of a changed tree: the list only gets shorter."""
+    """A result of files that differ from its commit can't be repeated from the commit alone."""
     named = {path.stem: commits(json.loads(path.read_text())) for path in COMMITTED}
     changed = {name for name, found in named.items() if any(commit.endswith("+") for commit in found)}
-    assert not changed - OF_CHANGED_TREES, "measured on files that differ from the commit: commit, and save them again"
-    assert not OF_CHANGED_TREES - changed, "of a clean tree: take them off the list"
+    assert not changed, "measured on files that differ from the commit: commit, and save them again"
 
 
 @pytest.mark.process
 def test_the_commits_of_results_are_there() -> None:
-    """But those of the list: their benchmarks can only be repeated at another commit."""
+    """A benchmark whose commit this repository has not can only be repeated at another one."""
     try:
         is_shallow = git(results.ROOT, "rev-parse", "--is-shallow-repository").strip() == "true"
     except subprocess.CalledProcessError:
@@ -76,8 +66,7 @@ def test_the_commits_of_results_are_there() -> None:
     done = subprocess.run(command, cwd=results.ROOT, input="\n".join(asked), capture_output=True, text=True, check=True)
     known = {commit for commit, said in zip(asked, done.stdout.splitlines(), strict=True) if said.endswith(" commit")}
     lost = {name for name, found in named.items() if not found <= known}
-    assert not lost - OF_LOST_COMMITS, "measured at a commit that was not kept: save them again"
-    assert not OF_LOST_COMMITS - lost, "all their commits are there: take them off the list"
+    assert not lost, "measured at a commit that was not kept: save them again"
 
 
 def test_the_last_traceback_is_what_went_wrong() -> None:
