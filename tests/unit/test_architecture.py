@@ -54,9 +54,9 @@ TOUCHES_VLLM = re.compile(
 MAY_IMPORT_VLLM = {
     "base/versions.py",  # asks for the version
     "hooking/subclasses.py",  # the registry of renderers
-    "lifecycle/activation.py",  # asks for the platform
     "lifecycle/user_proofs.py",  # asks for the device
     "lifecycle/report.py",  # asks for the renderer
+    "lifecycle/tested_engines.py",  # asks for the platform
     "cli/doctor.py",  # reports on it
     "cli/preview.py",  # lets it make its configuration
     "cli/warm.py",  # starts an engine

@@ -310,7 +310,7 @@ def component_findings(components: "Mapping[str, State]", chosen: "Settings") ->
 
 def engine_facts(config: Any) -> dict[str, Any]:
     """The engine, in words and apart; runner and scheduling are None without a configuration."""
-    from vllm_mmcache.lifecycle.activation import engine_here
+    from vllm_mmcache.lifecycle.tested_engines import engine_here
 
     engine = engine_here(config)
     return {**asdict(engine), "words": str(engine)}

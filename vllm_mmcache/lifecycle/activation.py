@@ -34,7 +34,7 @@ from vllm_mmcache.lifecycle.registry import (
     TRIAL,
     parts,
 )
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Served, architecture_of, minor_of, why_unproven
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Served, engine_here, why_unproven
 from vllm_mmcache.models import vllm_registry
 
 logger = logging.getLogger("vllm.mmcache")
@@ -220,27 +220,6 @@ def refuse_reference(reason: str) -> None:
     """Raises: HookError, where the naive attention was asked for and `reason` says why it can't be had."""
     if settings.current().attention == "reference":
         raise HookError(f"attention=reference can't be had: {reason}. Unset MMCACHE_ATTENTION")
-
-
-def engine_here(vllm_config: Any = None) -> Served:
-    """The engine of this process; without a VllmConfig its runner, scheduling, model and devices are not known."""
-    here = Served(minor_of(vllm_version()), platform_name())
-    if vllm_config is None:
-        return here
-    return replace(
-        here,
-        runner=2 if vllm_config.use_v2_model_runner else 1,
-        scheduling="async" if vllm_config.scheduler_config.async_scheduling else "sync",
-        architecture=architecture_of(vllm_config),
-        num_devices=vllm_config.parallel_config.world_size_across_dp,
-    )
-
-
-def platform_name() -> str:
-    """The platform of this vLLM; its own device_type is "cuda" on an AMD GPU, too."""
-    from vllm.platforms import current_platform
-
-    return "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
 
 
 def stop() -> None:

@@ -14,7 +14,7 @@ from vllm_mmcache.base import config_payload, settings, status
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.hooking import subclasses
 from vllm_mmcache.hooking.hook import Hooks
-from vllm_mmcache.lifecycle import activation, config_rules, rank_sync
+from vllm_mmcache.lifecycle import activation, config_rules, rank_sync, tested_engines
 
 _seen: list[Any] = []  # the last configuration that this process has made: what it says of us, and of the engine
 _from_command_line: settings.Settings | None = None
@@ -43,7 +43,7 @@ def read_after_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     if not config_rules.is_of_an_engine(instance) or _depth or status.process_name() != "api":
         return outcome
     _read(instance)
-    said = [settings.current(), activation.engine_here(instance), instance.model_config.model]
+    said = [settings.current(), tested_engines.engine_here(instance), instance.model_config.model]
     if "api" not in status.roles() or said != _seen:  # vLLM makes some more than once
         _seen[:] = said
         activation.activate("api", instance)

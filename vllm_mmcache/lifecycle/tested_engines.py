@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.lifecycle.registry import COMPONENTS
 
 ENGINE_COMPONENTS = tuple(component.name for component in COMPONENTS.values() if component.proven_per)
@@ -116,6 +117,27 @@ def architecture_of(vllm_config: Any) -> str | None:
     """The first architecture of the model's config; None where it names none."""
     named = getattr(getattr(vllm_config.model_config, "hf_config", None), "architectures", None)
     return str(named[0]) if named else None
+
+
+def engine_here(vllm_config: Any = None) -> Served:
+    """The engine of this process; without a VllmConfig its runner, scheduling, model and devices are not known."""
+    here = Served(minor_of(vllm_version()), platform_name())
+    if vllm_config is None:
+        return here
+    return replace(
+        here,
+        runner=2 if vllm_config.use_v2_model_runner else 1,
+        scheduling="async" if vllm_config.scheduler_config.async_scheduling else "sync",
+        architecture=architecture_of(vllm_config),
+        num_devices=vllm_config.parallel_config.world_size_across_dp,
+    )
+
+
+def platform_name() -> str:
+    """The platform of this vLLM; its own device_type is "cuda" on an AMD GPU, too."""
+    from vllm.platforms import current_platform
+
+    return "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
 
 
 def why_unproven(component: str, engine: Served) -> str:

@@ -22,8 +22,9 @@ from typing import Any
 from vllm_mmcache import __version__
 from vllm_mmcache.base.errors import ProofsUnwritable
 from vllm_mmcache.base.store_url import state_directory
+from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.lifecycle import configuration
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, architecture_of
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, architecture_of, platform_name
 
 FORMAT = 1
 KIND = "mmcache proofs"  # what the file says it is
@@ -71,9 +72,6 @@ class ProofScope:
     def of(cls, vllm_config: Any) -> "ProofScope":
         """The scope of an engine with this VllmConfig in this process. Makes no CUDA context."""
         from vllm.platforms import current_platform
-
-        from vllm_mmcache.base.versions import vllm_version
-        from vllm_mmcache.lifecycle.activation import platform_name
 
         parallel = vllm_config.parallel_config
         return cls(

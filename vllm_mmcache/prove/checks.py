@@ -19,8 +19,8 @@ from vllm_mmcache.base.errors import one_line
 from vllm_mmcache.components.inner_checkpoints.cuts import CUTS
 from vllm_mmcache.exactness.answers import Answer, Inexact
 from vllm_mmcache.exactness.conversations import filler, one, picture, user
-from vllm_mmcache.lifecycle import activation, user_proofs
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, why_unproven
+from vllm_mmcache.lifecycle import user_proofs
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, engine_here, why_unproven
 from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove import load, workers, workloads
 from vllm_mmcache.prove.arguments import given, taken
@@ -71,7 +71,7 @@ def place_of(rig: Rig) -> dict[str, Any]:
     """What a proof of this item is tied to, which components are on without one, and what its model has a use for."""
     # Its engines have arguments of their own, so what passes holds for any.
     scope = replace(user_proofs.ProofScope.of(rig.vllm_config), configuration="")
-    engine = activation.engine_here(rig.vllm_config)
+    engine = engine_here(rig.vllm_config)
     uses = {
         "image_spans": rig.images_attend_both_ways,
         "resumed_images": scope.runner == 1 and not rig.vllm_config.model_config.is_hybrid,

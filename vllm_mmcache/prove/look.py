@@ -62,7 +62,7 @@ def see(model: str, arguments: Sequence[str], fixed: Sequence[str] = ()) -> Targ
 
     from vllm_mmcache.hooking.hook import TESTED_VLLM
     from vllm_mmcache.hooking.installer import version_supported
-    from vllm_mmcache.lifecycle.activation import platform_name
+    from vllm_mmcache.lifecycle.tested_engines import platform_name
     from vllm_mmcache.prove.arguments import given, taken
     from vllm_mmcache.prove.items import UNTESTED
 

@@ -14,7 +14,7 @@ from mmcache_tools.prove_zoo.items import SWITCH, ZooHow, plan
 from scripts.gpu_check import found, run
 from vllm_mmcache.base.errors import EnvironmentProblem
 from vllm_mmcache.lifecycle import tested_engines
-from vllm_mmcache.lifecycle.activation import platform_name
+from vllm_mmcache.lifecycle.tested_engines import platform_name
 from vllm_mmcache.prove import items
 from vllm_mmcache.prove.arguments import given
 

@@ -20,7 +20,7 @@ from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle import activation, config_rules, tested_engines, user_proofs
 from vllm_mmcache.lifecycle.activation import IF_TRIED
 from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES, COMPONENTS, parts
-from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Engine, Row, Served
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, Engine, Row, Served, engine_here
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_installed", "no_role")
 
@@ -41,7 +41,7 @@ def decide(
     component: str, configurations: dict[str, Any], family: str = "gemma3", engine: Served | None = None
 ) -> State:
     vllm_config = configurations[family]
-    engine = engine or activation.engine_here(vllm_config)
+    engine = engine or engine_here(vllm_config)
     own, _ = activation.own_proofs(engine, vllm_config)
     return activation.decide(component, engine, vllm_config, own)
 
@@ -94,7 +94,7 @@ def test_proof_decides_where_no_setting_does(
 
 def test_the_runner_is_part_of_the_proof(configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_current", chosen({"trial_s": 0}))
-    here = activation.engine_here(configurations["gemma3"])
+    here = engine_here(configurations["gemma3"])
     monkeypatch.setattr(tested_engines, "TABLE", [Row(here, ENGINE_COMPONENTS, "a test")])
     assert decide("features", configurations) == ON
     other = replace(here, scheduling="sync" if here.scheduling == "async" else "async")
@@ -149,7 +149,7 @@ def test_an_engine_that_can_not_be_tried_by_itself(
     monkeypatch.setattr(tested_engines, "TABLE", [])
     config = copy.copy(configurations["gemma3"])
     config.kv_transfer_config = object()
-    reason = activation.decide("features", activation.engine_here(config), config).reason
+    reason = activation.decide("features", engine_here(config), config).reason
     assert "a connector would take its requests to other engines" in reason
     assert "MMCACHE_FEATURES=1 switches it on" in reason
     assert activation.on_trial(config) == []
@@ -170,7 +170,7 @@ def test_what_is_ignored_of_the_users_proofs_is_said(
         activation.activate("api", configurations["gemma3"])
         return " ".join(record.getMessage() for record in caplog.records if is_warning(record))
 
-    here = activation.engine_here(configurations["gemma3"])
+    here = engine_here(configurations["gemma3"])
     engine = Engine(here.vllm, here.platform, here.runner, here.scheduling)
     monkeypatch.setattr(tested_engines, "TABLE", [Row(engine, ENGINE_COMPONENTS, "a test")])
     assert said() == ""
