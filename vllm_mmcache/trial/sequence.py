@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_mmcache.base import status
@@ -217,7 +218,8 @@ class Trial:
             return
         engine = self._engine
         with self._trying("image_spans"):
-            spans = [(start, last + 1) for start, last in image_spans(_Features(first))]
+            request = SimpleNamespace(mm_features=first.features)
+            spans = [(start, last + 1) for start, last in image_spans(request)]
             self._check_tokens(first, spans)
             longest = max(end - start for start, end in spans)
             with engine.without_checkpoints():
@@ -367,14 +369,6 @@ class Trial:
         for component in TRIABLE:
             if self._is_tried(component) and component not in self.verdict.passed:
                 self._untried(component, why)
-
-
-class _Features:
-    """As image_spans reads a request."""
-
-    def __init__(self, prompt: Prompt) -> None:
-        self.mm_features = prompt.features
-        self.prompt_token_ids = prompt.token_ids
 
 
 TRIABLE = (

@@ -18,12 +18,7 @@ from vllm_mmcache.base.errors import CausalImages, UnschedulableImage, Unschedul
 from vllm_mmcache.components.image_spans import rules
 from vllm_mmcache.components.image_spans.limits import too_long, why_never
 from vllm_mmcache.components.image_spans.spans import image_spans, keeps_images_whole
-from vllm_mmcache.components.image_spans.step_limits import (
-    as_scheduled,
-    items_of,
-    limits_of,
-    step_limits,
-)
+from vllm_mmcache.components.image_spans.step_limits import items_of, limits_of, step_limits
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.models.vllm_registry import images_of
 
@@ -101,7 +96,7 @@ def _refuse(input_processor: Any, prompt: Any) -> None:
         SimpleNamespace(modality=modality, mm_position=positions[modality][i], identifier=names[modality][i])
         for modality, i in argsort_mm_positions(positions)
     ]
-    spans = image_spans(as_scheduled(features, prompt["prompt_token_ids"]))
+    spans = image_spans(SimpleNamespace(mm_features=features))
     limits = limits_of(input_processor.vllm_config, input_processor.mm_encoder_cache_size)
     if reason := why_never(spans, items_of(features), limits):
         _forget(input_processor.renderer.mm_processor_cache, prompt)

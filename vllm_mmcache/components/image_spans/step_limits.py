@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What bounds the tokens of a request in a step, and what a request's images need of it. API and engine process."""
 
-from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
+from collections.abc import Iterable
 from typing import Any
 
 from packaging.version import Version
@@ -55,10 +54,3 @@ def items_of(features: Iterable[Any]) -> list[Item]:
         position = feature.mm_position
         found.append(Item(position.offset, position.length, position.get_num_embeds(), feature.identifier))
     return found
-
-
-def as_scheduled(features: Sequence[Any], prompt_token_ids: Sequence[int] | None) -> Any:
-    """What the one function that knows where spans are, image_spans, wants to see of a request."""
-    return SimpleNamespace(
-        mm_features=features, prompt_token_ids=prompt_token_ids, num_prompt_tokens=len(prompt_token_ids or ())
-    )
