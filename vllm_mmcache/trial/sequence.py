@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ _KERNEL_TOKENS = 64
 class Trial:
     """Tries components on one engine. `switch_off` is called for each that does not pass, before others are tried."""
 
-    def __init__(self, engine_core: Any, components: Container[str], seconds: float, switch_off: SwitchOff) -> None:
+    def __init__(self, engine_core: Any, components: Sequence[str], seconds: float, switch_off: SwitchOff) -> None:
         self.verdict = Verdict()
         self._components = components
         self._switch_off = switch_off
@@ -366,18 +366,6 @@ class Trial:
 
     def _give_up(self, why: str) -> None:
         """What was not tried until now is not."""
-        for component in TRIABLE:
+        for component in self._components:
             if self._is_tried(component) and component not in self.verdict.passed:
                 self._untried(component, why)
-
-
-TRIABLE = (
-    "block_keys",
-    "image_spans",
-    "resumed_images",
-    "image_checkpoints",
-    "inner_checkpoints",
-    "features",
-    "metrics",
-)
-"""The components that a trial knows how to try."""

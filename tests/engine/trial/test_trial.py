@@ -14,11 +14,12 @@ from vllm_mmcache.base import status
 from vllm_mmcache.base.status import ON, State
 from vllm_mmcache.components.observe.observer import OBSERVER
 from vllm_mmcache.lifecycle.rank_sync import of_ranks
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 from vllm_mmcache.metrics import counters, transport
 from vllm_mmcache.reference_attention.comparison import KINDS
 from vllm_mmcache.reference_attention.vllm_layers import ReferenceLayers
 from vllm_mmcache.trial import vllm_engine, vllm_prompts, worker
-from vllm_mmcache.trial.sequence import TRIABLE, Trial
+from vllm_mmcache.trial.sequence import Trial
 from vllm_mmcache.trial.verdict import Verdict
 
 pytestmark = pytest.mark.engine
@@ -94,7 +95,7 @@ def on(rig: ZooRig) -> list[str]:
     places = [status.of("engine"), *of_ranks(core(rig).model_executor).values()]
     return [
         name
-        for name in TRIABLE
+        for name in ENGINE_COMPONENTS
         if any(name in states for states in places)
         and all(states.get(name, ON) == ON for states in places)
         and not (name in ("image_checkpoints", "inner_checkpoints") and rig.keeps_all_kv)

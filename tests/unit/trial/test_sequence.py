@@ -11,9 +11,10 @@ import pytest
 
 from vllm_mmcache.base import status
 from vllm_mmcache.base.status import ON, State
+from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS
 from vllm_mmcache.reference_attention.comparison import KINDS, PICTURE
 from vllm_mmcache.trial import sequence
-from vllm_mmcache.trial.sequence import TRIABLE, Trial
+from vllm_mmcache.trial.sequence import Trial
 
 
 class Scripted:
@@ -55,7 +56,10 @@ def off() -> dict[str, str]:
 
 
 def trial_of(
-    engine: Scripted, off: dict[str, str], monkeypatch: pytest.MonkeyPatch, components: Sequence[str] = TRIABLE
+    engine: Scripted,
+    off: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    components: Sequence[str] = ENGINE_COMPONENTS,
 ) -> Trial:
     monkeypatch.setattr(sequence, "TrialEngine", lambda *args: engine)
     prompt = SimpleNamespace(start=lambda picture: 128)
@@ -71,7 +75,7 @@ def test_an_engine_that_can_not_repeat_itself_passes_nothing(
     verdict = trial_of(Scripted(0.9, 0.6), off, monkeypatch).run()
     assert verdict.noise == pytest.approx(0.3)
     assert verdict.passed == ["metrics"], "which compares no answers"
-    assert set(verdict.untried) == set(off) == set(TRIABLE) - {"metrics"}
+    assert set(verdict.untried) == set(off) == set(ENGINE_COMPONENTS) - {"metrics"}
     assert "two cold runs of this engine differ by 0.3" in off["features"]
 
 
