@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 from vllm_mmcache.base.role import Role
 
 TESTED_VLLM = ">=0.32.0,<0.34"
-"""Of every hook that names no other range."""
+"""The vLLM that hooks are written for: a PEP 440 range with both ends."""
 
 Only = Literal["", "runner V1", "pipeline stages"]
 Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
@@ -33,7 +33,7 @@ class Hook:
     """One symbol of vLLM that is replaced, or overridden in a subclass (subclasses.py).
 
     target and also are "module:Owner.attr"; also lists from-import aliases that must change with the target. wrapper is
-    called as (wrapped, instance, args, kwargs). vllm is a PEP 440 range with both ends.
+    called as (wrapped, instance, args, kwargs).
     """
 
     name: str
@@ -53,7 +53,6 @@ class Hook:
     """Private symbols of vLLM that the wrapper calls, or replaces on an object; they must be there."""
     only: Only = ""
     """A configuration without it does not need this hook."""
-    vllm: str = TESTED_VLLM
 
 
 class Hooks:

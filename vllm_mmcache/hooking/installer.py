@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from vllm_mmcache.base.errors import HookDisturbed, HookError, SymbolChanged, SymbolMissing, VersionUnsupported
-from vllm_mmcache.hooking.hook import Hook
+from vllm_mmcache.hooking.hook import TESTED_VLLM, Hook
 from vllm_mmcache.hooking.subclasses import mixin_for
 
 _INHERITED = object()  # the slot's owner did not define the attribute itself
@@ -206,9 +206,9 @@ def resolve_owner(target: str) -> tuple[Any, str]:
 
 
 def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot | _Override]:
-    if not allow_untested and not version_supported(vllm_version, hook.vllm):
+    if not allow_untested and not version_supported(vllm_version, TESTED_VLLM):
         raise VersionUnsupported(
-            f"vLLM {vllm_version} is not in the tested range {hook.vllm}; "
+            f"vLLM {vllm_version} is not in the tested range {TESTED_VLLM}; "
             "install a tested version, or set MMCACHE_ALLOW_UNTESTED_VLLM=1 to try"
         )
     for target in hook.reads:

@@ -33,9 +33,7 @@ def test_few_functions_are_replaced_on_v2() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("hook", table(), ids=lambda hook: hook.name)
 def test_entry_is_complete(hook: Hook) -> None:
-    assert all((hook.why, hook.upstream, hook.remove_when, hook.vllm, hook.wrapper.__doc__))
-    assert "<" in hook.vllm, "both ends of the version range"
-    assert ">=" in hook.vllm, "both ends of the version range"
+    assert all((hook.why, hook.upstream, hook.remove_when, hook.wrapper.__doc__))
     assert source_digests.compare_all_installed((hook.target, *hook.reads), vllm_version()) == "tested"
 
 
