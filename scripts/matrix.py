@@ -32,8 +32,6 @@ DEFAULT_ENGINES = ("v1", "v2-async")
 # Folders whose tests run on all of them by default: a trial has to find what is planted on each.
 ON_EVERY_ENGINE = ("tests/engine/trial",)
 OVERLAY = "0.33.0's Python over 0.32.0's CPU kernels"
-# Tests that can't hold where the Python code and the kernels are of two versions, with the reason.
-NOT_ON_THE_OVERLAY: dict[str, str] = {}
 
 INTRODUCTION = """# The test matrix
 
@@ -147,11 +145,10 @@ def run(vllm: str, engine: str, tests: str, scenarios: str) -> Row | None:
     """Run one cell; None where the engine has none of these tests."""
     python = REPO / ENVIRONMENTS[vllm] / "bin" / "python"
     about = versions(python)
-    deselect = [f"--deselect={name}" for name in NOT_ON_THE_OVERLAY if about.startswith(OVERLAY)]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         paths = [str(path.relative_to(REPO)) for path in sorted(REPO.glob(tests))]
-        command = [str(python), "-m", "pytest", "-q", f"--junit-xml={report}", *deselect, *paths]
+        command = [str(python), "-m", "pytest", "-q", f"--junit-xml={report}", *paths]
         start = time.monotonic()
         environ = os.environ | {"TEST_MATRIX": str(int(scenarios == "all")), "TEST_ENGINE": engine}
         done = subprocess.run(command, cwd=REPO, env=environ, check=False)
@@ -191,7 +188,7 @@ def proves(components: Sequence[str], vllm: str, engine: str, rows: Sequence[Row
 
 
 def page(rows: list[Row]) -> str:
-    """The page: a row for each folder of tests, a column for each vLLM and engine, then what failed or was left out."""
+    """The page: a row for each folder of tests, a column for each vLLM and engine, then what failed."""
     columns = list(dict.fromkeys((row.vllm, row.versions, row.engine) for row in rows))
     about = dict.fromkeys(f"The runs on vLLM {vllm} had {versions}." for vllm, versions, _ in columns)
     heads = [f"vLLM {vllm}, runner {' '.join(ENGINES[engine])}" for vllm, _, engine in columns]
@@ -205,8 +202,7 @@ def page(rows: list[Row]) -> str:
         name = f"`{tests}`" + (", every scenario" if scenarios == "all" else "")
         parts.append(" | ".join([name, *(cell(of_tests.get(column)) for column in columns)]))
     failed = [f"- {row.vllm}, {row.engine}: `{name}` failed." for row in rows for name in row.failed]
-    left_out = [f"- Left out on {OVERLAY}: `{name}`: {why}" for name, why in NOT_ON_THE_OVERLAY.items()]
-    return "\n".join([*parts, "", *(failed or ["No test failed."]), *left_out]) + "\n" + LIMITS
+    return "\n".join([*parts, "", *(failed or ["No test failed."])]) + "\n" + LIMITS
 
 
 def cell(row: Row | None) -> str:

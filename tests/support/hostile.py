@@ -15,7 +15,6 @@ from blake3 import blake3
 from vllm_mmcache.components.features.identity import Identity
 from vllm_mmcache.components.features.package import FEATURES, LENGTH, Shape, pack
 
-HUGE = (2**31, 2**53, 2**63 - 1)
 DEEP = 20_000
 
 

@@ -16,10 +16,10 @@ Run = Literal["", "warm", "cold", "features", "trial"]
 _is_wanted = False
 
 
-def want(is_wanted: bool = True) -> None:
-    """Have uses noted from now on, or no longer."""
+def want() -> None:
+    """Have uses noted from now on."""
     global _is_wanted
-    _is_wanted = is_wanted
+    _is_wanted = True
 
 
 def note(request: Any, component: str) -> None:

@@ -10,7 +10,7 @@ import importlib.machinery
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from vllm_mmcache.base.versions import installed
 from vllm_mmcache.environment.hook import installed_version
@@ -28,10 +28,6 @@ class Problem:
     seen: str
     cure: str
     repairable: bool  # by `python -m vllm_mmcache.environment`
-
-    def as_dict(self) -> dict[str, object]:
-        """The fields by their names, for JSON."""
-        return asdict(self)
 
 
 def import_error(package: str) -> str | None:

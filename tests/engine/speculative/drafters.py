@@ -24,7 +24,6 @@ from tests.engine.composes.draft import write_draft
 
 NUM_TOKENS = 2  # drafted in a step
 LETTERS = (" red", " cat", " dog")  # the tokens of which answers are made
-DRAFTERS = ("ngram", "mtp", "eagle", "eagle3")
 _LITTLE = 0.01  # of what the drafter's own layer would add
 _LAST_LAYER = "model.language_model.layers.3."  # of Qwen3.5: the one with full attention
 

@@ -28,7 +28,6 @@ PLAN = "_mmcache_checkpoint_plan"
 class Plan:
     """What was chosen for one request; an attribute of it."""
 
-    owner: "Checkpoints"
     hit_tokens: int
     kinds: frozenset[str]  # asked of the backoff once per request, whatever happens to it
     checkpoints: tuple[Checkpoint, ...]
@@ -110,7 +109,7 @@ class Checkpoints:
         if kept is None:
             self.reused.record(hit_tokens / request.num_tokens)
         if not request.mm_features:
-            setattr(request, PLAN, Plan(self, hit_tokens, frozenset(), ()))
+            setattr(request, PLAN, Plan(hit_tokens, frozenset(), ()))
             return
         ranges = [(f.mm_position.offset, f.mm_position.length) for f in request.mm_features]
         found = candidates(ranges, hit_tokens, self.block_tokens, self.lookahead_tokens)
@@ -147,7 +146,7 @@ class Checkpoints:
             for checkpoint in chosen:
                 self.rates.made(checkpoint, salt, _image_of(request, checkpoint))
             counters.CHECKPOINT_REQUESTS_BACKED_OFF.add(kinds != KINDS or refused > 0)
-        setattr(request, PLAN, Plan(self, hit_tokens, kinds, chosen))
+        setattr(request, PLAN, Plan(hit_tokens, kinds, chosen))
 
     def cost_tokens(self, prefill: Prefill, stops: Collection[int], tokens: int, chosen: Sequence[int]) -> float:
         """What a checkpoint at `tokens` costs in addition to those already chosen, in tokens: its steps, its memory.

@@ -74,7 +74,6 @@ class ItemPreparer:
         self.cache = PreparedItemCache(cache)
         self.tokens_cache = None if tokens_cache is None else TokensCache(tokens_cache)
         self._processor = processor
-        self._algorithm = processor.info.ctx.get_mm_config().mm_hasher_algorithm
         self._max_tokens = int(model_config.max_model_len)
         self._facts = inputs_digest(item_facts(model_config, processor))
         self._kinds: dict[str, Kinds | None] = {}
