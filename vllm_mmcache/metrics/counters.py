@@ -119,20 +119,12 @@ class EngineLabelledCounter(LabelledCounter):
         super().add(amount, *values)
 
 
-class TierCounter(EngineLabelledCounter):
-    """A sum for each tier of the feature store."""
+class Gauge:
+    """A size that is now; `mmcache:<name>` on /metrics. API server."""
 
     def __init__(self, name: str, meaning: str) -> None:
-        super().__init__(name, meaning, ("tier",))
-
-
-class Gauge:
-    """A size that is now; `mmcache:<name>` on /metrics. API server. `mode` is how prometheus joins processes."""
-
-    def __init__(self, name: str, meaning: str, mode: Literal["mostrecent"]) -> None:
         self.name = name
         self.meaning = meaning
-        self._mode = mode
         self._prometheus: Any = None
         self._lock = threading.Lock()
 
@@ -148,7 +140,7 @@ class Gauge:
                 import prometheus_client
 
                 self._prometheus = prometheus_client.Gauge(
-                    f"mmcache:{self.name}", self.meaning, multiprocess_mode=self._mode
+                    f"mmcache:{self.name}", self.meaning, multiprocess_mode="mostrecent"
                 )
 
 
@@ -233,7 +225,7 @@ PLACES = ("ram", "disk", "remote")
 """Where packages and records may lie: the values of the labels `tier` and `place`."""
 
 TIER_COUNTERS = {
-    count: TierCounter(f"features_{name}", meaning)
+    count: EngineLabelledCounter(f"features_{name}", meaning, ("tier",))
     for count, name, meaning in (
         ("hits", "hits", "Packages that a tier had."),
         ("misses", "misses", "Packages that a tier did not have."),
@@ -263,8 +255,8 @@ RECORD_COUNTERS = {
         ("errors", "Reads and writes that a place could not do."),
     )
 }
-RECORD_DISK_BYTES = Gauge("record_disk_bytes", "Bytes in use of the records' file.", "mostrecent")
-RECORD_DISK_BUDGET_BYTES = Gauge("record_disk_budget_bytes", "Bytes that the records' file may use.", "mostrecent")
+RECORD_DISK_BYTES = Gauge("record_disk_bytes", "Bytes in use of the records' file.")
+RECORD_DISK_BUDGET_BYTES = Gauge("record_disk_budget_bytes", "Bytes that the records' file may use.")
 
 # With the setting observe. The values are those of components/observe/record/schema.py, so there are few.
 FILE_REQUESTS = LabelledCounter(
