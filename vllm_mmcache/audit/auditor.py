@@ -27,8 +27,6 @@ LONGEST_RUN_S = 30.0
 """One that takes longer is given up: an engine that can't schedule it would try for ever."""
 FOUND_WRONG = "answers in the audit were not those of cold runs"
 """How the reason of a component ends that the audit has switched off; docker/alerts.yaml looks for it."""
-BLAMED_FIRST = ("resumed_images", "inner_checkpoints", "image_checkpoints", "block_keys", "image_spans")
-"""Of several that gave a request KV, the one that is nearest to what was reused."""
 
 Which = Literal["warm", "cold", "cold_again", "features"]
 Result = counters.AuditResult
@@ -264,7 +262,8 @@ class Auditor:
 
 
 def _nearest(components: frozenset[str]) -> str:
-    return next((one for one in BLAMED_FIRST if one in components), min(components))
+    """Of several that gave a request KV, the one that is nearest to what was reused."""
+    return next((one for one in counters.AUDITED if one in components), min(components))
 
 
 def _count(components: Iterable[str], result: Result) -> None:

@@ -305,7 +305,7 @@ AUDIT = EngineLabelledCounter(
 AUDITED = (
     "features", "resumed_images", "inner_checkpoints", "image_checkpoints", "block_keys", "image_spans",
 )  # fmt: skip
-"""The values of its label `component`."""
+"""The values of its label `component`. Of those that give a request KV, the nearest to what is reused comes first."""
 AuditResult = Literal["match", "mismatch", "cut", "unavailable"]
 AUDIT_RESULTS: tuple[AuditResult, ...] = get_args(AuditResult)
 
