@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys in files that a setting names. Any process, at start."""
+"""What a key may be, and keys in files that a setting names. Any process, at start."""
 
 import base64
 import binascii
@@ -10,6 +10,13 @@ from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.secret_files import read_secret, shown
 
 KEY_BYTES = 32
+KEY_CHARS = 16  # the least that a key may have
+
+
+def check_key(key: str) -> None:
+    """Raises: ValueError for a key that is too short to be one, or that can't travel in a header."""
+    if len(key) < KEY_CHARS or not all("!" <= char <= "~" for char in key):
+        raise ValueError(f"a key has {KEY_CHARS} printable ASCII characters or more, and no space")
 
 
 def read_key(key_file: str) -> bytes:

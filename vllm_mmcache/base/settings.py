@@ -21,11 +21,11 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from vllm_mmcache.base.durations import Duration
 from vllm_mmcache.base.errors import SettingsError
+from vllm_mmcache.base.key_file import check_key
 from vllm_mmcache.base.settings_messages import PROTECTING, allowed, check_together, is_of_a_service, known, nearest
 from vllm_mmcache.base.store_url import (
     WITH_URLS,
     check_files,
-    check_key,
     host_and_port,
     why_not_in_config,
     with_password,

@@ -13,7 +13,7 @@ from vllm_mmcache.base import key_file, remote_url
 from vllm_mmcache.base.durations import Duration
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.remote_url import SCHEMES
-from vllm_mmcache.base.store_url import KEY_CHARS, REMOTE_SCHEMES, redact, store_places, with_password
+from vllm_mmcache.base.store_url import REMOTE_SCHEMES, redact, store_places, with_password
 
 # Pairs that can't both be meant: (name, value), (name, value), and why.
 _APART = "nothing would keep tenants apart"
@@ -71,7 +71,8 @@ def allowed(name: str, field: FieldInfo) -> str:
     if annotation is Duration:
         return "allowed: 0, a number of seconds, or one with s, m, h, d or w after it, such as 7d"
     if name == "admin_key":
-        return f"allowed: {KEY_CHARS} printable ASCII characters or more, such as `openssl rand -hex 32` writes"
+        least = key_file.KEY_CHARS
+        return f"allowed: {least} printable ASCII characters or more, such as `openssl rand -hex 32` writes"
     if name == "tenant_from":
         return "allowed: cache_salt, api_key, or header:NAME such as header:X-Tenant"
     if name == "store":

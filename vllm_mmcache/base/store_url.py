@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the settings `store` and `files` may name, what an address and a key may be, and how they may be shown.
-
-Any process.
-"""
+"""What the settings `store` and `files` may name, what an address may be, and how they may be shown. Any process."""
 
 import os
 import re
-import sys
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit, urlunsplit
 
 from pydantic import SecretStr
 
 from vllm_mmcache.base import remote_url
+from vllm_mmcache.base.directories import default_directory
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.secret_files import read_secret, shown
 
@@ -30,7 +26,7 @@ def store_places(store: str | None) -> tuple[str | None, str | None]:
     """
     directory = url = None
     for part in _parts(store or ""):
-        if part.startswith((*remote_url.SCHEMES, *remote_url.SEVERAL_HOSTS)):
+        if part.startswith(REMOTE_SCHEMES):
             if url is not None:
                 raise ValueError("only one URL can be given")
             url = part
@@ -79,23 +75,6 @@ _LOCAL = ("file", "local")  # fsspec's schemes of directories
 def _check_directory(path: str) -> None:
     if not os.path.expanduser(path).startswith("/"):
         raise ValueError(f"there is no user of {_quoted(path, path)}")
-
-
-def state_directory() -> Path:
-    """Where what is made once for this user lies. Raises: RuntimeError where no home directory is known."""
-    home = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(home) if os.path.isabs(home) else Path.home() / ".local" / "state") / "mmcache"
-
-
-def default_directory() -> str | None:
-    """Where `mmcache serve` keeps features and records if nothing says where: in this user's cache directory.
-
-    By the platform's convention; None where there is none that can be named.
-    """
-    home = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
-    root = os.environ.get("XDG_CACHE_HOME", "")  # a relative one is to be ignored, says the convention
-    place = os.path.join(root if root.startswith("/") else os.path.expanduser(home), "mmcache")
-    return place if place.startswith("/") and not set(place) & set(" ,\t\n") else None
 
 
 def places_in_use(store: str | None) -> tuple[str | None, str | None]:
@@ -197,15 +176,6 @@ def host_and_port(address: str) -> tuple[str, int]:
     if not bare or (":" in bare) != (bare != host) or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise ValueError("it is no HOST:PORT such as 127.0.0.1:9000 or [::1]:9000")
     return bare, int(port)
-
-
-KEY_CHARS = 16  # the least that a key may have
-
-
-def check_key(key: str) -> None:
-    """Raises: ValueError for a key that is too short to be one, or that can't travel in a header."""
-    if len(key) < KEY_CHARS or not all("!" <= char <= "~" for char in key):
-        raise ValueError(f"a key has {KEY_CHARS} printable ASCII characters or more, and no space")
 
 
 def redact(value: Any) -> Any:

@@ -19,8 +19,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from vllm_mmcache.base.directories import admin_key_file, default_directory
 from vllm_mmcache.base.errors import EnvironmentProblem
-from vllm_mmcache.base.store_url import STORE, WITH_URLS, default_directory, state_directory, why_not_in_config
+from vllm_mmcache.base.store_url import STORE, WITH_URLS, why_not_in_config
 from vllm_mmcache.cli import plugins
 from vllm_mmcache.cli.preflight import check_vllm, compiler_hint
 
@@ -118,7 +119,7 @@ def provide_admin_key(arguments: Sequence[str]) -> str:
         os.environ[ADMIN_KEY] = key
         return f"the admin key of this start: {page}#key={key}"
     try:
-        path = str(keep_once(state_directory() / "admin-key", key))
+        path = str(keep_once(admin_key_file(), key))
     except (OSError, RuntimeError) as error:
         cure = f"name a file that holds one with {ADMIN_KEY_FILE}"
         return f"no admin key could be kept ({error}), so /mmcache tells nothing: {cure}"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from vllm_mmcache.base.directories import admin_key_file, default_directory
 from vllm_mmcache.base.errors import EnvironmentProblem, ProofsUnwritable, StoreUnusable
 from vllm_mmcache.cli import store
 from vllm_mmcache.cli.store import AsJson, DryRun, Store, Yes
@@ -32,7 +33,7 @@ def uninstall(yes: Yes = False, dry_run: DryRun = False, as_json: AsJson = False
     is, and the exit status is 2.
     """
     from vllm_mmcache.base.settings import load_settings
-    from vllm_mmcache.base.store_url import default_directory, redact, store_places
+    from vllm_mmcache.base.store_url import redact, store_places
 
     settings = load_settings()
     directory, url = store_places(settings.store)
@@ -137,10 +138,3 @@ def at_stores(
         except StoreUnusable as error:
             refused.append(f"{place} {what}: {error}")
     return outcomes, refused
-
-
-def admin_key_file() -> Path:
-    """Where `mmcache serve --observe` keeps the key that it made. Raises: RuntimeError without a home directory."""
-    from vllm_mmcache.base.store_url import state_directory
-
-    return state_directory() / "admin-key"

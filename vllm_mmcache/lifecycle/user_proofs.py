@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_mmcache import __version__
+from vllm_mmcache.base.directories import state_directory
 from vllm_mmcache.base.errors import ProofsUnwritable
-from vllm_mmcache.base.store_url import state_directory
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.lifecycle import configuration
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, architecture_of, platform_name

@@ -60,8 +60,8 @@ def test_the_limits_are_real(tmp_path: Path) -> None:
 
 HOMELESS = """
 from vllm_mmcache.base import settings
+from vllm_mmcache.base.directories import default_directory
 from vllm_mmcache.base.errors import SettingsError
-from vllm_mmcache.base.store_url import default_directory
 from vllm_mmcache.lifecycle import user_proofs
 assert default_directory() is None
 assert user_proofs.read() == ([], []), user_proofs.read()

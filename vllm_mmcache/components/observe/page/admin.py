@@ -7,9 +7,9 @@ API server and command line. The key of the server's clients never opens anythin
 from functools import cache
 
 from vllm_mmcache.base.errors import SettingsError
+from vllm_mmcache.base.key_file import check_key
 from vllm_mmcache.base.secret_files import read_secret, shown
 from vllm_mmcache.base.settings import Settings
-from vllm_mmcache.base.store_url import check_key
 
 MISSING = (
     "no admin key is set, so /mmcache tells nothing: set MMCACHE_ADMIN_KEY or MMCACHE_ADMIN_KEY_FILE before the start, "
