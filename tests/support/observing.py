@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import os
@@ -12,15 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
-from PIL import Image
 
-from tests.support import files
 from vllm_mmcache.base import settings, status
 from vllm_mmcache.base.role import Role
 from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.observe.record.recorder import RECORDER
 from vllm_mmcache.components.observe.record.schema import Reason, Record, Segment
-from vllm_mmcache.exactness.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses, png_url
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle.registry import COMPONENTS
 
@@ -48,13 +45,9 @@ def observed() -> Iterator[None]:
         status._is_on["observe"] = False
 
 
-def data_url(image: Image.Image) -> str:
-    return "data:image/png;base64," + base64.b64encode(files.saved(image, "PNG")).decode()
-
-
 @functools.cache
 def drawn(name: str, size: tuple[int, int]) -> str:
-    return data_url(ellipses(name, size))
+    return png_url(ellipses(name, size))
 
 
 def picture(name: str, size: tuple[int, int] = (224, 224)) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures made of their name, for checks and tests."""
 
+import base64
 import hashlib
+import io
 
 from PIL import Image, ImageDraw
 
@@ -15,3 +17,10 @@ def ellipses(name: str, size: tuple[int, int] = (224, 224)) -> Image.Image:
         x, y = digest[3 + 2 * i] * size[0] // 256, digest[4 + 2 * i] * size[1] // 256
         draw.ellipse([x - 30, y - 20, x + 30, y + 20], fill=tuple(digest[15 + 2 * i : 18 + 2 * i]))
     return image
+
+
+def png_url(image: Image.Image) -> str:
+    """The image as a client sends it: a PNG in a data URL."""
+    held = io.BytesIO()
+    image.save(held, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"

@@ -6,8 +6,6 @@ Prompts go through vLLM's own chat code, as a server's do. Everything else is th
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_mmcache.exactness.answers import NUM_LOGPROBS, Answer, Message
 from vllm_mmcache.exactness.conversations import assistant, filler, picture, user
+from vllm_mmcache.exactness.pictures import png_url
 from vllm_mmcache.prove.rig import Rig
 
 SIZE = (448, 448)  # pixels of a picture
@@ -94,16 +93,10 @@ def _for_chat(prompt: str, images: Sequence[Image.Image]) -> list[Message]:
     for message in messages:
         if not isinstance(message["content"], str):
             message["content"] = [
-                {"type": "image_url", "image_url": {"url": _url(next(left))}} if part["type"] == "image" else part
+                {"type": "image_url", "image_url": {"url": png_url(next(left))}} if part["type"] == "image" else part
                 for part in message["content"]
             ]
     return messages
-
-
-def _url(image: Image.Image) -> str:
-    held = io.BytesIO()
-    image.save(held, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"
 
 
 def questions(rig: Rig) -> dict[str, list[Message]]:

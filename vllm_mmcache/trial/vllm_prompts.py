@@ -7,9 +7,7 @@ Engine process; nothing is put into a cache of vLLM or of ours.
 
 from __future__ import annotations
 
-import base64
 import copy
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +18,7 @@ from vllm.renderers import ChatParams, renderer_from_config
 
 from vllm_mmcache.base.errors import one_line
 from vllm_mmcache.exactness.conversations import filler
-from vllm_mmcache.exactness.pictures import ellipses
+from vllm_mmcache.exactness.pictures import ellipses, png_url
 from vllm_mmcache.hooking.subclasses import vllms_renderers
 
 PICTURE_PX = (448, 336)
@@ -72,7 +70,7 @@ class Prompts:
         names = tuple(part for part in parts if part.startswith("picture"))
         for part in parts:
             if part in names:
-                content.append({"type": "image_url", "image_url": {"url": _png_url(part)}})
+                content.append({"type": "image_url", "image_url": {"url": png_url(ellipses(part, PICTURE_PX))}})
             else:
                 content.append({"type": "text", "text": part})
         message = {"role": "user", "content": content}
@@ -118,9 +116,3 @@ def _config_of_renderer(vllm_config: Any) -> Any:
         multimodal.limit_per_prompt = copy.copy(multimodal.limit_per_prompt)
         multimodal.limit_per_prompt["image"] = replace(multimodal.limit_per_prompt["image"], count=2)
     return vllm_config
-
-
-def _png_url(name: str) -> str:
-    held = io.BytesIO()
-    ellipses(name, PICTURE_PX).save(held, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"
