@@ -25,6 +25,7 @@ from vllm_mmcache.metrics import counters
 from vllm_mmcache.prove import load, workers, workloads
 from vllm_mmcache.prove.arguments import given, taken
 from vllm_mmcache.prove.rig import Rig, replaced
+from vllm_mmcache.trial.worker import tower_images
 
 PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 
@@ -234,9 +235,9 @@ def use_features(rig: Rig) -> None:
     answers: list[Answer] = []
     for question in ("What is it?", "And what is at its edge?"):
         rig.forget_all_but_features()
-        before = max(rig.in_workers(workers.tower_images))
+        before = max(rig.in_workers(tower_images))
         answers.append(one(rig, user(filler(60), picture(42), question)))
-        runs.append(max(rig.in_workers(workers.tower_images)) - before)
+        runs.append(max(rig.in_workers(tower_images)) - before)
     assert runs == [1, 0], f"runs of the vision tower: {runs}"
     rig.assert_exact(answers)
 

@@ -182,7 +182,7 @@ class Rig(ABC):
             features.store.ram.clear()
 
     def in_workers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What a function of the module `workers` says of each of the engine's workers, wherever they run."""
+        """What a function says of each of the engine's workers, wherever they run. It is sent by its name."""
         return list(self.llm.collective_rpc(function, args=arguments))
 
     def forget_all_but_features(self) -> None:

@@ -8,13 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def tower_images(worker: Any) -> int:
-    """Images that this worker's vision tower has run for since it started."""
-    from vllm_mmcache.metrics import counters
-
-    return int(counters.totals()["tower_images"])
-
-
 def spoil_kv(worker: Any) -> int:
     """Change every value in this worker's KV cache. Returns the number of tensors; 0 where it shows none."""
     found = list(_tensors(getattr(worker.model_runner, "kv_caches", None)))

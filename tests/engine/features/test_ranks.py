@@ -18,7 +18,7 @@ from tests.support.sizes import larger
 from tests.support.towers import ask_about, slots, spoil
 from vllm_mmcache.base import status
 from vllm_mmcache.exactness.answers import Inexact
-from vllm_mmcache.prove import workers
+from vllm_mmcache.trial.worker import tower_images
 
 pytestmark = pytest.mark.engine
 
@@ -69,7 +69,7 @@ def left_open(worker: Any) -> list[str]:
 
 def runs(rig: ZooRig) -> list[int]:
     """Images that each rank's tower has run for."""
-    return list(rig.in_workers(workers.tower_images))
+    return list(rig.in_workers(tower_images))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from tests.support.asking import Asking, prompt_of
 from tests.support.pixels import Processed
 from vllm_mmcache.components.features.engine.vllm_connector import Connector
 from vllm_mmcache.exactness.conversations import filler, picture, user
-from vllm_mmcache.prove import workers
 from vllm_mmcache.storage import record_store
+from vllm_mmcache.trial.worker import tower_images
 
 pytestmark = [pytest.mark.engine, pytest.mark.any_engine]
 
@@ -49,7 +49,7 @@ def known(asking: Asking, *conversations: Any) -> None:
 
 
 def tower_runs(rig: ZooRig) -> list[int]:
-    return list(rig.in_workers(workers.tower_images))
+    return list(rig.in_workers(tower_images))
 
 
 @pytest.mark.parametrize("sends", [True, False], ids=["sends", "control"])
