@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -66,18 +65,6 @@ def walk() -> Iterator[Row]:
             yield Row(architecture, finding(ModelRegistry.models[architecture]))
     finally:
         logging.disable(logging.NOTSET)
-
-
-def section_of(architecture: str) -> str:
-    """Under which heading the written page has an architecture: what it does not name takes no images, it says."""
-    section = ""
-    lines = PAGE.read_text().splitlines()
-    for line in lines:
-        if line.startswith("## "):
-            section = line[3:].lower()
-        elif architecture in re.findall(r"\w+", line) and section:
-            return section
-    return section if OTHERS in lines else ""
 
 
 def finding(registered: Any) -> str:

@@ -57,11 +57,6 @@ def resolve(text: str) -> Payload | None:
     return _lent.get(text) if text.startswith(PREFIX) else None
 
 
-def num_lent() -> int:
-    """Names that resolve now, of all requests."""
-    return len(_lent)
-
-
 def size() -> Size:
     """What is held of bodies that are being answered: their images, as text."""
     payloads = tuple(_lent.values())

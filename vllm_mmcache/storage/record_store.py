@@ -72,10 +72,6 @@ class RecordStore:
         """The records that these settings ask for. A tier that can't be used is left out, with a line in the log."""
         return cls(settings.records_ram_bytes, open_tiers(settings, RECORDS, leaves_out=True))
 
-    def get(self, key: bytes) -> bytes | None:
-        """The value that was put under `key`, whole; None for a miss, whatever the reason is."""
-        return self.read(key, bytes)
-
     def read(self, key: bytes, read: Callable[[bytes], T | None]) -> T | None:
         """What `read` makes of the value under `key`; None for a miss, whatever the reason is.
 

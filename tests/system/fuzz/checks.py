@@ -105,7 +105,7 @@ def check_application(body: bytes, path: str) -> int:
         assert await ask(ExtractImagesMiddleware(application, lambda scope, path: True)) == await ask(application)
 
     asyncio.run(both())
-    assert not placeholders.num_lent()
+    assert not placeholders.size().entries
     return opened
 
 

@@ -324,7 +324,7 @@ def other_programs(rig: Rig) -> dict[str, bytes]:
         "from vllm_mmcache.storage.record_store import RecordStore\n"
         "from tests.support.packages import load\n"
         "chosen = settings.current(); print(chosen, settings.carried(chosen).keys())\n"
-        "RecordStore.of(chosen).get(bytes(32)); [load(tier, 0) for tier in open_tiers(chosen, FEATURES)]; 1 / 0"
+        "RecordStore.of(chosen).read(bytes(32), bytes); [load(tier, 0) for tier in open_tiers(chosen, FEATURES)]; 1 / 0"
     )
     stores = [
         f"unix:///nowhere/valkey.sock?password={password}",

@@ -18,7 +18,7 @@ def test_in_every_tier(server: Server, tmp_path: Path) -> None:
     for folder, source in (("a", None), ("a", "disk"), ("b", "remote"), ("b", "disk")):
         store = f"{tmp_path / folder} {server.url}"
         records = RecordStore.of(load_settings({"store": store, "store_remote_timeout_s": TIMEOUT_S}))
-        assert records.get(key("a")) == (b"value" if source else None)
+        assert records.read(key("a"), bytes) == (b"value" if source else None)
         assert {tier: every["hits"] for tier, every in records.counts().items() if every["hits"]} == (
             {source: 1} if source else {}
         )
@@ -90,7 +90,7 @@ parent = record_store.current()
 child = os.fork()
 if child == 0:
     assert record_store.current() is not parent
-    assert record_store.current().get(key("a")) == b"before"
+    assert record_store.current().read(key("a"), bytes) == b"before"
     for tier in parent._tiers:  # connections of its own, too
         assert tier.get(key("a"), bytes)[1] == b"before"
     record_store.current().put(key("b"), b"of the child")
@@ -98,7 +98,7 @@ if child == 0:
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
 assert record_store.current() is parent
-assert record_store.current().get(key("b")) == b"of the child"
+assert record_store.current().read(key("b"), bytes) == b"of the child"
 record_store.current().put(key("c"), b"after")
 assert record_store.current().close(60)
 assert {every["errors"] for name, every in parent.counts().items() if name != "ram"} == {0}
@@ -110,7 +110,7 @@ def test_a_fork_has_connections_of_its_own(tmp_path: Path, server: Server) -> No
     run(FORKED, f"{tmp_path} {server.url}")
     for store in (str(tmp_path), server.url):
         records = RecordStore.of(load_settings({"store": store, "store_remote_timeout_s": TIMEOUT_S}))
-        assert [records.get(key(name)) for name in "abc"] == [b"before", b"of the child", b"after"]
+        assert [records.read(key(name), bytes) for name in "abc"] == [b"before", b"of the child", b"after"]
         assert records.close(LONG_S)
 
 

@@ -87,7 +87,7 @@ def source(request: pytest.FixtureRequest) -> tenant.TenantSource:
 @pytest.fixture
 def client(tmp_path: Path, source: tenant.TenantSource) -> Iterator[TestClient]:
     yield application(tmp_path, source)
-    assert placeholders.num_lent() == 0
+    assert placeholders.size().entries == 0
 
 
 class Tenant:

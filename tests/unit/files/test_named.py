@@ -76,7 +76,7 @@ def image(uuid: str, content: bytes | None) -> dict[str, Any]:
 @pytest.fixture
 def replicas(tmp_path: Path) -> Iterator[tuple[Replica, Replica]]:
     yield Replica(tmp_path), Replica(tmp_path)
-    assert placeholders.num_lent() == 0
+    assert placeholders.size().entries == 0
 
 
 def test_a_uuid_is_known_to_all_replicas(replicas: tuple[Replica, Replica]) -> None:

@@ -53,7 +53,7 @@ def test_nearest_first_and_filling_upwards(tmp_path: Path, far: MemoryTier) -> N
 
     first = opened("a")
     first.put(KEY, b"value")
-    assert [first.get(key) for key in (KEY, OTHER)] == [b"value", None]
+    assert [first.read(key, bytes) for key in (KEY, OTHER)] == [b"value", None]
     assert first.close(LONG_S)
     assert counts(first, "hits") == {"ram": 1, "disk": 0, "remote": 0}
     assert counts(first, "misses") == {"ram": 1, "disk": 1, "remote": 1}
@@ -61,13 +61,13 @@ def test_nearest_first_and_filling_upwards(tmp_path: Path, far: MemoryTier) -> N
     assert first.counts()["ram"].items() >= {"entries": 1, "bytes": ENTRY_BYTES + 5}.items()
 
     restarted = opened("a")
-    assert [restarted.get(KEY) for _ in range(3)] == [b"value"] * 3
+    assert [restarted.read(KEY, bytes) for _ in range(3)] == [b"value"] * 3
     assert restarted.close(LONG_S)
     assert counts(restarted, "hits") == {"ram": 2, "disk": 1, "remote": 0}
     assert counts(restarted, "saved")["disk"] == 0  # it was written a moment ago
 
     replica = opened("b")
-    assert [replica.get(KEY) for _ in range(3)] == [b"value"] * 3
+    assert [replica.read(KEY, bytes) for _ in range(3)] == [b"value"] * 3
     assert replica.close(LONG_S)
     assert counts(replica, "hits") == {"ram": 2, "disk": 0, "remote": 1}
     assert counts(replica, "saved") == {"ram": 2, "disk": 1, "remote": 2}  # when it was written is not known there
@@ -91,7 +91,7 @@ def test_settings_choose_the_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert record_store.current().counts().keys() == {"ram"}  # and a line in the log
     in_force(monkeypatch, store="redis://localhost:1", records_ram_bytes=0)
     record_store.current().put(KEY, b"value")
-    assert record_store.current().get(KEY) is None
+    assert record_store.current().read(KEY, bytes) is None
     assert counts(record_store.current(), "dropped")["ram"] == 1
 
 
@@ -101,7 +101,7 @@ def test_a_key_that_went_away_puts_nothing_in_the_clear(tmp_path: Path) -> None:
     kept = RecordStore.of(chosen)
     assert kept.counts().keys() == {"ram"}
     kept.put(KEY, b"value")
-    assert kept.get(KEY) == b"value"
+    assert kept.read(KEY, bytes) == b"value"
     assert kept.close()
     assert not (tmp_path / "store").exists()
 
@@ -112,24 +112,24 @@ def test_what_is_current_is_closed_and_opened_anew(tmp_path: Path, monkeypatch: 
     first.put(KEY, b"value")
     in_force(monkeypatch, store=str(tmp_path), records_ram_bytes=1 << 20)
     assert record_store.current() is not first
-    assert record_store.current().get(KEY) == b"value"  # it was written when the other one was closed
+    assert record_store.current().read(KEY, bytes) == b"value"  # it was written when the other one was closed
     record_store.current().clear()
     record_store.close()
-    assert record_store.current().get(KEY) is None
+    assert record_store.current().read(KEY, bytes) is None
 
 
 def test_nothing_raises(far: MemoryTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug of ours in a tier, and one in here."""
     far.broken = KeyError
     kept = RecordStore(1 << 20, [far])
-    assert kept.get(KEY) is None
+    assert kept.read(KEY, bytes) is None
     kept.put(KEY, b"value")
     assert kept.flush(LONG_S)
-    assert kept.get(KEY) == b"value"
+    assert kept.read(KEY, bytes) == b"value"
     assert kept.counts()["remote"].items() >= {"errors": 2, "misses": 1, "dropped": 1}.items()
     with monkeypatch.context() as patched:
         patched.setattr(kept, "_ram", None)
-        assert kept.get(KEY) is None
+        assert kept.read(KEY, bytes) is None
         kept.put(KEY, b"value")
     assert kept.close()
 
@@ -140,7 +140,7 @@ def test_a_value_that_is_too_large(far: MemoryTier) -> None:
     kept.put(OTHER, b"v" * (MAX_VALUE_BYTES + 1))
     assert kept.flush(LONG_S)
     for store in (kept, RecordStore(1 << 30, [far])):
-        assert [store.get(key) is not None for key in (KEY, OTHER)] == [True, False]
+        assert [store.read(key, bytes) is not None for key in (KEY, OTHER)] == [True, False]
         assert store.close()
     assert counts(kept, "dropped") == {"ram": 1, "remote": 1}
 
@@ -181,7 +181,7 @@ def test_writing_is_never_waited_for(tmp_path: Path, far: MemoryTier) -> None:
     assert waiting.bytes is not None
     assert waiting.bytes <= MOST_WAITING_BYTES
     assert kept.waiting().budget_bytes == 2 * MOST_WAITING_BYTES
-    assert all(kept.get(key) == value for key in KEYS)
+    assert all(kept.read(key, bytes) == value for key in KEYS)
     dropped = counts(kept, "dropped")["remote"]
     assert dropped > len(KEYS) // 2
     assert counts(kept, "saved") == {"ram": len(KEYS), "disk": len(KEYS), "remote": 0}
@@ -230,7 +230,7 @@ def test_what_is_used_is_written_again(tmp_path: Path, monkeypatch: pytest.Monke
     def read_at(seconds: float, kept: RecordStore) -> tuple[float, float]:
         monkeypatch.setattr(time, "time", lambda: now + seconds)
         for _ in range(3):
-            assert kept.get(KEY) == b"value"
+            assert kept.read(KEY, bytes) == b"value"
         assert kept.flush(LONG_S)
         found = record_tier(tmp_path).get(KEY, bytes)
         assert found is not None
@@ -264,7 +264,7 @@ def test_many_threads(tmp_path: Path) -> None:
             number = (step * 7 + seed) % len(KEYS)
             if step % 3 == 0:
                 kept.put(KEYS[number], b"%d " % number * 50)
-            elif kept.get(KEYS[number]) not in (None, b"%d " % number * 50):
+            elif kept.read(KEYS[number], bytes) not in (None, b"%d " % number * 50):
                 wrong.append(number)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
@@ -277,7 +277,7 @@ def test_many_threads(tmp_path: Path) -> None:
     assert (counts(kept, "errors")["disk"], counts(kept, "corrupt")["disk"]) == (0, 0)
     assert kept.counts()["ram"]["bytes"] <= 100_000
     again = RecordStore(100_000, [record_tier(tmp_path, 1 << 26)])
-    found = {number: again.get(key) for number, key in enumerate(KEYS)}
+    found = {number: again.read(key, bytes) for number, key in enumerate(KEYS)}
     assert any(found.values())
     assert all(value in (None, b"%d " % number * 50) for number, value in found.items())
     assert again.close(60)
@@ -288,14 +288,14 @@ def test_ram_lets_go_of_what_was_used_longest_ago() -> None:
     kept = RecordStore(3 * (ENTRY_BYTES + 10))
     for key in KEYS[:3]:
         kept.put(key, b"0123456789")
-    assert kept.get(KEYS[0])
+    assert kept.read(KEYS[0], bytes)
     kept.put(KEYS[3], b"0123456789")
-    assert [kept.get(key) is not None for key in KEYS[:4]] == [True, False, True, True]
+    assert [kept.read(key, bytes) is not None for key in KEYS[:4]] == [True, False, True, True]
     kept.put(KEYS[0], b"")
-    assert kept.get(KEYS[0]) == b""
+    assert kept.read(KEYS[0], bytes) == b""
     assert kept.counts()["ram"].items() >= {"entries": 3, "bytes": 3 * ENTRY_BYTES + 20, "dropped": 0}.items()
     kept.put(KEYS[3], b"v" * 5000)
-    assert kept.get(KEYS[3]) is None
+    assert kept.read(KEYS[3], bytes) is None
     assert counts(kept, "dropped") == {"ram": 1}
 
 
@@ -320,7 +320,7 @@ def test_metrics_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     in_force(monkeypatch, store=str(tmp_path))
     before = [sample("record_hits_total", place="ram"), sample("record_saved_total", place="disk")]
     record_store.current().put(KEY, b"value")
-    record_store.current().get(KEY)
+    record_store.current().read(KEY, bytes)
     assert record_store.current().flush(LONG_S)
     after = [sample("record_hits_total", place="ram"), sample("record_saved_total", place="disk")]
     assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1]

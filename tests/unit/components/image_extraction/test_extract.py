@@ -255,7 +255,7 @@ def test_names_are_new_for_each_request() -> None:
     body = json.dumps(chat(image("a"))).encode()
     names = {name for _ in range(20) for name in extract(body, WALKERS["/v1/chat/completions"]).payloads}  # type: ignore[union-attr]
     assert len(names) == 20
-    assert not placeholders.num_lent()
+    assert not placeholders.size().entries
 
 
 def test_same_text_is_the_same_content_and_a_changed_byte_is_not() -> None:

@@ -123,7 +123,7 @@ def test_images_arrive_and_the_body_is_short() -> None:
     assert shown[:3] == [base64.b64decode(text_of(name)).hex() for name in "aba"]
     assert len(application.bodies[0]) < 1000 < len(body)
     assert application.ends == ["http.disconnect"]
-    assert not placeholders.num_lent()
+    assert not placeholders.size().entries
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
@@ -285,17 +285,17 @@ def test_a_client_that_goes_during_the_upload() -> None:
     messages = in_chunks(json.dumps(chat(image("a"))).encode(), 500)[:-1]
     assert asyncio.run(ask(application, messages)) == []
     assert application.ends == ["disconnect"]
-    assert not placeholders.num_lent()
+    assert not placeholders.size().entries
 
 
 def test_an_application_that_fails() -> None:
     async def fails(scope: Any, receive: Any, send: Any) -> None:
-        assert placeholders.num_lent() == 1
+        assert placeholders.size().entries == 1
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
         asyncio.run(ask(fails, in_chunks(json.dumps(chat(image("a"))).encode())))
-    assert not placeholders.num_lent()
+    assert not placeholders.size().entries
 
 
 def test_references_end_with_their_request() -> None:
@@ -326,7 +326,7 @@ def test_many_at_once() -> None:
         names = random.Random(number).choices("abcdef", k=3)
         shown = b"".join(message.get("body", b"") for message in answer).decode().split()
         assert shown[:3] == [base64.b64decode(text_of(name)).hex() for name in names]
-    assert not placeholders.num_lent()
+    assert not placeholders.size().entries
 
 
 def test_a_text_that_looks_like_an_image_is_not_taken() -> None:
