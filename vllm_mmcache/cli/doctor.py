@@ -98,6 +98,7 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
     from vllm_mmcache import __version__
     from vllm_mmcache.base.settings import config_of
     from vllm_mmcache.components.block_keys import layouts
+    from vllm_mmcache.lifecycle.symbols import symbols
 
     findings: Findings = []
     facts: dict[str, Any] = {"mmcache": __version__, "python": platform.python_version(), "model": model}
@@ -124,7 +125,7 @@ def examine(model: str | None, arguments: Sequence[str], *, with_symbols: bool) 
             findings.append({"where": "--speculative-config", "seen": wrong, "cure": WAYS_OUT})
         facts["components"] = {component: asdict(state) for component, state in components.items()}
         facts["rooms"] = facts["components"]  # the older name, gone in version 0.2
-        facts["symbols"] = symbol_rows() if with_symbols and chosen is not None and is_there else None
+        facts["symbols"] = symbols() if with_symbols and chosen is not None and is_there else None
         findings += exposed_store(chosen) if chosen is not None else []
         findings += problems.result()
     facts["block_keys"] = {
@@ -314,13 +315,6 @@ def engine_facts(config: Any) -> dict[str, Any]:
 
     engine = engine_here(config)
     return {**asdict(engine), "words": str(engine)}
-
-
-def symbol_rows() -> list[dict[str, Any]]:
-    """The rows of lifecycle/symbols.py, one for each replaced symbol of vLLM; imports vLLM."""
-    from vllm_mmcache.lifecycle.symbols import symbols
-
-    return symbols()
 
 
 def setting_rows(chosen: "Settings | None") -> list[dict[str, Any]]:

@@ -25,11 +25,6 @@ CONTENT_IDS: LruTable[bytes, bytes] = LruTable(_budget, TEXT_COST_BYTES)  # dige
 table_sizes.of_server("texts", CONTENT_IDS.size)
 
 
-def content_id_of(content: bytes | memoryview, tenant_key: bytes | None = None) -> bytes:
-    """The content id of an image file within its tenant: the BLAKE3 of its bytes, all of them."""
-    return tenant.digest(content, tenant_key)
-
-
 class Base64Image:
     """Base64 text that is known to be valid.
 
@@ -44,7 +39,7 @@ class Base64Image:
         known = CONTENT_IDS.get(name)
         if known is None:
             self._content = pybase64.b64decode(text, validate=True)
-            known = CONTENT_IDS.admit(name, content_id_of(self._content, tenant_key))
+            known = CONTENT_IDS.admit(name, tenant.digest(self._content, tenant_key))
         self.content_id = known
 
     def decode(self) -> bytes:

@@ -17,7 +17,7 @@ from PIL import Image, ImageFile, features
 from vllm.multimodal.media import MediaWithBytes
 from vllm.multimodal.media.image import ImageMediaIO
 
-from vllm_mmcache.base import status
+from vllm_mmcache.base import status, tenant
 from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.components.lazy_media import media_info
 from vllm_mmcache.components.lazy_media.lazy_image import LazyImage
@@ -25,7 +25,7 @@ from vllm_mmcache.components.lazy_media.media_info import Key, MediaInfo
 from vllm_mmcache.components.lazy_media.video.vllm_video import KnownFrames, ask_undecoded, is_of_frames
 from vllm_mmcache.components.lazy_media.vllm_source import MediaSource, source_of
 from vllm_mmcache.content import media_tenant, placeholders
-from vllm_mmcache.content.base64_image import Base64Image, content_id_of
+from vllm_mmcache.content.base64_image import Base64Image
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters
 
@@ -121,7 +121,7 @@ def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     content = argument(wrapped, args, kwargs, "data")
     with counters.MEDIA_SECONDS.seconds():
         # What decodes late is vLLM's own, also under a loader that makes something else of its result.
-        return _open(wrapped, lambda: content, instance, content_id_of(content, media_tenant.key_of(instance)))
+        return _open(wrapped, lambda: content, instance, tenant.digest(content, media_tenant.key_of(instance)))
 
 
 @hook(

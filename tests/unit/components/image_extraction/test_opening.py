@@ -15,7 +15,7 @@ from vllm_mmcache.base.versions import vllm_version
 from vllm_mmcache.components.lazy_media.hooks import _key, is_at_hand
 from vllm_mmcache.components.lazy_media.media_info import RECORDS, MediaInfo
 from vllm_mmcache.content import placeholders
-from vllm_mmcache.content.base64_image import CONTENT_IDS, Base64Image, content_id_of
+from vllm_mmcache.content.base64_image import CONTENT_IDS, Base64Image
 from vllm_mmcache.hooking import installer
 from vllm_mmcache.lifecycle.registry import COMPONENTS
 from vllm_mmcache.storage import record_store
@@ -101,7 +101,7 @@ def test_another_tenants_image_is_unknown(threads: list[bool]) -> None:
 def test_what_would_be_decoded_is_not_at_hand(mode: str) -> None:
     """A record of a video, and one of an image that is larger than vLLM opens."""
     fetch(URL)
-    key = _key(content_id_of(CONTENT), loader())
+    key = _key(tenant.digest(CONTENT, None), loader())
     with placeholders.register({NAME: Base64Image(TEXT)}):
         assert is_at_hand(URL, loader())
         RECORDS.replace(key, MediaInfo((1 << 20, 1 << 20) if mode == "RGB" else (8, 8), mode, None))

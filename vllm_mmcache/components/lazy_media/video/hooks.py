@@ -32,7 +32,6 @@ from vllm_mmcache.components.lazy_media.video.video_info import (
 from vllm_mmcache.components.lazy_media.video.vllm_video import Frames, KnownFrames, KnownVideo, mark_as_of_frames
 from vllm_mmcache.components.lazy_media.vllm_source import FRAMES, source_of
 from vllm_mmcache.content import media_tenant, placeholders
-from vllm_mmcache.content.base64_image import content_id_of
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.metrics import counters
 
@@ -65,7 +64,7 @@ def load_base64(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     if media_type.lower() == FRAMES:
         content = text.encode(errors="surrogatepass")  # stock says what is wrong with it
-        content_id = content_id_of(content, _tenant_key(instance))
+        content_id = tenant.digest(content, _tenant_key(instance))
         return _open(
             instance, content_id, lambda: content, lambda loader: wrapped.__func__(loader, media_type, text), True
         )
@@ -86,7 +85,7 @@ def load_bytes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if not status.is_on("lazy_media"):
         return wrapped(*args, **kwargs)
     content = argument(wrapped, args, kwargs, "data")
-    content_id = content_id_of(content, _tenant_key(instance))
+    content_id = tenant.digest(content, _tenant_key(instance))
     return _open(instance, content_id, lambda: content, lambda loader: wrapped.__func__(loader, content))
 
 
