@@ -18,14 +18,12 @@ from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, LruTable, Size
 from vllm_mmcache.base.settings import Settings
 from vllm_mmcache.metrics import counters, table_sizes
-from vllm_mmcache.storage.frame import FORMAT, MAX_VALUE_BYTES, key
+from vllm_mmcache.storage.frame import FORMAT, MAX_VALUE_BYTES
 from vllm_mmcache.storage.kind import Kind
 from vllm_mmcache.storage.open import open_tiers
 from vllm_mmcache.storage.tier import Tier, Value
 from vllm_mmcache.storage.tier_counts import TierCounts
 from vllm_mmcache.storage.write_behind import EXIT_S, MOST_WAITING, WriteBehind
-
-__all__ = ["MAX_VALUE_BYTES", "RECORDS", "RENEW_S", "RecordStore", "close", "current", "key"]
 
 RECORDS = Kind(
     name="records",

@@ -14,7 +14,8 @@ from tests.support.tiers import record_tier
 from tests.system.cli.test_commands import mmcache
 from vllm_mmcache.components.features.tiers import FEATURES, key_of
 from vllm_mmcache.storage.encryption import AesGcmCodec
-from vllm_mmcache.storage.record_store import RECORDS, key
+from vllm_mmcache.storage.frame import key
+from vllm_mmcache.storage.record_store import RECORDS
 
 pytestmark = pytest.mark.process
 

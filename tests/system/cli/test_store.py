@@ -26,7 +26,7 @@ from tests.system.cli.test_commands import assert_one_line, mmcache
 from vllm_mmcache.cli import serve
 from vllm_mmcache.components.features import tiers
 from vllm_mmcache.components.features.tiers import FEATURES, key_of
-from vllm_mmcache.storage import record_store, sqlite_file
+from vllm_mmcache.storage import frame, sqlite_file
 from vllm_mmcache.storage.files import FileBackend
 from vllm_mmcache.storage.record_store import RECORDS
 from vllm_mmcache.storage.redis_backend import INCOMING, RedisBackend
@@ -101,7 +101,7 @@ def test_records(tmp_path: Path) -> None:
     """They are listed, checked, shrunk and cleared with the features, and where there are no features, too."""
     place = str(tmp_path / "store")
     kept = record_tier(place, BUDGET_BYTES)
-    keys = [record_store.key("test", str(number)) for number in range(400)]
+    keys = [frame.key("test", str(number)) for number in range(400)]
     kept.put_many(dict.fromkeys(keys, b"value" * 100))
     assert "400 records" in mmcache("store", "ls", "--dir", place).stdout
     listed = json.loads(mmcache("store", "ls", "--dir", place, "--json").stdout)["records"]
@@ -197,7 +197,7 @@ def test_clear_leaves_what_is_not_ours(tier: Tier, files: FileBackend, tmp_path:
 @pytest.fixture
 def both(server: Server, tmp_path: Path) -> dict[str, Any]:
     """The variables of a store in a directory and in Valkey, each with one package and one record; and others' keys."""
-    key = record_store.key("test", "a")
+    key = frame.key("test", "a")
     for tier in (file_tier(tmp_path / "store"), redis_tier(server.url, ttl_s=3600, timeout_s=60)):
         assert save(tier, 0)
     remote = RedisBackend(server.url, RECORDS, ttl_s=3600, timeout_s=60, max_bytes=BUDGET_BYTES)
@@ -219,7 +219,7 @@ def test_valkey_is_listed_checked_and_cleared(server: Server, tmp_path: Path, bo
 
     packages, records = FEATURES.remote_prefix, RECORDS.remote_prefix
     server.client.set(packages + identity(1).key, packed(0))
-    server.client.set(records + record_store.key("test", "b").hex(), b"no record")
+    server.client.set(records + frame.key("test", "b").hex(), b"no record")
     server.client.set(records.encode() + b"\xff\n", b"not a name of ours")
     server.client.set(packages + INCOMING + "a", b"on its way")
     found = mmcache("store", "check", "--json", **alone)

@@ -14,7 +14,7 @@ from vllm_mmcache.base.errors import StoreUnusable
 from vllm_mmcache.cli.uninstall import uninstall
 from vllm_mmcache.components.features.tiers import key_of
 from vllm_mmcache.lifecycle import user_proofs
-from vllm_mmcache.storage import record_store
+from vllm_mmcache.storage import frame
 
 __all__ = ["running_server", "server"]
 
@@ -52,7 +52,7 @@ def fill(place: Path) -> None:
         assert save(tier, number)
     tier.backend.reject(key_of(identity(1)))
     kept = record_tier(place)
-    kept.put_many({record_store.key("test", "a"): b"value"})
+    kept.put_many({frame.key("test", "a"): b"value"})
     kept.close()
 
 

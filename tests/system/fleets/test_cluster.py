@@ -18,7 +18,8 @@ from tests.system.cli.test_commands import mmcache
 from tests.system.fleets.conftest import MakeCluster
 from tests.system.fleets.load import NUM_PACKAGES, Load
 from vllm_mmcache.components.features.tiers import FEATURES
-from vllm_mmcache.storage.record_store import RECORDS, key
+from vllm_mmcache.storage.frame import key
+from vllm_mmcache.storage.record_store import RECORDS
 from vllm_mmcache.storage.tier import Tier
 
 NUMBERS = range(24)

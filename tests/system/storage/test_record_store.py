@@ -10,7 +10,8 @@ import pytest
 from tests.support.store_server import TIMEOUT_S, Server
 from tests.support.tiers import LONG_S, record_tier
 from vllm_mmcache.base.settings import load_settings
-from vllm_mmcache.storage.record_store import RecordStore, key
+from vllm_mmcache.storage.frame import key
+from vllm_mmcache.storage.record_store import RecordStore
 
 
 def test_in_every_tier(server: Server, tmp_path: Path) -> None:
@@ -39,10 +40,10 @@ def run(code: str, *args: object, timeout_s: float = LONG_S) -> list[str]:
 ENDING = """
 import sys
 from vllm_mmcache.base import settings
-from vllm_mmcache.storage import record_store
+from vllm_mmcache.storage import frame, record_store
 settings.use(settings.Settings(store=sys.argv[1]))
 for number in range(500):
-    record_store.current().put(record_store.key("a", str(number)), b"value")
+    record_store.current().put(frame.key("a", str(number)), b"value")
 """
 
 
@@ -82,8 +83,8 @@ FORKED = """
 import os, sys
 from vllm_mmcache.base import settings
 from vllm_mmcache.storage import record_store
+from vllm_mmcache.storage.frame import key
 settings.use(settings.load_settings({"store": sys.argv[1], "store_remote_timeout_s": 10}))
-key = record_store.key
 record_store.current().put(key("a"), b"before")
 assert record_store.current().flush(60)
 parent = record_store.current()
@@ -117,12 +118,12 @@ def test_a_fork_has_connections_of_its_own(tmp_path: Path, server: Server) -> No
 FORKED_WHILE_IT_WRITES = """
 import os, sys
 from tests.support.tiers import MemoryTier
-from vllm_mmcache.storage import record_store, write_behind
+from vllm_mmcache.storage import frame, record_store, write_behind
 write_behind.EXIT_S = 1e6
 tier = MemoryTier(kind=record_store.RECORDS)
 records = record_store.RecordStore(1 << 20, [tier])
 tier.writing.shut()
-records.put(record_store.key("a"), b"value")
+records.put(frame.key("a"), b"value")
 assert tier.writing.has_come()
 child = os.fork()
 if child == 0:

@@ -26,9 +26,9 @@ from vllm_mmcache.components.features.tiers import FEATURES
 from vllm_mmcache.storage import encryption
 from vllm_mmcache.storage.backend import Backend
 from vllm_mmcache.storage.encryption import PLAIN, PlainCodec
-from vllm_mmcache.storage.frame import MAX_VALUE_BYTES, frame
+from vllm_mmcache.storage.frame import MAX_VALUE_BYTES, frame, key
 from vllm_mmcache.storage.kind import Kind
-from vllm_mmcache.storage.record_store import RECORDS, key
+from vllm_mmcache.storage.record_store import RECORDS
 from vllm_mmcache.storage.redis_backend import INCOMING, INCOMING_TTL_S, RedisBackend
 from vllm_mmcache.storage.redis_nodes import RedisEntry
 from vllm_mmcache.storage.tier import PIECE_BYTES, Tier

@@ -16,9 +16,9 @@ from tests.support.redis_faults import refusing, remote_tier, server_that, trick
 from tests.support.store_server import TIMEOUT_S, Server
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.components.features.tiers import FEATURES
-from vllm_mmcache.storage.frame import frame
+from vllm_mmcache.storage.frame import frame, key
 from vllm_mmcache.storage.kind import Kind
-from vllm_mmcache.storage.record_store import RECORDS, key
+from vllm_mmcache.storage.record_store import RECORDS
 from vllm_mmcache.storage.redis_backend import RedisBackend
 from vllm_mmcache.storage.tier import Tier
 

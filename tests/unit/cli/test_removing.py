@@ -17,7 +17,7 @@ from tests.system.cli.test_uninstall import PLACE
 from vllm_mmcache.cli import app
 from vllm_mmcache.components.features.tiers import key_of
 from vllm_mmcache.lifecycle import user_proofs
-from vllm_mmcache.storage import record_store
+from vllm_mmcache.storage import frame
 
 COMMANDS = [["store", "clear"], ["uninstall"]]
 
@@ -43,7 +43,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         assert save(tier, number)
     tier.backend.reject(key_of(identity(1)))
     kept = record_tier(tmp_path / "store")
-    kept.put_many({record_store.key("test", "a"): b"value"})
+    kept.put_many({frame.key("test", "a"): b"value"})
     kept.close()
     (tmp_path / "xdg_state_home" / "mmcache").mkdir(parents=True)
     (tmp_path / "xdg_state_home" / "mmcache" / "admin-key").write_text("key")

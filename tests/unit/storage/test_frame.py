@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_mmcache.storage.frame import frame, unframe
-from vllm_mmcache.storage.record_store import key
+from vllm_mmcache.storage.frame import frame, key, unframe
 
 FIELDS = st.lists(st.one_of(st.text(max_size=5), st.binary(max_size=5)), max_size=4)
 

@@ -13,11 +13,12 @@ from tests.support.memory import traced
 from tests.support.tiers import LONG_S, MemoryTier, record_tier, within
 from vllm_mmcache.base import settings
 from vllm_mmcache.metrics import table_sizes
-from vllm_mmcache.storage import record_store
-from vllm_mmcache.storage.record_store import ENTRY_BYTES, MAX_VALUE_BYTES, MOST_WAITING_BYTES, RENEW_S, RecordStore
+from vllm_mmcache.storage import frame, record_store
+from vllm_mmcache.storage.frame import MAX_VALUE_BYTES
+from vllm_mmcache.storage.record_store import ENTRY_BYTES, MOST_WAITING_BYTES, RENEW_S, RecordStore
 from vllm_mmcache.storage.tier import Value
 
-KEYS = [record_store.key("test", str(number)) for number in range(1000)]
+KEYS = [frame.key("test", str(number)) for number in range(1000)]
 KEY, OTHER = KEYS[:2]
 
 

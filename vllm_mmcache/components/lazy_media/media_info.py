@@ -19,7 +19,7 @@ from vllm_mmcache.base import settings
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.metrics import table_sizes
-from vllm_mmcache.storage import record_store
+from vllm_mmcache.storage import frame, record_store
 
 MAX_MM_HASHES = 16  # per record: a server sees one or two (model, processor arguments) per image
 RECORD_COST_BYTES = 6144  # a record with all its mm_hashes; test_lru.py measures it
@@ -170,7 +170,7 @@ def unpacked(packed: bytes) -> MediaInfo | None:
 
 
 def _name(key: Key) -> bytes:
-    return record_store.key("image", key.content_id, repr(key.options))
+    return frame.key("image", key.content_id, repr(key.options))
 
 
 def _is_text(question: object) -> TypeGuard[tuple[str, ...]]:

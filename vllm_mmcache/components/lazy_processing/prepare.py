@@ -45,7 +45,7 @@ from vllm_mmcache.components.lazy_processing.vllm_processor_facts import process
 from vllm_mmcache.content import tokens_alone
 from vllm_mmcache.content.digests import inputs_digest
 from vllm_mmcache.metrics import counters
-from vllm_mmcache.storage import record_store
+from vllm_mmcache.storage import frame, record_store
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -269,7 +269,7 @@ class ItemPreparer:
                 self.cache.trust(mm_hash)
 
     def _key(self, modality: str, mm_hash: str) -> bytes:
-        return record_store.key("item", self._facts, modality, mm_hash)
+        return frame.key("item", self._facts, modality, mm_hash)
 
 
 @contextmanager
