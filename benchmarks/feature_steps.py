@@ -27,6 +27,7 @@ from benchmarks.results import Result, run_worker
 from benchmarks.servers import stored
 from tests.support.engine_configuration import CONFIGURATIONS
 from vllm_mmcache.base import background, settings
+from vllm_mmcache.base.store_url import store_places
 from vllm_mmcache.components.features import tiers
 from vllm_mmcache.components.features.engine.vllm_connector import Connector
 from vllm_mmcache.components.features.package import Shape
@@ -171,7 +172,7 @@ def decode(rig: ZooRig, begin: Callable[[], IsOver]) -> list[float]:
 
 def files() -> list[Path]:
     """Those of the store's directory, if it has one; they are read from the disk, as after a restart of the machine."""
-    place, _ = settings.store_places(settings.current().store)
+    place, _ = store_places(settings.current().store)
     found = list(Path(place).glob("features/??/*")) if place is not None else []
     for path in found:
         with path.open("rb") as file:

@@ -27,11 +27,11 @@ from vllm_mmcache.base.store_url import (
     WITH_URLS,
     check_files,
     host_and_port,
+    redact,
+    store_places,
     why_not_in_config,
     with_password,
 )
-from vllm_mmcache.base.store_url import redact as redact
-from vllm_mmcache.base.store_url import store_places as store_places
 from vllm_mmcache.base.tenant import parse_source
 
 logger = logging.getLogger("vllm.mmcache")

@@ -319,7 +319,8 @@ def engine_facts(config: Any) -> dict[str, Any]:
 
 def setting_rows(chosen: "Settings | None") -> list[dict[str, Any]]:
     """Each setting with its value here (None when some are wrong), its default and its meaning."""
-    from vllm_mmcache.base.settings import PREFIX, Settings, redact
+    from vllm_mmcache.base.settings import PREFIX, Settings
+    from vllm_mmcache.base.store_url import redact
 
     return [
         {

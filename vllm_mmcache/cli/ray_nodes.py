@@ -44,7 +44,8 @@ def nodes(address: str) -> list[dict[str, Any]]:
             import vllm_mmcache
 
             found["mmcache"] = vllm_mmcache.__version__
-            from vllm_mmcache.base.settings import load_settings, redact
+            from vllm_mmcache.base.settings import load_settings
+            from vllm_mmcache.base.store_url import redact
             from vllm_mmcache.cli.plugins import why_left_out
 
             chosen = load_settings()

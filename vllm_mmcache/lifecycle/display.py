@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.status import State
+from vllm_mmcache.base.store_url import redact, store_places
 
 
 def storage_summary(found: Mapping[str, State]) -> list[str]:
@@ -13,16 +14,16 @@ def storage_summary(found: Mapping[str, State]) -> list[str]:
     lines = []
     if _is_somewhere(found, "features"):
         ram = f"RAM ({chosen.feature_ram_bytes.human_readable()})" if chosen.feature_ram_bytes else ""
-        directory, url = settings.store_places(chosen.store)
+        directory, url = store_places(chosen.store)
         disk = f"{directory} ({chosen.store_disk_bytes.human_readable()} at most)" if directory else ""
-        places = [place for place in (ram, disk, settings.redact(url)) if place]
+        places = [place for place in (ram, disk, redact(url)) if place]
         until = f"; beyond RAM {chosen.store_ttl.until()} (MMCACHE_STORE_TTL)" if directory or url else ""
         lines.append(f"features are kept: {', '.join(places) or 'nowhere'}{until}")
     if _is_somewhere(found, "lazy_processing") and found["features"].state != "on":
         lines.append(f"images go to the engine with their pixels: features are {found['features']}")
     if chosen.files is not None and all(_is_somewhere(found, name) for name in ("identity", "lazy_media")):
         until = f"{chosen.files_ttl.words()} after their upload" if chosen.files_ttl else "they are deleted"
-        lines.append(f"files of clients are kept: {settings.redact(chosen.files)}, until {until}")
+        lines.append(f"files of clients are kept: {redact(chosen.files)}, until {until}")
     if _is_somewhere(found, "observe"):
         lines.append(f"requests are recorded{f': {chosen.observe_file}' if chosen.observe_file else ''}")
     return lines

@@ -154,7 +154,8 @@ def test_router_and_prometheus_name_the_replicas() -> None:
 
 
 def test_the_replicas_settings_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_mmcache.base.settings import load_settings, store_places
+    from vllm_mmcache.base.settings import load_settings
+    from vllm_mmcache.base.store_url import store_places
 
     for name, value in SERVICES["replica-1"]["environment"].items():
         if name.startswith("MMCACHE_"):

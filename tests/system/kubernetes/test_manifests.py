@@ -13,6 +13,7 @@ from pydantic import ByteSize, TypeAdapter
 
 from tests.system.docker.test_files import STEPS
 from vllm_mmcache.base import key_file, settings, tenant
+from vllm_mmcache.base.store_url import store_places
 
 REPO = Path(__file__).parents[3]
 FOLDER = REPO / "docker" / "kubernetes"
@@ -165,7 +166,7 @@ def test_the_settings_are_known_and_right() -> None:
     chosen = settings.load_settings()
     assert chosen.requires_tenant
     assert tenant.parse_source(chosen.tenant_from).header == "x-tenant"
-    assert settings.store_places(chosen.store) == ("/var/lib/mmcache/store", None)
+    assert store_places(chosen.store) == ("/var/lib/mmcache/store", None)
 
 
 @pytest.mark.usefixtures("as_in_the_pod")

@@ -9,6 +9,7 @@ from vllm_mmcache.base import settings
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.remote_url import SCHEMES, parsed
 from vllm_mmcache.base.settings_messages import why_exposed
+from vllm_mmcache.base.store_url import store_places
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_what_urls_say(url: str, kind: str, hosts: list[object], service: str, o
     ],
 )
 def test_commas_of_a_url_are_its_own(store: str, places: tuple[str | None, str | None]) -> None:
-    assert settings.store_places(settings.load_settings({"store": store}).store) == places
+    assert store_places(settings.load_settings({"store": store}).store) == places
 
 
 def with_store(store: str, monkeypatch: pytest.MonkeyPatch, **more: object) -> settings.Settings:

@@ -9,6 +9,7 @@ import pytest
 from vllm_mmcache.base import settings
 from vllm_mmcache.base.errors import SettingsError
 from vllm_mmcache.base.settings_messages import is_of_a_service
+from vllm_mmcache.base.store_url import store_places
 
 
 def test_defaults_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +130,7 @@ def test_places_of_the_store(
     store: str | None, places: tuple[str | None, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MMCACHE_STORE", store or "")
-    assert settings.store_places(settings.load_settings().store) == places
+    assert store_places(settings.load_settings().store) == places
 
 
 @pytest.mark.parametrize("password", ["secret", "sec/ret", "a@secret"])

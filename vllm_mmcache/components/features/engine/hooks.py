@@ -19,6 +19,7 @@ from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.base.errors import StoreUnusable
 from vllm_mmcache.base.estimate import Estimate
 from vllm_mmcache.base.failsafe import failsafe
+from vllm_mmcache.base.store_url import redact
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.cost_model import CostModel
 from vllm_mmcache.components.features.engine.ram_tier import RamTier
@@ -83,7 +84,7 @@ def open_store(vllm_config: Any, told: Iterable[Mapping[str, Any]]) -> None:
     logger.info(
         "mmcache: features are kept in RAM (%s)%s",
         in_force.feature_ram_bytes.human_readable(),
-        f" and in {settings.redact(in_force.store)}, {in_force.store_ttl.until()}" if in_force.store else "",
+        f" and in {redact(in_force.store)}, {in_force.store_ttl.until()}" if in_force.store else "",
     )
 
 
