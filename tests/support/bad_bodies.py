@@ -100,7 +100,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 def main() -> None:
     """Print the table: milliseconds of json.loads, of looking for images, of all that is done before vLLM parses."""
-    print("| body | MB | json.loads | looking | lifting |\n|---|---|---|---|---|")
+    print("| body | MB | json.loads | looking | extracting |\n|---|---|---|---|---|")
     for name, body in bad_bodies(2_000_000):
         times = [
             milliseconds(lambda body=body: json.loads(body)),  # type: ignore[misc]

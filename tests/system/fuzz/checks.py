@@ -42,7 +42,7 @@ IMAGE_PLACES = {
 
 @contextmanager
 def short_texts() -> Iterator[None]:
-    """Texts are lifted that are short, so that there are many, whatever is beside them."""
+    """Texts are extracted that are short, so that there are many, whatever is beside them."""
     with pytest.MonkeyPatch.context() as context:
         context.setattr(extracting, "MIN_TEXT_BYTES", MIN_TEXT_BYTES)
         context.setattr(middleware, "MIN_TEXT_BYTES", MIN_TEXT_BYTES)
@@ -52,24 +52,24 @@ def short_texts() -> Iterator[None]:
 
 
 def check_body(body: bytes, path: str) -> int:
-    """What is left, with the texts put back, is to json and pydantic what came; returns how many texts were lifted."""
-    lifted = extract(body, WALKERS[path])
-    if lifted is None:
+    """What is left, with the texts put back, is to json and pydantic what came. Returns how many were extracted."""
+    extracted = extract(body, WALKERS[path])
+    if extracted is None:
         return 0
-    texts = {name: bytes(payload.text).decode("ascii") for name, payload in lifted.payloads.items()}
+    texts = {name: bytes(payload.text).decode("ascii") for name, payload in extracted.payloads.items()}
 
     def put_back(text: str) -> str:
         return NAME.sub(lambda name: texts.get(name[0], name[0]), text)
 
-    request = json.loads(body)  # what is no JSON is not lifted
-    assert put_back(json.dumps(json.loads(lifted.body))) == json.dumps(request)
-    assert put_back(_pydantic(lifted.body)) == _pydantic(body)
-    keys = dict(_places(json.loads(lifted.body)))
+    request = json.loads(body)  # what is no JSON is not extracted
+    assert put_back(json.dumps(json.loads(extracted.body))) == json.dumps(request)
+    assert put_back(_pydantic(extracted.body)) == _pydantic(body)
+    keys = dict(_places(json.loads(extracted.body)))
     for name, text in texts.items():
         assert [place for value, place in keys.items() if value.endswith(name) and place[-2:] in IMAGE_PLACES]
-        assert lifted.payloads[name].decode() == pybase64.b64decode(text, validate=True)
+        assert extracted.payloads[name].decode() == pybase64.b64decode(text, validate=True)
     at = 0
-    for piece in _between(lifted.body, list(lifted.payloads)):
+    for piece in _between(extracted.body, list(extracted.payloads)):
         found = body.find(piece, at)
         assert found >= 0 if at else found == 0, "bytes beside the images have changed"
         at = found + len(piece)
@@ -83,8 +83,8 @@ def check_application(body: bytes, path: str) -> int:
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         nonlocal opened
-        status, said, num_lifted = _answer((await receive())["body"], path)
-        opened += num_lifted
+        status, said, num_extracted = _answer((await receive())["body"], path)
+        opened += num_extracted
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": said})
 
@@ -178,7 +178,7 @@ def check_frame(key: bytes, framed: bytes, made: tuple[bytes, bytes] | None = No
 
 def _answer(body: bytes, path: str) -> tuple[int, bytes, int]:
     """As vLLM does: parse, open the images, answer with what they are; an error repeats the input and measures it."""
-    lifted: dict[str, str] = {}
+    extracted: dict[str, str] = {}
     try:
         request = json.loads(body)
         if not isinstance(request, dict):
@@ -190,11 +190,11 @@ def _answer(body: bytes, path: str) -> tuple[int, bytes, int]:
             content = payload.decode() if payload else pybase64.b64decode(text, validate=True)
             opened.append(hashlib.sha256(content).hexdigest())
             if payload:
-                lifted[text] = bytes(payload.text).decode("ascii")
-        rest = NAME.sub(lambda name: lifted.get(name[0], name[0]), json.dumps(request))
+                extracted[text] = bytes(payload.text).decode("ascii")
+        rest = NAME.sub(lambda name: extracted.get(name[0], name[0]), json.dumps(request))
     except (ValueError, RecursionError) as error:
-        return 400, f"{len(body)} {error} {body[:50]!r} {body!r}".encode("utf-8", "replace"), len(lifted)
-    return 200, f"{opened} {rest}".encode(), len(lifted)
+        return 400, f"{len(body)} {error} {body[:50]!r} {body!r}".encode("utf-8", "replace"), len(extracted)
+    return 200, f"{opened} {rest}".encode(), len(extracted)
 
 
 def _pydantic(body: bytes) -> str:

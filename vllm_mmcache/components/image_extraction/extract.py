@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lifts images out of one body: the body that the application gets, and what its short names stand for. Pure.
+"""Takes images out of one body: the body that the application gets, and what its short names stand for. Pure.
 
 The body is cut at every candidate and the rest is parsed, which takes no time without the images. A candidate is
 taken out if the parsed request has it in a place of an image and it is base64; every other one is put back as it was.

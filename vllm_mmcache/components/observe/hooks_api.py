@@ -88,7 +88,7 @@ async def note_chat_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     "vllm.renderers.base:BaseRenderer._process_multimodal",
     name="images",
     args=("mm_data", "mm_processor_kwargs"),
-    why="whether an image was lifted and decoded is known here only",
+    why="whether an image was extracted and decoded is known here only",
 )
 def note_images(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer._process_multimodal: lays notes on the images beside what the processor made of them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lifting: what the application gets, resolved again, is what the client sent; and only images are taken out."""
+"""Extraction: what the application gets, resolved again, is what the client sent; and only images are taken out."""
 
 import base64
 import hashlib
@@ -27,14 +27,14 @@ def url_of(name: str, kind: str = "png") -> str:
     return f"data:image/{kind};base64,{text_of(name)}"
 
 
-def put_back(value: Any, lifted: Extraction) -> Any:
+def put_back(value: Any, extracted: Extraction) -> Any:
     """What the application got, with every reference resolved."""
     if isinstance(value, dict):
-        return {put_back(key, lifted): put_back(one, lifted) for key, one in value.items()}
+        return {put_back(key, extracted): put_back(one, extracted) for key, one in value.items()}
     if isinstance(value, list):
-        return [put_back(one, lifted) for one in value]
+        return [put_back(one, extracted) for one in value]
     if isinstance(value, str):
-        for name, payload in lifted.payloads.items():
+        for name, payload in extracted.payloads.items():
             value = value.replace(name, bytes(payload.text).decode())
     return value
 
@@ -99,14 +99,14 @@ def test_the_application_gets_the_same_request(
     request: dict[str, Any], path: str, indent: int | None, ascii_only: bool, slashes: str
 ) -> None:
     body = json.dumps(request, indent=indent, ensure_ascii=ascii_only).replace("/", slashes).encode()
-    lifted = extract(body, WALKERS[path])
-    if lifted is not None:
-        assert len(lifted.body) < len(body)
-        assert put_back(json.loads(lifted.body), lifted) == json.loads(body) == request
+    extracted = extract(body, WALKERS[path])
+    if extracted is not None:
+        assert len(extracted.body) < len(body)
+        assert put_back(json.loads(extracted.body), extracted) == json.loads(body) == request
         images = set(WALKERS[path](json.loads(body), Lists(1000)))
-        for name, payload in lifted.payloads.items():
-            assert json.loads(lifted.body) != request
-            assert lifted.body.count(name.encode()) == 1
+        for name, payload in extracted.payloads.items():
+            assert json.loads(extracted.body) != request
+            assert extracted.body.count(name.encode()) == 1
             assert any(image.endswith(bytes(payload.text).decode()) for image in images)
 
 
@@ -114,17 +114,17 @@ def test_the_application_gets_the_same_request(
 @settings(max_examples=scaled(300), deadline=None)
 @given(body=st.binary(max_size=200), at=st.integers(0, 5000), request=requests)
 def test_broken_bodies(body: bytes, at: int, request: dict[str, Any]) -> None:
-    """Bytes thrown into a request: either nothing is lifted, or both are the same request."""
+    """Bytes thrown into a request: either nothing is extracted, or both are the same request."""
     whole = json.dumps(request).encode()
     broken = whole[:at] + body + whole[at:]
-    lifted = extract(broken, WALKERS["/v1/chat/completions"])
-    if lifted is not None:
-        assert put_back(json.loads(lifted.body), lifted) == json.loads(broken)
+    extracted = extract(broken, WALKERS["/v1/chat/completions"])
+    if extracted is not None:
+        assert put_back(json.loads(extracted.body), extracted) == json.loads(broken)
 
 
 @pytest.mark.parametrize("byte", [b"\0", b"\n", b"\\u12", b"\xff"])
 def test_a_body_that_is_broken_where_it_was_cut_stays_as_it_is(byte: bytes) -> None:
-    """Found by `make soak`: a text that is no image was put back with its broken byte, and another was lifted."""
+    """Found by `make soak`: a text that is no image was put back with its broken byte, and another was extracted."""
     whole = json.dumps(chat(image("a"), {"type": "text", "text": url_of("b")})).encode()
     assert extract(whole, WALKERS["/v1/chat/completions"]) is not None
     at = whole.index(text_of("b").encode()) + 700
@@ -198,10 +198,10 @@ TOOL_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image
 )
 def test_places(path: str, request_: dict[str, Any], num: int) -> None:
     body = json.dumps(request_).encode()
-    lifted = extract(body, WALKERS[path])
-    assert (len(lifted.payloads) if lifted else 0) == num
-    if lifted:
-        assert put_back(json.loads(lifted.body), lifted) == request_
+    extracted = extract(body, WALKERS[path])
+    assert (len(extracted.payloads) if extracted else 0) == num
+    if extracted:
+        assert put_back(json.loads(extracted.body), extracted) == request_
 
 
 @pytest.mark.parametrize("slash", ["\\/", "\\u002f", "\\u002F"])
@@ -209,28 +209,28 @@ def test_escaped_slashes(slash: str) -> None:
     """PHP writes every slash with a backslash: head and text."""
     body = json.dumps(chat(image("a"))).replace("/", slash).encode()
     assert "/" in text_of("a")
-    lifted = extract(body, WALKERS["/v1/chat/completions"])
-    assert lifted is not None
-    assert [payload.text for payload in lifted.payloads.values()] == [text_of("a").encode()]
+    extracted = extract(body, WALKERS["/v1/chat/completions"])
+    assert extracted is not None
+    assert [payload.text for payload in extracted.payloads.values()] == [text_of("a").encode()]
 
 
 def test_text_stays_byte_for_byte() -> None:
-    """Beside a lifted image, what is not an image is the very bytes that came."""
+    """Beside an image that is extracted, what is not an image is the very bytes that came."""
     text = {"type": "text", "text": url_of("b") + "  ü \u2028"}
     body = json.dumps(chat(text, image("a")), indent=3, ensure_ascii=False).encode()
-    lifted = extract(body, WALKERS["/v1/chat/completions"])
-    assert lifted is not None
-    (name,) = lifted.payloads
-    assert lifted.body.replace(name.encode(), text_of("a").encode()) == body
+    extracted = extract(body, WALKERS["/v1/chat/completions"])
+    assert extracted is not None
+    (name,) = extracted.payloads
+    assert extracted.body.replace(name.encode(), text_of("a").encode()) == body
 
 
 def test_the_last_of_two_equal_keys_counts() -> None:
     url = json.dumps({"url": url_of("a")})[:-1] + f', "url": "{url_of("b")}"}}'
     body = f'{{"messages": [{{"content": [{{"type": "image_url", "image_url": {url}}}]}}]}}'.encode()
-    lifted = extract(body, WALKERS["/v1/chat/completions"])
-    assert lifted is not None
-    assert [bytes(payload.text) for payload in lifted.payloads.values()] == [text_of("b").encode()]
-    assert put_back(json.loads(lifted.body), lifted) == json.loads(body)
+    extracted = extract(body, WALKERS["/v1/chat/completions"])
+    assert extracted is not None
+    assert [bytes(payload.text) for payload in extracted.payloads.values()] == [text_of("b").encode()]
+    assert put_back(json.loads(extracted.body), extracted) == json.loads(body)
 
 
 @pytest.mark.parametrize(
@@ -260,28 +260,28 @@ def test_names_are_new_for_each_request() -> None:
 
 def test_same_text_is_the_same_content_and_a_changed_byte_is_not() -> None:
     body = json.dumps(chat(image("a"), image("a"), image("b"))).encode()
-    lifted = extract(body, WALKERS["/v1/chat/completions"])
-    assert lifted is not None
-    one, same, other = lifted.payloads.values()
+    extracted = extract(body, WALKERS["/v1/chat/completions"])
+    assert extracted is not None
+    one, same, other = extracted.payloads.values()
     assert one.content_id == same.content_id != other.content_id
     assert one.decode() == base64.b64decode(text_of("a"))
 
 
 def test_many_escapes_are_left() -> None:
-    """Each costs a step; a text with few of them, which is base64 of anything but white, is lifted."""
-    for text, lifted in (("AAA\\/" * 4000, False), ("A" * 63 + "\\/", True)):
+    """Each costs a step; a text with few of them, which is base64 of anything but white, is extracted."""
+    for text, extracted in (("AAA\\/" * 4000, False), ("A" * 63 + "\\/", True)):
         body = json.dumps(chat({"image_url": "HERE"})).replace("HERE", f"data:image/png;base64,{text * 200}").encode()
-        assert (extract(body, WALKERS["/v1/chat/completions"]) is not None) == lifted
+        assert (extract(body, WALKERS["/v1/chat/completions"]) is not None) == extracted
 
 
 def test_a_small_image_in_a_large_body_is_left() -> None:
-    """The rest is parsed twice where anything is lifted: that must save more than it takes."""
-    for num_words, lifted in ((2000, True), (20_000, False)):
+    """The rest is parsed twice where anything is extracted: that must save more than it takes."""
+    for num_words, extracted in ((2000, True), (20_000, False)):
         body = json.dumps(chat(image("a"), {"type": "text", "text": "word " * num_words})).encode()
-        assert (extract(body, WALKERS["/v1/chat/completions"]) is not None) == lifted
+        assert (extract(body, WALKERS["/v1/chat/completions"]) is not None) == extracted
 
 
 def test_long_lists_are_not_looked_at() -> None:
-    for num_parts, lifted in ((200, True), (300, False)):
+    for num_parts, extracted in ((200, True), (300, False)):
         body = json.dumps(chat(image("a"), *[{}] * num_parts)).encode()
-        assert (extract(body, WALKERS["/v1/chat/completions"]) is not None) == lifted
+        assert (extract(body, WALKERS["/v1/chat/completions"]) is not None) == extracted

@@ -78,12 +78,12 @@ def test_looking_for_images(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def lifted_before() -> None:
+def extracted_before() -> None:
     """Settings are read when they are first asked for."""
     assert extract(chat(image(100_000)), WALKERS[PATH])
 
 
-@pytest.mark.usefixtures("lifted_before")
+@pytest.mark.usefixtures("extracted_before")
 @pytest.mark.parametrize("name", BODIES)
 def test_all_that_is_done(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     body = BODIES[name]
@@ -116,9 +116,9 @@ def test_the_count_can_fail() -> None:
 
 
 @pytest.mark.parametrize("num_images", [1, 5, 40])
-def test_good_bodies_are_lifted(num_images: int) -> None:
+def test_images_of_good_bodies_are_extracted(num_images: int) -> None:
     """The bounds leave what they are there for: images and a long talk beside them."""
     text = '{"type":"text","text":"' + "word " * 100 + '"}'
-    lifted = extract(chat(*[image(100_000), text, text] * num_images), WALKERS[PATH])
-    assert lifted is not None
-    assert len(lifted.payloads) == num_images
+    extracted = extract(chat(*[image(100_000), text, text] * num_images), WALKERS[PATH])
+    assert extracted is not None
+    assert len(extracted.payloads) == num_images
