@@ -40,9 +40,9 @@ test: $(STAMP)  ## the tests on model runner V1, then on V2 those of engines; AR
 test-fast: $(STAMP)  ## the tests that start no process or engine and are not marked slow (about a minute on two cores)
 	@$(BIN)/python -m pytest -m fast --ignore tests/engine --numprocesses 0 $(ARGS)
 
-# Of what touches vLLM, and needs no engine: making the environment takes 5 to 8 minutes on two cores.
+# Of what touches vLLM, and needs no engine: making the environment takes longer than they do.
 TESTS_033 := $(addprefix tests/unit/,audit components hooking lifecycle metrics models reference_attention trial)
-test-033: $(STAMP) $(STAMP_033)  ## the fast tests of what touches vLLM on 0.33's Python (8 minutes with its environment)
+test-033: $(STAMP) $(STAMP_033)  ## the fast tests of what touches vLLM on 0.33's Python, without engines
 	@$(VENV)-0.33/bin/python -m pytest -m fast --numprocesses 2 $(or $(ARGS),$(TESTS_033))
 
 coverage: $(STAMP)  ## branches of the package that the tests without an engine run; ARGS=tests for all tests, or some

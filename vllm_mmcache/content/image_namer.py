@@ -45,7 +45,7 @@ def mark(request: Any, output_processor: Any) -> None:
 
 
 def set_namer(namer: bytes | None, request: Any) -> None:
-    """Set the mark of a request; None leaves it without one. Its dictionary of arguments is replaced, not changed."""
+    """Set the mark of a request; None changes nothing. Its dictionary of arguments is replaced, not changed."""
     name, params = _params_of(request)
     if params is not None and namer is not None:
         setattr(params, name, {**(getattr(params, name) or {}), _MARK: namer})

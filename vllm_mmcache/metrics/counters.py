@@ -134,7 +134,7 @@ class Gauge:
         self._prometheus.set(size)
 
     def register(self) -> None:
-        """Register the counter with prometheus_client, where it is shown, if it is not yet. API server."""
+        """Register the gauge with prometheus_client, where it is shown, if it is not yet. API server."""
         with self._lock:
             if self._prometheus is None:
                 import prometheus_client

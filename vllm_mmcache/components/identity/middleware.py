@@ -18,7 +18,7 @@ Call = Callable[..., Awaitable[None]]
 
 
 class FindTenant:
-    """Sets the salt of each request by its headers (tenant.Source). Headers that can't name a tenant get a 400."""
+    """Sets the salt of each request by its headers (TenantSource). Headers that can't name a tenant get a 400."""
 
     def __init__(self, app: Call, source: tenant.TenantSource) -> None:
         self.app = app
