@@ -14,13 +14,14 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from mmcache_tools.harness.server import free_port
 
 REPO = Path(__file__).parents[1]
 DOCKERFILE = REPO / "docker" / "cpu.Dockerfile"
@@ -100,9 +101,7 @@ class Build:
 
     def serve(self) -> None:
         """Serve a tiny model by the entry point until the health check passes. Raises: RuntimeError."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         environ = self.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
         model = str(self.root / "model")
         where: dict[str, Any] = {"cwd": self.directory, "env": environ}

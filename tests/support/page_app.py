@@ -2,7 +2,6 @@
 """The page's routes over example records, served by uvicorn in a thread, to be stopped and started again."""
 
 import json
-import socket
 import threading
 import time
 import weakref
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from mmcache_tools.harness.server import free_port
 from starlette.applications import Starlette
 
 from vllm_mmcache.base.lru import Budget
@@ -83,9 +83,7 @@ class Server:
     def __init__(self, store: RecordStore | None, admin_key: str | None = KEY) -> None:
         self.store = store
         self._app = Starlette(routes=routes(lambda: self.store, admin_key, lambda: IN_FORCE))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.page = f"{self.url}/mmcache#key={admin_key}"
         self.start()

@@ -3,7 +3,6 @@
 
 import importlib.util
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
+from mmcache_tools.harness.server import free_port
 
 from vllm_mmcache.base import settings, status
 from vllm_mmcache.lifecycle.registry import COMPONENT_NAMES
@@ -34,9 +34,7 @@ class Server:
         plain = ("--bind", "127.0.0.1") if sentinel else ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
         self._command = [binary, *([str(config)] if config else []), *(["--sentinel"] if sentinel else []), *plain]
         self._options = options
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}"
         self.client: Any = redis.Redis.from_url(self.url)
         self._process: subprocess.Popen[bytes] | None = None

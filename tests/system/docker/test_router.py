@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from mmcache_tools.harness.server import free_port
 
 from tests.support.programs import program
 
@@ -150,9 +151,7 @@ class Router:
 
     def __init__(self, folder: Path, conf: str) -> None:
         self.replicas = [Replica("replica-1"), Replica("replica-2")]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         for replica in self.replicas:
             conf = conf.replace(f"{replica.name}:8000", replica.address)
         conf = conf.replace("listen 8080;", f"listen 127.0.0.1:{self.port};")

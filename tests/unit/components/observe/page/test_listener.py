@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page on an address of its own: there and nowhere else, by one of several API servers, or no start."""
 
-import socket
 import time
 from pathlib import Path
 
 import httpx
 import pytest
+from mmcache_tools.harness.server import free_port
 from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
@@ -26,9 +26,7 @@ KEY = "the-operator-has-this-one"
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> str:
     """A free one, and set."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found = f"127.0.0.1:{probe.getsockname()[1]}"
+    found = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("MMCACHE_OBSERVE_LISTEN", found)
     monkeypatch.setattr(settings, "_current", settings.Settings(admin_key=SecretStr(KEY)))
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
