@@ -62,7 +62,7 @@ class WriteBehind(Generic[K, T]):
         """Queue an item for writing, instead of one that waits under the same key; never waits for a write.
 
         An item that equals the one that waits, or else the one that is being written, is ignored. One that finds no
-        room, or comes after `close`, is dropped and counted; what waits under its key stays.
+        room, or comes after `drop` or `close`, is dropped and counted; what waits under its key stays.
         """
         with self._changed:
             former = self._waiting.get(key)
@@ -94,6 +94,13 @@ class WriteBehind(Generic[K, T]):
             self._waiting_bytes = 0
             self._changed.notify_all()
 
+    def drop(self) -> None:
+        """Take no more, and drop what is waiting, counted; what is being written now is written."""
+        with self._changed:
+            self._closed = True
+            self.tier.counts.add(dropped=len(self._waiting))
+        self.forget()
+
     def close(self, timeout_s: float) -> bool:
         """Flush, then take no more and end the thread, all within `timeout_s`. Returns what `flush` did.
 
@@ -103,10 +110,7 @@ class WriteBehind(Generic[K, T]):
             return False
         deadline = monotonic() + timeout_s
         flushed = self.flush(timeout_s)
-        with self._changed:
-            self._closed = True
-            self.tier.counts.add(dropped=len(self._waiting))
-        self.forget()
+        self.drop()
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - monotonic()))
         atexit.unregister(self.close)

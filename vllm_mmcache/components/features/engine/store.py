@@ -223,6 +223,11 @@ class Store:
         flushed = [writer.flush(max(0.0, deadline - monotonic())) for writer in self._writers.values()]
         return all(flushed)
 
+    def drop_writes(self) -> None:
+        """Write no more to the tiers below, nor what waits for them; what is being written now is written."""
+        for writer in self._writers.values():
+            writer.drop()
+
     def close(self, timeout_s: float = EXIT_S) -> bool:
         """Flush, end the threads, and forget what is in RAM, within about `timeout_s`. Returns what `flush` did."""
         for readers in self._readers.values():

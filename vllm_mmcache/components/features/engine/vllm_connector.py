@@ -457,7 +457,7 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
     def close(self, *, writes: bool = True) -> None:
         """Take and keep nothing any more, in a few seconds: threads end, tiers are written, the arena is let go.
 
-        Without `writes` what waits to be written to a tier is not: it may be what is wrong. Also again. Between two
+        Without `writes` what waits to be written to a tier is dropped: it may be what is wrong. Also again. Between two
         steps. Images that come without their pixels still get them, since an API server may send some until it knows.
         """
         if self.is_closed:
@@ -472,6 +472,8 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
             for wanted in images:
                 wanted.give_up()
         self._digests.close()
+        if not writes:
+            self.store.drop_writes()  # also what ranks give while they end their copies
         self.copying.wait(1.0)
         self.copying.close()
         self.store.close(EXIT_S if writes else 0.0)

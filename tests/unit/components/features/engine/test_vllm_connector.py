@@ -23,7 +23,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-from tests.support.packages import SHAPE, features
+from tests.support.packages import SHAPE, features, identity
 from tests.support.tiers import LONG_S, MemoryTier, within
 from tests.support.vllm_requests import Prompt, make_request, stock_hasher
 from tests.unit.components.features.engine.test_transfers import FACTS, open_files
@@ -643,3 +643,31 @@ def test_it_goes_with_its_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert beside.scheduler.ec_connector is beside.connector
     del beside.scheduler
     assert ended == [True]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_closing_writes_nothing_that_may_be_wrong(
+    beside: Beside, writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what waits for a tier nor what the ranks give while it closes; the control is a usual end."""
+
+    def put(number: int) -> None:
+        slot = beside.store.reserve(identity(number), SHAPE)
+        assert slot is not None
+        beside.store.keep(slot, identity(number), SHAPE)
+
+    def wait(timeout_s: float) -> bool:
+        """As ranks whose copies take until all that waits is written."""
+        put(5)
+        beside.tier.writing.open()
+        return beside.store.flush(LONG_S)
+
+    beside.tier.writing.shut()
+    put(0)
+    assert beside.tier.writing.has_come()
+    for number in range(1, 5):
+        put(number)
+    monkeypatch.setattr(beside.connector.copying, "wait", wait)
+    beside.connector.close(writes=writes)
+    assert len(beside.tier.packages) == (6 if writes else 1)
+    assert beside.tier.counts.snapshot()["dropped"] == (0 if writes else 5)
