@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process on a real system meets: files that can't grow or be changed, that others spoil, and other mounts."""
+"""What a process on a real system meets: no threads, files that can't grow or that others spoil, other mounts."""
 
 import ctypes
 import os
@@ -7,6 +7,7 @@ import resource
 import shutil
 import stat
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,18 @@ def limited_files(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """No thread can be started within, as on a machine at its limit."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        yield
 
 
 @contextmanager

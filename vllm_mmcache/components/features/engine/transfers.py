@@ -106,7 +106,8 @@ class TransferTracker:
     def load(self, mm_hash: str, slot: Slot, shape: Shape) -> SlotRef:
         """Where the ranks find what they are to copy. `slot`, which the caller holds, is held until all are done.
 
-        Never waits. Numbers of loads grow from 1.
+        Never waits. Numbers of loads grow from 1. Raises: RuntimeError, and holds nothing, where the machine has no
+        thread that could follow the copy.
         """
         self._num_loads += 1
         self._begin(self._loads, self._num_loads, slot)
@@ -115,7 +116,7 @@ class TransferTracker:
     def save(self, mm_hash: str, slot: Slot, identity: Identity, shape: Shape) -> SlotRef:
         """Where the first rank is to put features. `slot` is kept once its seal is there, or else discarded.
 
-        Never waits. Numbers of saves grow from 1.
+        Never waits. Numbers of saves grow from 1. Raises: as `load`.
         """
         self._num_saves += 1
         seal = self._arena.buffer(slot.offset + shape.num_bytes, SEAL_BYTES)
@@ -138,10 +139,11 @@ class TransferTracker:
 
     def _begin(self, under_way: dict[int, Any], number: int, what: Any) -> None:
         with self._changed:
-            under_way[number] = what
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="mmcache-board", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="mmcache-board", daemon=True)
+                thread.start()
+                self._thread = thread
+            under_way[number] = what
             self._changed.notify_all()
 
     def _run(self) -> None:

@@ -362,7 +362,11 @@ class Connector(ECConnectorBase):  # type: ignore[misc]
         message = self._message_of_step(generation)
         slot = self.store.find(identity, wanted.shape)
         if slot is not None:
-            message.loads.append(self.copying.load(wanted.name, slot, wanted.shape))
+            try:
+                message.loads.append(self.copying.load(wanted.name, slot, wanted.shape))
+            except BaseException:
+                self.store.release(slot)
+                raise
             self._note(wanted, (wanted.fetch.source if wanted.fetch is not None else "") or self.store.ram.name)
             return True
         if wanted.fetch is not None and wanted.fetch.passed_over:

@@ -15,6 +15,7 @@ import torch
 
 from tests.support.packages import SHAPE, features, identity
 from tests.support.rank_process import raw, tensor
+from tests.support.refusals import no_threads
 from tests.support.tiers import LONG_S, within
 from vllm_mmcache.components.features.arena import Arena
 from vllm_mmcache.components.features.engine.cost_model import CostModel
@@ -209,6 +210,27 @@ def test_what_is_saved_is_kept_to_the_bit(engine: Engine, open_copies: Any, shap
         (loaded,) = copies.load([place])
         assert (tuple(loaded.shape), loaded.dtype) == ((shape.num_tokens, shape.width), whole.dtype)
         assert raw(loaded) == seen
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_no_thread_to_look_at_the_board(engine: Engine, open_copies: Any, closes: bool) -> None:
+    """What was to be copied is refused, and nobody waits for it; the control: later there are threads again."""
+    with no_threads():
+        slot = engine.store.reserve(identity(0), SHAPE)
+        assert slot is not None
+        with pytest.raises(RuntimeError, match="new thread"):
+            engine.copying.save("image-0", slot, identity(0), SHAPE)
+        engine.store.discard(slot, identity(0))
+        assert engine.held_bytes() == 0
+    assert engine.copying.wait(0)
+    if closes:
+        engine.copying.close()
+        return
+    copies = open_copies(engine)
+    place, _ = engine.save(1)
+    copies.save(place, tensor(place, features(1)))
+    assert engine.copying.wait(LONG_S)
+    assert engine.kept(1) == features(1)
 
 
 def test_a_rank_without_features_makes_the_engine_give_up(engine: Engine, open_copies: Any) -> None:

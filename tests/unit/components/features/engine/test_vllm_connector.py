@@ -24,6 +24,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from tests.support.packages import SHAPE, features, identity
+from tests.support.refusals import no_threads
 from tests.support.tiers import LONG_S, MemoryTier, within
 from tests.support.vllm_requests import Prompt, make_request, stock_hasher
 from tests.unit.components.features.engine.test_transfers import FACTS, open_files
@@ -671,3 +672,29 @@ def test_closing_writes_nothing_that_may_be_wrong(
     beside.connector.close(writes=writes)
     assert len(beside.tier.packages) == (6 if writes else 1)
     assert beside.tier.counts.snapshot()["dropped"] == (0 if writes else 5)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_no_thread_to_follow_the_ranks(beside: Beside, is_there: bool) -> None:
+    """The ranks are told nothing of the image, and nothing of it is held; the next time there are threads again."""
+    beside.know()
+    beside.trusts_names = True
+    request = beside.arrives(0)
+    asked = beside.ranks.identity("image-0")
+    assert asked is not None
+    assert beside.has_looked(request)
+    if is_there:
+        slot = beside.store.reserve(asked, SHAPE)
+        assert slot is not None
+        beside.store.keep(slot, asked, SHAPE)
+        assert beside.store.flush(LONG_S)
+    with no_threads():
+        message = beside.told(request)
+    assert message is None or not (message.loads or message.saves)
+    found = beside.store.ram.hold_if_there(asked.key)
+    assert (found.num_holders if found is not None else 0) == is_there
+    if found is not None:
+        beside.store.release(found)
+    message = beside.told(request)
+    assert message is not None
+    assert (len(message.loads), len(message.saves)) == (is_there, not is_there)
