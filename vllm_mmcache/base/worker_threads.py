@@ -18,6 +18,17 @@ STUCK_S = 10.0
 """A job that runs for longer may never end. Where all threads have one, no more are taken."""
 
 
+def start_thread(run: Callable[..., None], name: str, *args: object) -> threading.Thread | None:
+    """A daemon thread that calls `run` with `args`; None where the machine has no more threads, but may have later."""
+    thread = threading.Thread(target=run, args=args, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        logger.debug("mmcache: %s was not started: %s", name, error)
+        return None
+    return thread
+
+
 class Threads:
     """`count` threads, started when they are first needed; up to `most_waiting` jobs wait for them. Any thread.
 
@@ -66,13 +77,8 @@ class Threads:
         number = self._num_started
         if number == self._count:
             return
-        name = f"mmcache-{self._name}-{number}"
-        try:
-            threading.Thread(target=self._run, args=(number,), name=name, daemon=True).start()
-        except RuntimeError as error:  # a limit of the machine
-            logger.debug("mmcache: %s was not started: %s", name, error)
-            return
-        self._num_started += 1
+        if start_thread(self._run, f"mmcache-{self._name}-{number}", number) is not None:
+            self._num_started += 1
 
     def are_stuck(self) -> bool:
         """Whether every thread has a job that may never end."""

@@ -28,6 +28,7 @@ from vllm_mmcache.base.errors import StoreCorrupt
 from vllm_mmcache.base.redis_connect import checked, client_of, first_host
 from vllm_mmcache.base.remote_url import Host
 from vllm_mmcache.base.store_url import error_without_secrets
+from vllm_mmcache.base.worker_threads import start_thread
 from vllm_mmcache.storage.backend import DeadlineExceeded, PartUnavailable
 from vllm_mmcache.storage.breaker import CircuitBreaker
 
@@ -290,8 +291,7 @@ class Nodes:
         with self._lock:
             if self._is_reading_slots or time.monotonic() < self._next_slots_s:
                 return
-            self._is_reading_slots = True
-        threading.Thread(target=self._read_slots, name="mmcache-slots", daemon=True).start()
+            self._is_reading_slots = start_thread(self._read_slots, "mmcache-slots") is not None
 
     def _read_slots(self) -> None:
         hosts = list(dict.fromkeys((*self._seeds, *self._members, *filter(None, self._owners))))

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 from vllm_mmcache.base import background
 from vllm_mmcache.base.lru import Budget, Size
+from vllm_mmcache.base.worker_threads import start_thread
 from vllm_mmcache.storage.tier import Tier
 
 EXIT_S = 5.0  # for what is still to be written when the process ends
@@ -62,17 +63,17 @@ class WriteBehind(Generic[K, T]):
         """Queue an item for writing, instead of one that waits under the same key; never waits for a write.
 
         An item that equals the one that waits, or else the one that is being written, is ignored. One that finds no
-        room, or comes after `drop` or `close`, is dropped and counted; what waits under its key stays.
+        room, or comes after `drop` or `close`, is dropped and counted; what waits under its key stays. So is one for
+        which the machine has no thread; the next one has it started.
         """
         with self._changed:
             former = self._waiting.get(key)
             if item == (self._written.get(key) if former is None else former):
                 return
-            if self._closed or not self._has_room(former, item):
+            if self._closed or not self._start() or not self._has_room(former, item):
                 self.tier.counts.add(dropped=1)
                 return
             self._waiting[key] = item
-            self._start()
             self._changed.notify_all()
 
     def size(self) -> Size:
@@ -127,13 +128,14 @@ class WriteBehind(Generic[K, T]):
             self._waiting_bytes = waiting_bytes
         return True
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Whether the thread is there, which is started if it is not."""
         if self._thread is None:
-            name = f"mmcache-{self.tier.kind.name}-{self.tier.name}"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self._thread.start()
-            # A thread that works on memory while the interpreter ends can take the process down.
-            atexit.register(self.close, EXIT_S)
+            self._thread = start_thread(self._run, f"mmcache-{self.tier.kind.name}-{self.tier.name}")
+            if self._thread is not None:
+                # A thread that works on memory while the interpreter ends can take the process down.
+                atexit.register(self.close, EXIT_S)
+        return self._thread is not None
 
     def _run(self) -> None:
         background.lower_priority()

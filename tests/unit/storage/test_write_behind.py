@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
+from tests.support.refusals import no_threads
 from tests.support.tiers import LONG_S, MemoryTier, within
 from vllm_mmcache.base.lru import Budget, Size
 from vllm_mmcache.storage import write_behind
@@ -235,6 +236,22 @@ def test_closing_does_not_wait_for_a_tier_that_hangs(queue: Queue, monkeypatch: 
     assert counts(queue.tier) == (1, 2, 0)
 
 
+@pytest.mark.parametrize("closes", [True, False])
+def test_no_thread_to_write_with(queue: Queue, closes: bool) -> None:
+    """What comes is dropped, and nobody waits for it; later there are threads again."""
+    with no_threads():
+        queue.submit(*items("ab"))
+    assert queue.waiting.size() == Size(0, 0, PLENTY.size_bytes)
+    assert queue.waiting.flush(0)
+    assert counts(queue.tier) == (0, 2, 0)
+    if closes:
+        assert queue.waiting.close(0)
+        return
+    queue.submit(*items("c"))
+    assert queue.waiting.flush(LONG_S)
+    assert queue.written == items("c")
+
+
 class Tidied(MemoryTier):
     """Counts how often it was tidied."""
 
@@ -256,6 +273,16 @@ def test_it_tidies_when_it_starts_and_from_time_to_time(monkeypatch: pytest.Monk
     assert queues[1].waiting._thread is None
     assert for_ever.num_tidied == 0
     assert [queue.waiting.close(LONG_S) for queue in queues] == [True, True]
+
+
+def test_no_thread_to_tidy_with() -> None:
+    """The first item that is to be written has one started."""
+    tier = Tidied(1000)
+    with no_threads():
+        queue = Queue(tier)
+    queue.submit(*items("a"))
+    assert queue.waiting.close(LONG_S)
+    assert (queue.written, tier.num_tidied) == (items("a"), 1)
 
 
 def test_it_tidies_while_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
