@@ -9,9 +9,9 @@
 
 Every change but setting aside happens under the lock, so there is one writer, one unfinished file at most, and the
 account is never below the truth: it is raised before a file appears and lowered after files are gone. Readers take no
-lock; whoever changes the store waits for it for some seconds, since its holder may hang on another machine. No file is
-open between calls, so a fork shares nothing. A disk that is full or read-only still serves what it holds. Any process,
-any thread.
+lock; whoever changes the store waits for it until its holder has changed nothing for some seconds, since that one may
+hang on another machine. No file is open between calls, so a fork shares nothing. A disk that is full or read-only still
+serves what it holds. Any process, any thread.
 """
 
 import errno
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_mmcache.base.errors import StoreCorrupt, StoreUnreadable, StoreUnusable
-from vllm_mmcache.storage.backend import Backend, Buffer, EntryInfo, Usage
+from vllm_mmcache.storage.backend import Backend, Buffer, Busy, EntryInfo, Usage
 from vllm_mmcache.storage.directories import is_ours
 from vllm_mmcache.storage.kind import Kind
 
@@ -37,7 +37,7 @@ SHARE = 4
 # A sweep evicts to below the budget by this part, so that not every write needs one: a sweep looks at every file.
 SLACK = 0.1
 LOCK_S = 5.0
-"""Seconds that a change waits for the lock."""
+"""Seconds that a change waits for the lock while no other one is made."""
 LOCK_POLL_S = 0.002
 
 # What reading one file of a disk that works may raise: a bad sector, a file that is gone on its server.
@@ -167,7 +167,7 @@ class FileBackend(Backend):
         return usage
 
     def sweep(self) -> Usage:
-        """As Backend says, and remove the unfinished file."""
+        """As Backend says, and remove the unfinished file. Raises: Busy, too, where the lock is not to be had."""
         if not self.is_there():
             return Usage()
         with self._locked() as account:
@@ -267,7 +267,7 @@ class FileBackend(Backend):
     @contextmanager
     def _locked(self, *, makes: bool = False) -> Iterator[int]:
         until = time.monotonic() + LOCK_S
-        while (lock := self._lock_once(makes, until)) is None:
+        while (lock := self._lock_once(makes)) is None:
             if time.monotonic() > until:
                 raise StoreUnusable(f"{self.root} is removed again and again")
         try:
@@ -277,7 +277,7 @@ class FileBackend(Backend):
             fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)
 
-    def _lock_once(self, makes: bool, until: float) -> int | None:
+    def _lock_once(self, makes: bool) -> int | None:
         """The lock, held; None where the store was removed meanwhile."""
         if not makes and not self.is_there():
             raise StoreUnusable(f"there is no store in {self.root.parent}")
@@ -290,7 +290,7 @@ class FileBackend(Backend):
             return None
         is_ours_alone = False
         try:
-            self._wait_for(lock, until)
+            self._wait_for(lock)
             with suppress(FileNotFoundError):
                 is_ours_alone = os.path.samestat(os.fstat(lock), os.lstat(place))
         finally:
@@ -298,14 +298,18 @@ class FileBackend(Backend):
                 os.close(lock)
         return lock if is_ours_alone else None
 
-    def _wait_for(self, lock: int, until: float) -> None:
+    def _wait_for(self, lock: int) -> None:
+        """Take the lock. Raises: Busy once its holder has hung for LOCK_S."""
+        until, account = time.monotonic() + LOCK_S, _read_account(lock)
         while True:
             with suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
+            if (changed := _read_account(lock)) != account:  # others have the lock in turn, and it goes to anyone
+                until, account = time.monotonic() + LOCK_S, changed
             if time.monotonic() > until:
                 place = self.root / "lock"
-                raise StoreUnusable(f"{place} was held by another process for {LOCK_S:g} s: wait for it, or end it")
+                raise Busy(f"{place} was held by another process for {LOCK_S:g} s: wait for it, or end it")
             time.sleep(LOCK_POLL_S)
 
     def _opened(self, name: bytes) -> int | None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.support.tiers import LONG_S
 from vllm_mmcache.base.errors import StoreUnusable
 from vllm_mmcache.components.features.package import Shape
 from vllm_mmcache.storage import files
-from vllm_mmcache.storage.backend import Backend
+from vllm_mmcache.storage.backend import Backend, Busy
 from vllm_mmcache.storage.files import FileBackend, OpenFile
 from vllm_mmcache.storage.kind import Kind
 from vllm_mmcache.storage.tier import PIECE_BYTES
@@ -77,10 +78,10 @@ class FilesPlace(DirectoryPlace):
 
 
 @contextmanager
-def locked(backend: FileBackend) -> Iterator[None]:
+def locked(backend: FileBackend) -> Iterator[int]:
     with open(backend.root / "lock", "rb+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield lock.fileno()
 
 
 def age(path: Path, seconds: float) -> None:
@@ -379,10 +380,24 @@ def test_a_lock_that_is_held_keeps_no_reader(tmp_path: Path, monkeypatch: pytest
         assert load(tier, 1) == features(1)
         assert save(tier, 1)  # it is there
         for work in (backend.sweep, backend.clear, lambda: put(backend, 2)):
-            with pytest.raises(StoreUnusable, match=r"was held by another process for 0\.2 s: wait for it, or end it"):
+            with pytest.raises(Busy, match=r"was held by another process for 0\.2 s: wait for it, or end it"):
                 work()
     assert tier.counts.snapshot()["set_aside"] == 1
     assert backend.clear() == 2
+
+
+def test_a_sweep_that_others_keep_from_the_lock_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made again later; the control: a write that can't be made is one."""
+    monkeypatch.setattr(files, "LOCK_S", 0.05)
+    tier = file_tier(tmp_path, ttl_s=1000)
+    assert isinstance(tier.backend, FileBackend)
+    assert save(tier, 0)
+    with locked(tier.backend):
+        tier.tidy()
+        assert tier.is_taking()
+        assert not save(tier, 1)
+        assert not tier.is_taking()
+    assert tier.counts.snapshot()["errors"] == 1
 
 
 @pytest.mark.parametrize("is_removed", [False, True], ids=["given back", "removed meanwhile"])
@@ -405,13 +420,38 @@ def test_a_writer_waits_for_the_lock(backend: FileBackend, is_removed: bool, mon
     assert account(backend) == (1000 if is_removed else 2000)
 
 
+@pytest.mark.parametrize("gets_on", [True, False])
+def test_a_lock_that_others_have_in_turn_is_waited_for(
+    backend: FileBackend, gets_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes, as each of them changes the account; the control is a holder that hangs."""
+    put(backend, 0)
+    now = [0.0]
+    with locked(backend) as lock:
+
+        def sleep(seconds: float) -> None:
+            now[0] += 0.6 * files.LOCK_S
+            if gets_on:
+                files._write_account(lock, int(1000 * now[0]))
+            if now[0] > 3 * files.LOCK_S:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, time=time.time))
+        if gets_on:
+            put(backend, 1)
+        else:
+            with pytest.raises(StoreUnusable, match="was held by another process"):
+                put(backend, 1)
+    assert backend.path_of(name(1)).exists() == gets_on
+
+
 def test_a_store_that_is_removed_again_and_again(backend: FileBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody tries for ever."""
     monkeypatch.setattr(files, "LOCK_S", 0.05)
     wait_for = backend._wait_for
 
-    def lose(lock: int, until: float) -> None:
-        wait_for(lock, until)
+    def lose(lock: int) -> None:
+        wait_for(lock)
         shutil.rmtree(backend.root)
 
     monkeypatch.setattr(backend, "_wait_for", lose)
