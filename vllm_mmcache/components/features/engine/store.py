@@ -7,6 +7,7 @@ fetched before what one will need later. What the ranks put there is written fur
 a tier, and nothing here raises because of one.
 """
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,12 +56,19 @@ class Fetch:
     """Whether its end is that of a rank's copy, whatever tiers find meanwhile."""
     passed_over: list[str] = field(default_factory=list)
     """Tiers that were not asked, since the tower is faster."""
-    begun: float = field(default_factory=monotonic)
+    queued_for: Tier | None = None
+    """The tier for whose reader it waits."""
+    begun: float = math.inf
+    """When the last tier began to load it, or a rank was to fill it."""
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it takes longer than anything that may still come."""
-        return not self.is_done and monotonic() - self.begun > LONGEST_LOAD_S
+        """Whether it takes longer than anything that may still come, or waits behind a load that does."""
+        if self.is_done:
+            return False
+        if (tier := self.queued_for) is not None:
+            return tier.is_open()
+        return monotonic() - self.begun > LONGEST_LOAD_S
 
     @property
     def is_waited_for(self) -> bool:
@@ -193,7 +201,8 @@ class Store:
                 return None
             slot = self._reserve(identity, shape)
             if slot is not None:  # whoever wants it meanwhile waits for the rank
-                self._fetches.setdefault(identity.key, Fetch(identity, shape)).is_filled_by_rank = True
+                filled = Fetch(identity, shape, begun=monotonic())
+                self._fetches.setdefault(identity.key, filled).is_filled_by_rank = True
         return slot
 
     def keep(self, slot: Slot, identity: Identity, shape: Shape) -> None:
@@ -258,10 +267,12 @@ class Store:
             fetch.is_probe = ask is TierChoice.PROBE
             if fetch.is_probe:
                 fetch.passed_over.append(tier.name)
+            fetch.queued_for = tier
             self._queues[tier.name].add(fetch)
             if self._readers[tier.name].submit(partial(self._load_next, number)):
                 return
             self._queues[tier.name].remove(fetch)
+            fetch.queued_for = None
             tier.counts.add(misses=1)
         with self._changed:
             if not fetch.is_filled_by_rank:
@@ -282,6 +293,7 @@ class Store:
 
     def _load(self, fetch: Fetch, index: int) -> bool:
         tier, identity, shape = self.below[index], fetch.identity, fetch.shape
+        fetch.begun, fetch.queued_for = monotonic(), None
         slots: list[Slot] = []
 
         def reserve() -> memoryview | None:

@@ -523,6 +523,25 @@ def test_a_fetch_that_hangs_is_waited_for_no_longer(opened: Open, monkeypatch: p
     tier.reading.open()
 
 
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_fetch_that_waits_for_its_turn(opened: Open, hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may wait for longer than a load may take, unless it is behind one that hangs."""
+    tier = MemoryTier()
+    store = opened(tier)
+    tier.reading.shut()
+    for number in range(num_readers(store, tier)):
+        store.fetch(identity(number), SHAPE)
+        assert tier.reading.has_come()
+    fetch = store.fetch(identity(9), SHAPE)
+    monkeypatch.setattr("vllm_mmcache.components.features.engine.store.LONGEST_LOAD_S", 0.0)
+    if hangs:
+        monkeypatch.setattr("vllm_mmcache.storage.tier.HUNG_S", -LONG_S)
+    assert fetch.is_waited_for != hangs
+    assert put(store, 9)  # the tower gives it meanwhile
+    assert fetch.is_done
+    tier.reading.open()
+
+
 def test_what_comes_late_ends_no_other_fetch(opened: Open) -> None:
     """A load that hung while a rank filled the same image, which then went."""
     tier = MemoryTier()
