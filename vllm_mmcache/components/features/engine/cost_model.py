@@ -58,8 +58,8 @@ class CostModel:
 
     def loaded(self, tier: str, num_bytes: int, seconds: float) -> None:
         """A package of `num_bytes` took `seconds` to load from a tier. Any thread."""
+        self._measured_at[tier] = self._clock()  # first: `ask` looks at it for every tier that has loads
         self._loads.setdefault(tier, Estimate()).add(num_bytes, seconds)
-        self._measured_at[tier] = self._clock()
 
     def load_s(self, tier: str, num_bytes: int) -> float | None:
         """Seconds to load `num_bytes` from a tier, as far as is known."""

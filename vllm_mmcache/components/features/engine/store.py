@@ -253,7 +253,18 @@ class Store:
         return {tier.name: tier.counts.snapshot() for tier in tiers}
 
     def _ask_from(self, fetch: Fetch, index: int) -> None:
-        """Have the next tier asked that is worth it; without one the fetch is done."""
+        """Have the next tier asked that is worth it; without one, or where this fails, the fetch is done."""
+        is_asked = False
+        try:
+            is_asked = self._ask(fetch, index)
+        finally:
+            if not is_asked:
+                with self._changed:
+                    if not fetch.is_filled_by_rank:
+                        self._finish(fetch, "")
+
+    def _ask(self, fetch: Fetch, index: int) -> bool:
+        """Whether a tier was found that is worth asking, and will be asked."""
         for number, tier in enumerate(self.below[index:], index):
             if fetch.is_done or fetch.is_filled_by_rank or len(fetch.identity.identifier) > MAX_IDENTIFIER_CHARS:
                 break
@@ -270,13 +281,11 @@ class Store:
             fetch.queued_for = tier
             self._queues[tier.name].add(fetch)
             if self._readers[tier.name].submit(partial(self._load_next, number)):
-                return
+                return True
             self._queues[tier.name].remove(fetch)
             fetch.queued_for = None
             tier.counts.add(misses=1)
-        with self._changed:
-            if not fetch.is_filled_by_rank:
-                self._finish(fetch, "")
+        return False
 
     def _load_next(self, index: int) -> None:
         fetch = self._queues[self.below[index].name].take()

@@ -40,6 +40,19 @@ def test_nothing_is_known_at_first() -> None:
     assert Estimate().seconds(0) == 0
 
 
+def test_a_question_while_the_first_load_is_told() -> None:
+    """By another thread, which is as far as the time of the measurement: the tier counts as not measured yet."""
+    asked: list[TierChoice] = []
+
+    def clock() -> float:
+        asked.append(costs.ask("disk", TOKENS, SIZE))
+        return 0.0
+
+    costs = CostModel(tower, None, clock=clock)
+    costs.loaded("disk", SIZE, 1000.0)
+    assert asked == [TierChoice.WAIT]
+
+
 def test_an_estimate_is_linear_from_the_nearest_size() -> None:
     estimate = Estimate()
     estimate.add(1000, 1.0)

@@ -461,6 +461,23 @@ def test_a_load_that_raises_after_all_leaves_nothing_behind(opened: Open, caplog
     assert store.ram.counts.snapshot()["held_bytes"] == ALIGN_BYTES
 
 
+def test_a_fetch_that_can_t_be_begun_leaves_nothing_behind(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image's next one is begun anew, rather than to wait for that one for ever."""
+
+    def fails(*args: object) -> None:
+        raise ZeroDivisionError
+
+    tier = MemoryTier()
+    store = opened(tier)
+    save(tier, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(store.costs, "ask", fails)
+        with pytest.raises(ZeroDivisionError):
+            store.fetch(identity(0), SHAPE)
+    assert not store._fetches
+    assert fetched(store, 0) == features(0)
+
+
 def test_what_does_not_arrive_whole_leaves_nothing_behind(opened: Open) -> None:
     tier = MemoryTier()
     store = opened(tier)
