@@ -252,6 +252,7 @@ class FileBackend(Backend):
             except BaseException:
                 _write_account(account, held)
                 raise
+            _sync(path.parent)
         return Usage(held + num_bytes, evicted)
 
     @property
@@ -361,7 +362,6 @@ class FileBackend(Backend):
         except OSError:
             self._incoming.unlink(missing_ok=True)
             raise
-        _sync(path.parent)
 
     def _files(self, folder: Path) -> Iterator[File]:
         for found in _scan(folder):

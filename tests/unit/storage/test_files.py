@@ -482,3 +482,18 @@ def test_the_kernel_refuses_a_part(backend: FileBackend, tmp_path: Path) -> None
     ]
     assert account(backend) == held_bytes(tmp_path) == 5000
     put(backend, 1, 100_000)
+
+
+def test_a_folder_that_can_t_be_synced(backend: FileBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is there, so it counts."""
+
+    def fail(folder: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    put(backend, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "_sync", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            put(backend, 1)
+    assert backend.path_of(name(1)).exists()
+    assert account(backend) == held_bytes(tmp_path) == 2000
