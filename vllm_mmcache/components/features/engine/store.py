@@ -88,10 +88,17 @@ class _Queue:
         with self._lock:
             (self._urgent if fetch.is_urgent else self._others)[fetch] = None
 
-    def remove(self, fetch: Fetch) -> None:
+    def give_back(self, fetch: Fetch) -> Fetch:
+        """Take out a fetch for which no thread will come, and return it.
+
+        Where a thread that came for another one has taken it, one of those that are left: they are one too many.
+        """
         with self._lock:
-            self._urgent.pop(fetch, None)
-            self._others.pop(fetch, None)
+            for queue in (self._others, self._urgent):
+                if fetch in queue:
+                    del queue[fetch]
+                    return fetch
+            return (self._others or self._urgent).popitem()[0]
 
     def hurry(self, fetch: Fetch) -> None:
         """It is urgent now, wherever it is."""
@@ -282,9 +289,12 @@ class Store:
             self._queues[tier.name].add(fetch)
             if self._readers[tier.name].submit(partial(self._load_next, number)):
                 return True
-            self._queues[tier.name].remove(fetch)
-            fetch.queued_for = None
             tier.counts.add(misses=1)
+            left = self._queues[tier.name].give_back(fetch)
+            left.queued_for = None
+            if left is not fetch:
+                self._ask_from(left, number + 1)
+                return True
         return False
 
     def _load_next(self, index: int) -> None:

@@ -523,6 +523,31 @@ def test_a_queue_that_is_full(opened: Open, monkeypatch: pytest.MonkeyPatch) -> 
     assert store.wait([waiting], LONG_S)
 
 
+def test_a_reader_that_takes_what_is_then_refused(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came for another one, for which the next tier is asked in its place."""
+    near, far = MemoryTier("near"), MemoryTier("far")
+    store = opened(near, far)
+    for number in range(2):
+        save(near, number)
+        save(far, number)
+    jobs: list[Callable[[], None]] = []
+
+    def submit(job: Callable[[], None]) -> bool:
+        """Take the first job; do it before the second one is refused."""
+        if not jobs:
+            jobs.append(job)
+            return True
+        jobs[0]()
+        return False
+
+    monkeypatch.setattr(store._readers["near"], "submit", submit)
+    other, urgent = store.fetch(identity(0), SHAPE), store.fetch(identity(1), SHAPE, is_urgent=True)
+    assert store.wait([urgent, other], LONG_S)
+    assert (urgent.source, other.source) == ("near", "far")
+    assert counts(store, "hits") == {"ram": 0, "near": 1, "far": 1}
+    assert counts(store, "misses") == {"ram": 0, "near": 1, "far": 0}
+
+
 def test_a_fetch_that_hangs_is_waited_for_no_longer(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes later goes on at once, and what its tower gives is used by those who come after."""
     tier = MemoryTier()
