@@ -144,7 +144,10 @@ class RedisEntry:
         return bytes(line[:-2])
 
     def _receive(self, buffer: memoryview) -> int:
-        num_bytes = cast(int, self._connection._sock.recv_into(buffer))
+        sock = self._connection._sock
+        if sock is None:
+            raise redis.ConnectionError("the connection was closed meanwhile")
+        num_bytes = cast(int, sock.recv_into(buffer))
         if num_bytes == 0:
             raise redis.ConnectionError("the server closed the connection")
         return num_bytes

@@ -245,11 +245,16 @@ class Store:
             writer.drop()
 
     def close(self, timeout_s: float = EXIT_S) -> bool:
-        """Flush, end the threads, and forget what is in RAM, within about `timeout_s`. Returns what `flush` did."""
+        """Flush, end the threads, let go of files and connections, and forget what is in RAM, in about `timeout_s`.
+
+        Returns what `flush` did.
+        """
         for readers in self._readers.values():
             readers.close()
         deadline = monotonic() + timeout_s
         closed = [writer.close(max(0.1, deadline - monotonic())) for writer in self._writers.values()]
+        for tier in self.below:
+            tier.close()
         self.ram.clear()
         self.costs = CostModel(lambda num_tokens: None, None)  # the tower's lie in the arena
         return all(closed)

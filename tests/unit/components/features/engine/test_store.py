@@ -641,6 +641,19 @@ def test_closing_with_a_tier_that_hangs(opened: Open) -> None:
     assert store.fetch(identity(10), SHAPE).is_done
 
 
+def test_closing_lets_go_of_connections(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each tier, once what waits for it is written."""
+    tiers = MemoryTier("near"), MemoryTier("far")
+    written: dict[str, int] = {}
+    for tier in tiers:
+        monkeypatch.setattr(tier.memory, "close", lambda tier=tier: written.update({tier.name: len(tier.packages)}))
+    store = opened(*tiers)
+    assert put(store, 0)
+    assert not written
+    assert store.close(LONG_S)
+    assert written == {"near": 1, "far": 1}
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_memory_for_transit_alone(opened: Open, keeps: bool) -> None:
     """Without RAM to keep features in they go once they are written and were used; else they stay."""
