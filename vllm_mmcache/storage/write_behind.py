@@ -100,7 +100,7 @@ class WriteBehind(Generic[K, T]):
         with self._changed:
             self._closed = True
             self.tier.counts.add(dropped=len(self._waiting))
-        self.forget()
+            self.forget()
 
     def close(self, timeout_s: float) -> bool:
         """Flush, then take no more and end the thread, all within `timeout_s`. Returns what `flush` did.
