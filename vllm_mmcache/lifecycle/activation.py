@@ -67,6 +67,7 @@ def activate(role: Role, vllm_config: Any) -> None:
 
     Raises: HookError, where tenants must be kept apart and nothing would do it, or attention=reference can't be had.
     """
+    had_identity = status.of(role).get("identity") == ON
     status.begin(role)
     if role == "api":  # one process says it, not each
         settings.warn_of_unknown_variables()
@@ -89,6 +90,8 @@ def activate(role: Role, vllm_config: Any) -> None:
             state = state if other == ON else State("off", f"needs {needed}, which is {other.state}")
         if state == ON:
             state = _switch_on(component, role, vllm_config, version)
+        if name == "identity" and had_identity and state.state == "unneeded":
+            state = ON  # an engine that this process has made before takes images, and its tenants are still kept apart
         status.put(role, name, state)
     if role == "engine" and not absent:
         _install_what_is_asked_for(vllm_config, version)

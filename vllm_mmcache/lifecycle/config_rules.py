@@ -41,7 +41,15 @@ def state_in(component: Component, vllm_config: Any) -> State | None:
     """Why a component has nothing to do in a configuration, or can't be in it; None where neither is known."""
     if component.images_only and not _takes_images(vllm_config):
         return State("unneeded", "this deployment takes no images")
+    if component.hooks.get("engine") and (scheduler := _foreign_scheduler(vllm_config)):
+        return State("off", f"the scheduler {scheduler} is not derived from vLLM's")
     return component.state_in(vllm_config)
+
+
+def _foreign_scheduler(vllm_config: Any) -> str:
+    """The name of a scheduler (--scheduler-cls) that only implements vLLM's interface; empty for any other."""
+    names = [f"{one.__module__}.{one.__qualname__}" for one in vllm_config.scheduler_config.get_scheduler_cls().__mro__]
+    return "" if "vllm.v1.core.sched.scheduler.Scheduler" in names else names[0]
 
 
 def why_no_trial(vllm_config: Any) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from mmcache_tools.zoo import build_cached
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import SchedulerInterface
 
 from tests.support.engine_configuration import CHOSEN
 from vllm_mmcache.base import config_payload, settings, status
@@ -395,6 +397,35 @@ def test_required_salts_need_the_component(
     activation.activate("engine", configurations["qwen3-vl"])  # has no part of it
     install(monkeypatch)
     activation.activate("api", configurations["qwen3-vl"])
+
+
+def test_a_second_engine_that_takes_text_alone_leaves_the_first_ones_tenants_apart(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch)
+    text = copy.deepcopy(configurations["qwen3-vl"])
+    text.model_config.multimodal_config = None
+    activation.activate("api", text)
+    assert status.of("api")["identity"].state == "unneeded"
+    activation.activate("api", configurations["qwen3-vl"])
+    activation.activate("api", text)
+    assert status.of("api")["identity"] == ON
+
+
+def test_what_works_on_vllms_scheduler_is_off_with_another_one(configurations: dict[str, Any]) -> None:
+    config = copy.deepcopy(configurations["gemma3"])
+    config.scheduler_config.scheduler_cls = AsyncScheduler
+    assert activation.predict(config)["image_spans"].state == "on"
+    config.scheduler_config.scheduler_cls = BareScheduler
+    off = State("off", f"the scheduler {__name__}.BareScheduler is not derived from vLLM's")
+    found = activation.predict(config)
+    wanted = [name for name, one in parts("engine").items() if not one.opt_in]
+    assert {found[name] for name in wanted if found[name].state != "unneeded"} == {off}
+    assert found["identity"] == ON
+
+
+class BareScheduler(SchedulerInterface):
+    """Only implements the interface; never made."""
 
 
 @pytest.mark.parametrize("misfit", ["report", "trial"])

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.support.store_server import Put
@@ -22,6 +23,7 @@ def config(**more: Any) -> Any:
         "cache_config": SimpleNamespace(enable_prefix_caching=more.pop("caching", True)),
         "ec_transfer_config": None,
         "lora_config": None,
+        "scheduler_config": SimpleNamespace(get_scheduler_cls=lambda: Scheduler),
         "parallel_config": SimpleNamespace(
             prefill_context_parallel_size=more.pop("split", 1),
             distributed_executor_backend=more.pop("executor", "mp"),
