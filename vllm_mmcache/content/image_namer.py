@@ -20,11 +20,11 @@ PROCESSED_BY_CLIENT: ContextVar[bool] = ContextVar("mmcache_processed_by_client"
 
 _bypassing: WeakSet[Any] = WeakSet()  # output processors of engines whose renderers may name images without `identity`
 _MARK = "mmcache_image_namer"
-IDENTITY, CLIENT = b"identity", b"client"
+IDENTITY, CLIENT, UNKNOWN = b"identity", b"client", b"unknown"
 
 
 def may_bypass_identity(output_processor: Any) -> None:
-    """Say that the renderer in front of an engine may name images without `identity`; its requests get no such mark.
+    """Say that the renderer in front of an engine may name images without `identity`: so nobody knows who does.
 
     output_processor: the one of vLLM that sees that engine's requests.
     """
@@ -32,7 +32,7 @@ def may_bypass_identity(output_processor: Any) -> None:
 
 
 def mark(request: Any, output_processor: Any) -> None:
-    """Mark who has named a request's images, a client or `identity`; nobody where `identity` may have been bypassed.
+    """Mark who has named a request's images: a client or `identity`, or that it is unknown if this may be bypassed.
 
     For use by `identity`. output_processor: the one of vLLM that sees the request.
     """
@@ -40,8 +40,8 @@ def mark(request: Any, output_processor: Any) -> None:
         return
     if PROCESSED_BY_CLIENT.get():
         set_namer(CLIENT, request)
-    elif output_processor not in _bypassing:
-        set_namer(IDENTITY, request)
+    else:
+        set_namer(UNKNOWN if output_processor in _bypassing else IDENTITY, request)
 
 
 def set_namer(namer: bytes | None, request: Any) -> None:
@@ -52,7 +52,7 @@ def set_namer(namer: bytes | None, request: Any) -> None:
 
 
 def of(request: Any) -> bytes | None:
-    """Who has named the images of an engine's request; None where nobody says."""
+    """Who has named the images of an engine's request; None where no `identity` has seen it."""
     name, params = _params_of(request)
     namer = (getattr(params, name, None) or {}).get(_MARK)
     return namer if isinstance(namer, bytes) else None

@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_mmcache import __version__
-from vllm_mmcache.base import status
+from vllm_mmcache.base import settings, status
+from vllm_mmcache.base.arguments import argument
 from vllm_mmcache.base.errors import MMCacheError
 from vllm_mmcache.base.status import ON, State
+from vllm_mmcache.content import image_namer
 from vllm_mmcache.hooking.hook import Hooks
 from vllm_mmcache.lifecycle import activation
 from vllm_mmcache.lifecycle.registry import parts
+from vllm_mmcache.metrics import transport
 
 logger = logging.getLogger("vllm.mmcache")
 
@@ -159,8 +162,39 @@ def of_ranks(executor: Any) -> Mapping[int, Mapping[str, State]]:
     remove_when="the ready message has a field for plugins, and a plugin is told when the engines are ready",
 )
 def send_report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of EngineCoreProc._make_ready_response: what vLLM encodes next and sends to every API server."""
-    return {**msgspec.to_builtins(wrapped(*args, **kwargs)), KEY: of_engine(instance)}
+    """Wrapper of EngineCoreProc._make_ready_response: what vLLM encodes next and sends to every API server.
+
+    Of API servers that are not on this machine nothing is known, so nothing is counted to them before one is heard of.
+    With identity switched off none of them would mark a request, and nothing is waited for.
+    """
+    is_near = all(address.startswith("ipc://") for address in instance.addresses.outputs)
+    if not is_near and settings.current().identity is not False:
+        transport.await_listener()
+    return {**msgspec.to_builtins(wrapped(*args, **kwargs)), KEY: of_ready_engine(instance)}
+
+
+@hook(
+    "vllm.v1.core.sched.scheduler:Scheduler.add_request",
+    name="heard",
+    args=("request",),
+    why="API servers on other machines may be without mmcache, and vLLM's log of statistics would end there at ours",
+    upstream="none: an engine is not told what plugins its API servers have",
+    remove_when="statistics have a field for plugins",
+)
+def note_marked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler.add_request: from the first request on that mmcache has marked, what is counted is sent."""
+    if not transport.is_heard() and image_namer.of(argument(wrapped, args, kwargs, "request")) is not None:
+        transport.note_listener()
+    return wrapped(*args, **kwargs)
+
+
+def of_ready_engine(engine_core: Any) -> dict[str, PlainStates]:
+    """As of_engine, when the engine has become ready: what should have been tried and was not is off."""
+    if activation.on_trial(engine_core.vllm_config):
+        from vllm_mmcache.lifecycle import trial_hooks
+
+        trial_hooks.end(engine_core)
+    return of_engine(engine_core)
 
 
 def of_engine(engine_core: Any) -> dict[str, PlainStates]:
@@ -172,10 +206,6 @@ def of_engine(engine_core: Any) -> dict[str, PlainStates]:
             for name in ("image_checkpoints", "inner_checkpoints"):
                 if status.is_on(name):
                     activation.step_aside("engine", name, reason)
-    if activation.on_trial(engine_core.scheduler.vllm_config):
-        from vllm_mmcache.lifecycle import trial_hooks
-
-        trial_hooks.end(engine_core)
     workers = of_ranks(engine_core.model_executor)
     processes = {"engine": status.of("engine"), **{f"worker {rank}": states for rank, states in workers.items()}}
     return {process: as_plain_data(states) for process, states in processes.items()}

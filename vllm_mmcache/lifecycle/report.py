@@ -84,7 +84,8 @@ def show_when_ready(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     outcome = wrapped(*args, **kwargs)
     client = instance.engine_core
     inside = getattr(client, "engine_core", None)  # of an engine in this process
-    engines = {0: rank_sync.of_engine(inside)} if hasattr(inside, "scheduler") else client.__dict__.get(_ENGINES, {})
+    is_inside = hasattr(inside, "scheduler")
+    engines = {0: rank_sync.of_ready_engine(inside)} if is_inside else client.__dict__.get(_ENGINES, {})
     found = _found_here(instance)
     if "identity" in found:
         image_namer.may_bypass_identity(instance.output_processor)

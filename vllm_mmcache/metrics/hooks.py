@@ -146,7 +146,7 @@ def send(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     Engine process, scheduler thread.
     """
     stats = wrapped(*args, **kwargs)
-    if stats is not None and (counts := transport.take_counts() | table_sizes.take_changed()):
+    if stats is not None and transport.is_heard() and (counts := transport.take_counts() | table_sizes.take_changed()):
         stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), transport.KEY: counts}
     return stats
 
@@ -185,7 +185,7 @@ def announce_states(engine_core: Any, states: transport.States) -> None:
     queue = getattr(engine_core, "output_queue", None)
     if queue is None:  # the engine is in the API server's process
         transport.receive_states(0, states)
-    elif engine_core.log_stats and status.is_on("metrics"):
+    elif engine_core.log_stats and status.is_on("metrics") and transport.is_heard():
         scheduler = engine_core.scheduler
         for client in range(len(engine_core.addresses.outputs)):
             stats = SchedulerStats(*scheduler.get_request_counts(), kv_cache_usage=scheduler.get_kv_cache_usage())

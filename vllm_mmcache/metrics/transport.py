@@ -28,6 +28,26 @@ States = Mapping[str, Any]
 _listeners: list[Callable[[int, States], None]] = []
 
 
+_is_heard = True  # whether there is an API server that takes our part out of the statistics
+
+
+def await_listener() -> None:
+    """Send nothing until `note_listener`: a stock API server would end at statistics that it does not know. Engine."""
+    global _is_heard
+    _is_heard = False
+
+
+def note_listener() -> None:
+    """An API server with mmcache has been heard of. Engine process."""
+    global _is_heard
+    _is_heard = True
+
+
+def is_heard() -> bool:
+    """Whether what is counted may be sent. Engine process."""
+    return _is_heard
+
+
 def listen(listener: Callable[[int, States], None]) -> None:
     """Have a function called with an engine's index and what its components have become. API server."""
     if listener not in _listeners:

@@ -53,3 +53,18 @@ def test_a_node_without_us(model: Path, stock: list[Answer], tmp_path: Path) -> 
     with second_node(model, tmp_path / "node2", port, VLLM_PLUGINS="none"):
         said = refused(model, tmp_path / "refused", *group(port))
     assert "require_salt is set, but mmcache is not in engine 1" in said
+
+
+@larger
+def test_a_head_without_us(model: Path, stock: list[Answer], tmp_path: Path) -> None:
+    """Statistics that have our part would end the output of its one API server, which logs them."""
+    port = free_port()
+    with (
+        second_node(model, tmp_path / "node", port),
+        deployed(model, tmp_path / "log", *group(port), "--api-server-count", "1", VLLM_PLUGINS="none") as head,
+    ):
+        for turn in range(8):
+            assert head.ask(turn % 2).equals(stock[turn % 2])
+        assert not head.metrics()
+    assert "output_handler failed" not in (tmp_path / "log").read_text()
+    assert "mmcache: features are kept" in (tmp_path / "node").read_text()

@@ -55,7 +55,7 @@ def test_a_renderer_that_goes_past_identity() -> None:
     request, past, other = request_of("sampling"), Processor(), Processor()
     image_namer.may_bypass_identity(past)
     image_namer.mark(request, past)
-    assert image_namer.of(request) is None
+    assert image_namer.of(request) == image_namer.UNKNOWN
     image_namer.mark(request, other)
     assert image_namer.is_identity(request), "of another engine in this process"
 

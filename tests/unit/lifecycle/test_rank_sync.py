@@ -5,10 +5,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_mmcache.base import status
+from vllm_mmcache.base import settings, status
 from vllm_mmcache.base.status import ON, State
-from vllm_mmcache.lifecycle import rank_sync
+from vllm_mmcache.content import image_namer
+from vllm_mmcache.lifecycle import activation, rank_sync, trial_hooks
+from vllm_mmcache.metrics import hooks as metrics_hooks
+from vllm_mmcache.metrics import transport
 
 pytestmark = pytest.mark.usefixtures("no_role")
 
@@ -84,3 +89,68 @@ def test_the_report_can_tell_a_rank_without_us(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(rank_sync, "_ask", lambda *_: (answers, []))
     found, _ = rank_sync._settle(None, rank_sync.NOT_YET)
     assert found == {0: {"features": State("off", f"{without.reason} (worker 1)")}, 1: {"features": without}}
+
+
+def test_what_is_on_without_a_trial_stays_so_when_the_engine_says_more_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proofs of the user that have gone since make no component untried; the control: before the engine is ready."""
+    ended: list[Any] = []
+    monkeypatch.setattr(trial_hooks, "end", ended.append)
+    monkeypatch.setattr(status, "is_on", lambda component: False)
+    engine = SimpleNamespace(vllm_config=None, scheduler=None, model_executor=None)
+    to_try: list[str] = []
+    monkeypatch.setattr(activation, "on_trial", lambda vllm_config: to_try)
+    status.begin("engine")
+    rank_sync.of_ready_engine(engine)
+    to_try.append("block_keys")
+    rank_sync.of_engine(engine)
+    assert not ended
+    rank_sync.of_ready_engine(engine)
+    assert ended == [engine]
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation, "on_trial", lambda vllm_config: [])
+    monkeypatch.setattr(transport, "_is_heard", True)
+    monkeypatch.setattr(transport, "_counted", {"tower_images": 1.0})
+    monkeypatch.setattr(status, "is_on", {"metrics": True}.get)
+
+
+def tell_of_servers(*addresses: str) -> None:
+    """The engine is ready, and has API servers at these addresses."""
+    engine = SimpleNamespace(
+        addresses=SimpleNamespace(outputs=addresses), vllm_config=None, scheduler=None, model_executor=None
+    )
+    rank_sync.send_report(dict, engine, (), {})
+
+
+@pytest.mark.parametrize("address", ["ipc:///tmp/a", "tcp://10.0.0.1:5000"])
+def test_an_engine_sends_nothing_to_far_servers_before_one_of_them_has_marked_a_request(
+    listening: None, address: str
+) -> None:
+    """Of two, the second one being without mmcache: vLLM's log of statistics would end its output there."""
+    tell_of_servers("ipc:///tmp/b", address)
+    request: Any = SimpleNamespace(
+        sampling_params=SamplingParams(), pooling_params=None, mm_features=["an image"], request_id="a"
+    )
+
+    def sent() -> bool:
+        return bool((metrics_hooks.send(SchedulerStats, None, (), {}).ec_connector_stats or {}).get(transport.KEY))
+
+    def add(request: Any) -> None:
+        rank_sync.note_marked(lambda request: None, None, (request,), {})
+
+    add(request)
+    assert sent() == address.startswith("ipc")
+    image_namer.mark(request, None)
+    add(request)
+    transport.count("tower_images", 1.0)
+    assert sent()
+
+
+def test_with_identity_off_no_request_is_marked_and_nothing_is_waited_for(
+    listening: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "_current", settings.Settings(identity=False))
+    tell_of_servers("tcp://10.0.0.1:5000")
+    assert transport.is_heard()
