@@ -78,7 +78,12 @@ class AuditedEngine:
             request_id=f"{PREFIX}{self._number}-{secrets.token_hex(8)}",
             prompt_token_ids=list(sample.token_ids),
             sampling_params=SamplingParams(
-                max_tokens=1, temperature=0, logprobs=self._num_logprobs, ignore_eos=True, detokenize=False
+                max_tokens=1,
+                temperature=0,
+                seed=0,  # a request without one takes a number from the generator that users' requests go on with
+                logprobs=self._num_logprobs,
+                ignore_eos=True,
+                detokenize=False,
             ),
             pooling_params=None,
             mm_features=features,

@@ -129,8 +129,18 @@ def engine_here(vllm_config: Any = None) -> Served:
         runner=2 if vllm_config.use_v2_model_runner else 1,
         scheduling="async" if vllm_config.scheduler_config.async_scheduling else "sync",
         architecture=architecture_of(vllm_config),
-        num_devices=vllm_config.parallel_config.world_size_across_dp,
+        num_devices=_num_devices(vllm_config),
     )
+
+
+def _num_devices(vllm_config: Any) -> int:
+    """The devices that work on one request together.
+
+    Data-parallel engines do so where they share the experts of a model. Others are on their own, and vLLM tells each of
+    them that there is one.
+    """
+    parallel = vllm_config.parallel_config
+    return int(parallel.world_size * (parallel.data_parallel_size if vllm_config.model_config.is_moe else 1))
 
 
 def platform_name() -> str:

@@ -223,10 +223,13 @@ class Trial:
             self._check_tokens(first, spans)
             longest = max(end - start for start, end in spans)
             with engine.without_checkpoints():
-                with engine.small_steps(longest + longest // 3):
-                    reply = engine.ask(first, engine.salt("small steps"))
+                if engine.vllm_config.scheduler_config.enable_chunked_prefill:
+                    with engine.small_steps(longest + longest // 3):
+                        reply = engine.ask(first, engine.salt("small steps"))
+                else:  # vLLM computes a prompt in one step
+                    reply = engine.ask(first, engine.salt("one step"))
                 between = engine.ask(first, engine.salt("between spans"), stops=[end for _, end in spans])
-            if not reply.stops:
+            if not reply.stops and engine.vllm_config.scheduler_config.enable_chunked_prefill:
                 raise TrialFailed("steps could not be made small enough")
             for start, end in spans:
                 if inside := [stop for stop in reply.stops if start < stop < end]:

@@ -262,7 +262,12 @@ class TrialEngine:
             request_id=f"mmcache-trial-{number}",
             prompt_token_ids=list(prompt.token_ids),
             sampling_params=SamplingParams(
-                max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS, temperature=0, logprobs=NUM_LOGPROBS, ignore_eos=True
+                max_tokens=NUM_TOKENS,
+                min_tokens=NUM_TOKENS,
+                temperature=0,
+                seed=0,  # a request without one takes a number from the generator that users' requests go on with
+                logprobs=NUM_LOGPROBS,
+                ignore_eos=True,
             ),
             pooling_params=None,
             mm_features=features,

@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from mmcache_tools.harness.engines import EngineConfig, EnginePool, ZooRig
 
@@ -176,8 +177,10 @@ def test_nothing_is_left(get: Get, told: dict[str, str], family: str) -> None:
     scheduler = rig.scheduler
     before = counters.snapshot()
     own = dict(vars(scheduler))
+    drawn = np.random.get_state(legacy=False)["state"]["pos"]
     verdict = tried(rig, told)
     assert verdict.passed
+    assert np.random.get_state(legacy=False)["state"]["pos"] == drawn, "with which users' requests without a seed go on"
     assert counters.snapshot() == before
     assert not scheduler.requests
     assert not scheduler.encoder_cache_manager.cached

@@ -2,8 +2,11 @@
 """What a component was tested on decides where it is on: version, model runner, scheduling, and platform for some."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from vllm.config import ParallelConfig
 
 from vllm_mmcache.lifecycle import tested_engines
 from vllm_mmcache.lifecycle.tested_engines import ENGINE_COMPONENTS, TOUCHES_TENSORS, Engine, Row, Served, why_unproven
@@ -52,6 +55,22 @@ def test_a_row_can_be_about_some_models_and_one_device(component: str, monkeypat
     qwen = why_unproven(component, replace(CPU, architecture="Qwen3VLForConditionalGeneration"))
     assert ", cpu, Qwen3VLForConditionalGeneration on 1 device: " in qwen
     assert "Gemma3ForConditionalGeneration on 2 devices" in why_unproven(component, replace(CPU, num_devices=2))
+
+
+@pytest.mark.parametrize("is_moe", [False, True])
+def test_a_data_parallel_engine_counts_the_devices_that_others_count_for_it(is_moe: bool) -> None:
+    """vLLM tells an engine of a dense model that there is one, and no one else."""
+    parallel = ParallelConfig(data_parallel_size=2, tensor_parallel_size=2, distributed_executor_backend="mp")
+    config: Any = SimpleNamespace(
+        parallel_config=parallel,
+        model_config=SimpleNamespace(is_moe=is_moe),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        use_v2_model_runner=False,
+    )
+    before = tested_engines.engine_here(config).num_devices
+    if not is_moe:
+        parallel.reconfigure_for_independent_dp_rank()
+    assert tested_engines.engine_here(config).num_devices == before == (4 if is_moe else 2)
 
 
 def test_the_table_is_in_its_own_form() -> None:
