@@ -9,13 +9,14 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import secrets
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -24,6 +25,9 @@ from vllm_mmcache.base.errors import EnvironmentProblem
 from vllm_mmcache.base.store_url import STORE, WITH_URLS, why_not_in_config
 from vllm_mmcache.cli import plugins
 from vllm_mmcache.cli.preflight import check_vllm, compiler_hint
+
+if TYPE_CHECKING:
+    from vllm_mmcache.base.settings import Settings
 
 # Everything after MODEL belongs to vLLM, its --help too.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -76,11 +80,12 @@ def serve(
 
 
 def keep_features(arguments: Sequence[str]) -> str:
-    """Ask for features in the user's cache directory, unless a setting names another store or none; in words."""
-    from vllm_mmcache.base.settings import load_settings
+    """Ask for features in the user's cache directory, unless a setting names another store or none; in words.
 
-    in_force = load_settings()
-    settled = STORE in os.environ or '"store"' in (option(arguments, "additional-config") or "")
+    Raises: SettingsError.
+    """
+    in_force = settings_of(arguments)
+    settled = STORE in os.environ or "store" in in_force.model_fields_set
     place = default_directory()
     if settled or in_force.disable or in_force.features is False or place is None:
         return ""
@@ -106,13 +111,13 @@ def provide_admin_key(arguments: Sequence[str]) -> str:
     """Give the server a key for /mmcache, where none is set; where the page and its key are, in words.
 
     A terminal is shown the key of this start. All else that is printed is kept by somebody, as the log of a container:
-    there the key is in a file of this user's, made once, and only its path is said. Raises: SettingsError for a key
-    file that can't be used.
+    there the key is in a file of this user's, made once, and only its path is said. Raises: SettingsError, also for a
+    key file that can't be used.
     """
     from vllm_mmcache.base.settings import load_settings
     from vllm_mmcache.components.observe.page.admin import admin_key
 
-    if admin_key(load_settings()) is not None:
+    if admin_key(settings_of(arguments)) is not None:
         return ""
     key, page = secrets.token_urlsafe(32), page_address(arguments)
     if sys.stderr.isatty():
@@ -144,10 +149,8 @@ def keep_once(path: Path, secret: str) -> Path:
 
 
 def page_address(arguments: Sequence[str]) -> str:
-    """Where these arguments of vLLM's put the page; the server's log says it for certain."""
-    from vllm_mmcache.base.settings import load_settings
-
-    if own := load_settings().observe_listen:
+    """Where these arguments of vLLM's put the page; the server's log says it for certain. Raises: SettingsError."""
+    if own := settings_of(arguments).observe_listen:
         return f"http://{own}/mmcache"
     if option(arguments, "uds") is not None or option(arguments, "config") is not None:
         return "/mmcache"
@@ -187,16 +190,22 @@ def check_passwords(arguments: Sequence[str]) -> None:
                 raise EnvironmentProblem(f"mmcache.{name} in {where} {why}")
 
 
+def settings_of(arguments: Sequence[str]) -> "Settings":
+    """The settings of a server with these arguments: the variables, and what the arguments lay over them.
+
+    Raises: SettingsError.
+    """
+    from vllm_mmcache.base.settings import load_settings
+
+    given = [config for _, config in additional_configs(arguments)]
+    return load_settings(given[-1] if given and isinstance(given[-1], dict) else {})
+
+
 def additional_configs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """What vLLM's arguments say of our settings: where, and the settings. vLLM says what is wrong with the rest."""
-    name = "--additional-config"
-    if (value := option(arguments, "additional-config")) is not None:
-        yield name, _ours(_parsed(value))
-    if (value := option(arguments, f"additional-config.{CONFIG_KEY}")) is not None:
-        yield name, _parsed(value)
-    for setting in WITH_URLS:
-        if (value := option(arguments, f"additional-config.{CONFIG_KEY}.{setting}")) is not None:
-            yield name, {setting: value}
+    """What vLLM's arguments say of our settings: where, and the settings. Of several places vLLM takes the last alone.
+
+    vLLM says what is wrong with the rest.
+    """
     if config := option(arguments, "config"):
         with contextlib.suppress(Exception):
             import yaml  # type: ignore[import-untyped]  # comes with vLLM
@@ -204,6 +213,35 @@ def additional_configs(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
             for key, value in yaml.safe_load(Path(config).read_text(encoding="utf-8")).items():
                 if str(key).replace("_", "-") == "additional-config":
                     yield config, _ours(value if isinstance(value, dict) else _parsed(str(value)))
+    name = "--additional-config"
+    if (value := option(arguments, "additional-config")) is not None:
+        yield name, _ours(_parsed(value))
+    if dotted := _dotted(arguments):
+        yield name, _ours(dotted)
+
+
+def _dotted(arguments: Sequence[str]) -> dict[str, Any]:
+    """What --additional-config.KEY and --additional-config.KEY.NAME give together (vllm/utils/argparse_utils.py)."""
+    found: dict[str, Any] = {}
+    for index, argument in enumerate(arguments):
+        name, equals, given = argument.partition("=")
+        name, *keys = name.split(".", 2)
+        if keys and name.replace("_", "-") == "--additional-config":
+            value = _dotted_value(given if equals else next(iter(arguments[index + 1 :]), ""))
+            key, value = keys[0], {keys[1]: value} if keys[1:] else value
+            has_both = isinstance(value, dict) and isinstance(found.get(key), dict)
+            found[key] = found[key] | value if has_both else value
+    return found
+
+
+def _dotted_value(text: str) -> Any:
+    """As vLLM reads it: JSON, a number such as 64k or 1M, or the text as it is."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    if re.fullmatch(r"\d+(\.\d+)?[kmgt]|\d+[KMGT]", text):
+        number, unit = float(text[:-1]), text[-1]
+        return int(number * (1000 if unit.islower() else 1024) ** ("kmgt".index(unit.lower()) + 1))
+    return text
 
 
 def _parsed(text: str) -> Any:

@@ -200,6 +200,10 @@ def test_serve_keeps_features_in_the_users_cache(tmp_path: Path, monkeypatch: py
     assert f"features kept in {tmp_path}/mmcache until unused for 7 days (" in said.pop()
     kept(XDG_CACHE_HOME=str(tmp_path), MMCACHE_STORE_TTL="90m")
     assert f"features kept in {tmp_path}/mmcache until unused for 90 minutes (" in said.pop()
+    kept("--additional-config.mmcache.store_ttl", "3h", XDG_CACHE_HOME=str(tmp_path))
+    assert "until unused for 3 hours (" in said.pop()
+    kept("--additional-config", '{"kv": {"store": "/of/another"}}', XDG_CACHE_HOME=str(tmp_path))
+    assert f"features kept in {tmp_path}/mmcache until" in said.pop(), "that of another plugin is none of ours"
     assert kept(HOME="/home/some", XDG_CACHE_HOME="relative") == "/home/some/.cache/mmcache"
     said.clear()
     assert kept(HOME="/home/with space") is None
@@ -207,7 +211,16 @@ def test_serve_keeps_features_in_the_users_cache(tmp_path: Path, monkeypatch: py
     assert kept(MMCACHE_STORE="") == ""
     assert kept(MMCACHE_FEATURES="0") is None
     assert kept(MMCACHE_DISABLE="1") is None
-    assert kept("--additional-config", '{"mmcache": {"store": "/else/where"}}') is None
+    config = tmp_path / "config.yaml"
+    config.write_text("additional_config: {mmcache: {store: /else/where}}\n")
+    for arguments in (
+        ["--additional-config", '{"mmcache": {"store": "/else/where"}}'],
+        ["--additional-config", '{"mmcache": {"store": null}}'],
+        ["--additional-config", '{"mmcache": {"features": false}}'],
+        ["--additional-config.mmcache.store=/else/where"],
+        ["--config", str(config)],
+    ):
+        assert kept(*arguments) is None
     assert set(said) == {""}
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,12 +83,12 @@ def test_it_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
     """Do what `mmcache serve --observe` does about the key; returns what it says."""
 
-    def provide(on_terminal: bool = False, **variables: str) -> str:
+    def provide(on_terminal: bool = False, arguments: Sequence[str] = (), **variables: str) -> str:
         for name in ("MMCACHE_ADMIN_KEY", "MMCACHE_ADMIN_KEY_FILE"):
             monkeypatch.setenv(name, variables.get(name, ""))  # set first, so that what the command sets is taken back
         monkeypatch.setenv("XDG_STATE_HOME", variables.get("XDG_STATE_HOME", str(tmp_path)))
         monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: on_terminal))
-        return serve.provide_admin_key(["--port", "1"])
+        return serve.provide_admin_key(["--port", "1", *arguments])
 
     return provide
 
@@ -136,6 +136,32 @@ def test_the_operators_key_is_left_alone(start: Callable[..., str], key_file: Pa
     assert not (tmp_path / "mmcache").exists()
 
 
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_the_operators_key_in_the_arguments_is_left_alone(
+    on_terminal: bool, start: Callable[..., str], key_file: Path, tmp_path: Path
+) -> None:
+    """In each form that vLLM takes; a key that is made would win over it, or not be the one in force."""
+    ours = {"admin_key_file": str(key_file)}
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"additional_config": {"mmcache": ours}}))
+    for arguments in (
+        ["--additional-config", json.dumps({"mmcache": ours})],
+        [f"--additional_config={json.dumps({'mmcache': ours})}"],
+        ["--additional-config.mmcache", json.dumps(ours)],
+        ["--additional-config.mmcache.admin_key_file", str(key_file)],
+        [f"--additional_config.mmcache.admin_key_file={key_file}", "--additional-config.mmcache.media_records=64k"],
+        ["--config", str(config)],
+    ):
+        assert start(on_terminal, arguments) == ""
+        assert not os.environ["MMCACHE_ADMIN_KEY"]
+        assert not os.environ["MMCACHE_ADMIN_KEY_FILE"]
+    for arguments in (  # negative control: of several places vLLM takes the last alone
+        ["--config", str(config), "--additional-config", "{}"],
+        ["--additional-config", json.dumps({"mmcache": ours}), "--additional-config.of.another", "1"],
+    ):
+        assert start(on_terminal, arguments) != ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "address"),
     [
@@ -145,6 +171,8 @@ def test_the_operators_key_is_left_alone(start: Callable[..., str], key_file: Pa
         (["--host", "::1", "--ssl-certfile", "cert.pem"], "https://[::1]:8000/mmcache"),
         (["--uds", "/run/vllm.sock"], "/mmcache"),
         (["--config", "vllm.yaml"], "/mmcache"),
+        (["--additional-config", '{"mmcache": {"observe_listen": "10.0.0.1:9"}}'], "http://10.0.0.1:9/mmcache"),
+        (["--port", "1", "--additional-config.mmcache.observe_listen=10.0.0.1:9"], "http://10.0.0.1:9/mmcache"),
     ],
 )
 def test_the_link(arguments: list[str], address: str) -> None:
