@@ -34,6 +34,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_inte
 
 DEFAULT_PORT = 8000
 OBSERVE = "--observe"
+HEADLESS = "--headless"  # vLLM starts engines, which an API server on another machine uses
 OBJECT_STORES = ("s3://", "gs://", "az://")  # those that vLLM knows (transformers_utils/runai_utils.py)
 ADMIN_KEY = "MMCACHE_ADMIN_KEY"
 ADMIN_KEY_FILE = "MMCACHE_ADMIN_KEY_FILE"
@@ -111,13 +112,13 @@ def provide_admin_key(arguments: Sequence[str]) -> str:
     """Give the server a key for /mmcache, where none is set; where the page and its key are, in words.
 
     A terminal is shown the key of this start. All else that is printed is kept by somebody, as the log of a container:
-    there the key is in a file of this user's, made once, and only its path is said. Raises: SettingsError, also for a
-    key file that can't be used.
+    there the key is in a file of this user's, made once, and only its path is said. A headless node has no page, and
+    gets no key. Raises: SettingsError, also for a key file that can't be used.
     """
     from vllm_mmcache.base.settings import load_settings
     from vllm_mmcache.components.observe.page.admin import admin_key
 
-    if admin_key(settings_of(arguments)) is not None:
+    if HEADLESS in arguments or admin_key(settings_of(arguments)) is not None:
         return ""
     key, page = secrets.token_urlsafe(32), page_address(arguments)
     if sys.stderr.isatty():
@@ -278,7 +279,9 @@ def check_model(model: str) -> None:
 def check_port(arguments: Sequence[str]) -> None:
     """Raises: EnvironmentProblem when the port that the server would listen on is taken or not allowed."""
     value = option(arguments, "port")
-    if option(arguments, "uds") is not None or (value is None and option(arguments, "config") is not None):
+    if HEADLESS in arguments or option(arguments, "uds") is not None:
+        return
+    if value is None and option(arguments, "config") is not None:
         return
     try:
         port = DEFAULT_PORT if value is None else int(value)
