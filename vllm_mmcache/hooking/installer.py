@@ -49,6 +49,7 @@ class _Slot:
     attribute: str
     raw: Any  # what vars(owner) held, or _INHERITED
     replacement: Any
+    hook: Hook
 
     def put(self) -> None:
         setattr(self.owner, self.attribute, self.replacement)
@@ -112,12 +113,17 @@ def version_supported(installed: str, spec: str) -> bool:
 
 
 def install(group: str, hooks: Sequence[Hook], vllm_version: str, *, allow_untested: bool = False) -> Outcome:
-    """Install all hooks of one group, or none of them. A second call changes nothing."""
-    if group in _installed:
-        return Outcome(group, "on")
+    """Install all hooks of one group, or none of them.
+
+    A second call adds those that the group lacks, as where another engine of this process needs more; where these don't
+    fit, what it has stays as it is.
+    """
+    before = _installed.get(group, [])
+    names = {slot.hook.name for slot in before}
     done: list[_Slot | _Override] = []
     try:
-        planned = [slot for hook in hooks for slot in _resolve(hook, vllm_version, allow_untested)]
+        lacking = [hook for hook in hooks if hook.name not in names]
+        planned = [slot for hook in lacking for slot in _resolve(hook, vllm_version, allow_untested)]
         for slot in planned:
             slot.put()
             done.append(slot)
@@ -128,7 +134,7 @@ def install(group: str, hooks: Sequence[Hook], vllm_version: str, *, allow_untes
     except BaseException:
         _put_back(done)
         raise
-    _installed[group] = done
+    _installed[group] = before + done
     return Outcome(group, "on")
 
 
@@ -234,9 +240,8 @@ def _resolve(hook: Hook, vllm_version: str, allow_untested: bool) -> list[_Slot 
             raise SymbolChanged(
                 f"{target} is not the object that {hook.target} is; another plugin may have replaced one"
             )
-        slots.append(
-            _Slot(owner, attribute, vars(owner).get(attribute, _INHERITED), Replacement(raw, wrapper, hook.name))
-        )
+        replacement = Replacement(raw, wrapper, hook.name)
+        slots.append(_Slot(owner, attribute, vars(owner).get(attribute, _INHERITED), replacement, hook))
     return slots
 
 

@@ -99,6 +99,30 @@ def test_a_group_is_all_or_nothing(owner: Any, bad: Hook, reason: str) -> None:
     assert owner.speak is original
 
 
+def test_a_group_that_is_installed_gets_the_hooks_that_it_lacks(owner: Any) -> None:
+    """As where a second engine of one process needs more of them than the first."""
+    raw = dict(vars(owner.Child))
+    first, second, bad = (entry(f"swap_owner:{path}") for path in ("speak", "Child.inherited", "gone"))
+    assert machine.install("g", [first], "0.32.0").state == "on"
+    assert machine.install("g", [first, second], "0.32.0").state == "on"
+    assert (owner.speak("a"), owner.Child().inherited("a")) == ("a!", "a!")
+    assert machine.install("g", [first], "0.32.0").state == "on"
+    outcome = machine.install("g", [first, second, bad], "0.32.0")
+    assert outcome.state == "off"
+    assert "renamed or removed" in outcome.reason
+    assert (owner.speak("a"), owner.Child().inherited("a")) == ("a!", "a!"), "what the group had stays"
+    machine.undo("g")
+    assert owner.speak("a") == "a"
+    assert dict(vars(owner.Child)) == raw
+
+
+def test_a_group_that_is_installed_gets_all_that_it_lacks_or_nothing(owner: Any) -> None:
+    first, second, bad = (entry(f"swap_owner:{path}") for path in ("Child.static", "speak", "gone"))
+    assert machine.install("g", [first], "0.32.0").state == "on"
+    assert machine.install("g", [first, second, bad], "0.32.0").state == "off"
+    assert (owner.Child.static("a"), owner.speak("a")) == ("a!", "a")
+
+
 @pytest.mark.parametrize("version", ["0.31.9", "0.34.0"])
 def test_on_an_untested_vllm_nothing_is_replaced(owner: Any, version: str) -> None:
     original = owner.speak
