@@ -286,11 +286,12 @@ def component_findings(components: "Mapping[str, State]", chosen: "Settings") ->
     """
     from vllm_mmcache.base.versions import vllm_version
     from vllm_mmcache.lifecycle import activation
-    from vllm_mmcache.lifecycle.registry import table
+    from vllm_mmcache.lifecycle.registry import table_here
 
     version = vllm_version()
-    unfit: dict[str, str] = {}  # why a symbol does not fit -> the first group that has one
-    for hook in table():
+    hooks, missing = table_here()
+    unfit = {reason: component for component, reason in missing.items()}  # why not -> a group that does not fit
+    for hook in hooks:
         if hook.component not in components or components[hook.component].state == "off":
             unfit.setdefault(activation.incompatibility([hook], version), hook.component)
     found = []

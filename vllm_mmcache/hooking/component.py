@@ -8,12 +8,12 @@ lifecycle/registry.py has them all. Any process.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_mmcache.base.role import ROLES, Role
-from vllm_mmcache.hooking.hook import Hook, declared_in
+from vllm_mmcache.hooking.hook import Hook, declared_in, imported
 
 if TYPE_CHECKING:
     from vllm_mmcache.base.status import State
@@ -48,14 +48,17 @@ class Component:
     superseded_if_reads: tuple[str, str] | None = None
     """A symbol of vLLM and a part of a name: it steps aside where the symbol's body reads such a name."""
 
-    def hooks_in(self, role: Role) -> list[Hook]:
-        """Its hooks in a process of this role; imports the modules that declare them."""
-        modules = self.hooks.get(role, ())
-        return [hook for name in modules for hook in declared_in(f"{self.package}.{name}") if hook.process == role]
+    def hooks_in(self, role: Role) -> Iterator[Hook]:
+        """Its hooks in a process of this role. The modules that declare them are imported as they are asked for.
 
-    def all_hooks(self) -> list[Hook]:
-        """Its hooks in all roles."""
-        return [hook for role in ROLES for hook in self.hooks_in(role)]
+        Raises: SymbolMissing, then, so that to whoever installs them it is one more reason why they don't fit.
+        """
+        for name in self.hooks.get(role, ()):
+            yield from (hook for hook in declared_in(f"{self.package}.{name}") if hook.process == role)
+
+    def all_hooks(self) -> Iterator[Hook]:
+        """Its hooks in all roles, see `hooks_in`."""
+        return (hook for role in ROLES for hook in self.hooks_in(role))
 
     def state_in(self, vllm_config: Any) -> State | None:
         """Why it has nothing to do in a configuration, or can't be in it; None where its rule says neither."""
@@ -66,6 +69,6 @@ class Component:
         return state
 
     def extension_in(self, role: Role) -> Any:
-        """The module of its extension point in a process of this role; None where it has none."""
+        """The module of its extension in a process of this role, None where it has none. Raises: SymbolMissing."""
         name = self.on_install.get(role)
-        return None if name is None else importlib.import_module(f"{self.package}.{name}")
+        return None if name is None else imported(f"{self.package}.{name}")

@@ -15,8 +15,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal, TypeVar
 
+from vllm_mmcache.base.errors import SymbolMissing
 from vllm_mmcache.base.role import Role
 
 TESTED_VLLM = ">=0.32.0,<0.34"
@@ -116,9 +118,17 @@ class Hooks:
 
 
 def declared_in(module: str) -> list[Hook]:
-    """The hooks that a module declares; imports it, and with it what it needs of vLLM."""
-    importlib.import_module(module)
+    """The hooks that a module declares; imports it, and with it what it needs of vLLM. Raises: SymbolMissing."""
+    imported(module)
     return list(_declared.get(module, {}).values())
+
+
+def imported(module: str) -> ModuleType:
+    """A module of mmcache. Raises: SymbolMissing, where this vLLM lacks something that it imports."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SymbolMissing(f"{module} can't be imported ({error})") from error
 
 
 def _declaration_of(hook: Hook) -> tuple[str, str, Role]:

@@ -112,8 +112,8 @@ def version_supported(installed: str, spec: str) -> bool:
     return version in SpecifierSet(spec, prereleases=False)
 
 
-def install(group: str, hooks: Sequence[Hook], vllm_version: str, *, allow_untested: bool = False) -> Outcome:
-    """Install all hooks of one group, or none of them.
+def install(group: str, hooks: Iterable[Hook], vllm_version: str, *, allow_untested: bool = False) -> Outcome:
+    """Install all hooks of one group, or none of them. A HookError of `hooks` itself is a reason why they don't fit.
 
     A second call adds those that the group lacks, as where another engine of this process needs more; where these don't
     fit, what it has stays as it is.
@@ -160,8 +160,11 @@ def check(hook: Hook, vllm_version: str, *, allow_untested: bool = False) -> Non
     _resolve(hook, vllm_version, allow_untested)
 
 
-def incompatibility(hooks: Sequence[Hook], vllm_version: str, *, allow_untested: bool = False) -> str:
-    """Why these can't all be installed here; empty if they can, or are. Installs nothing."""
+def incompatibility(hooks: Iterable[Hook], vllm_version: str, *, allow_untested: bool = False) -> str:
+    """Why these can't all be installed here; empty if they can, or are. Installs nothing.
+
+    A HookError of `hooks` itself is such a reason.
+    """
     try:
         for hook in hooks:
             if not is_replaced(hook.target):

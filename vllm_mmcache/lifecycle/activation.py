@@ -9,7 +9,7 @@ report.py tell others.
 """
 
 import logging
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -204,7 +204,7 @@ def predict(vllm_config: Any = None) -> dict[str, State]:
     return {name: found[name] for name in COMPONENT_NAMES}
 
 
-def incompatibility(members: Sequence[Hook], version: str) -> str:
+def incompatibility(members: Iterable[Hook], version: str) -> str:
     """Why these symbols can't all be replaced in this vLLM, with the settings in force; empty if they can."""
     return installer.incompatibility(members, version, allow_untested=settings.current().allow_untested_vllm)
 
@@ -271,10 +271,10 @@ def _switch_on(component: Component, role: Role, vllm_config: Any, version: str)
     return ON
 
 
-def _needed(component: Component, role: Role, vllm_config: Any) -> list[Hook]:
-    """The hooks that a component needs in this configuration; all of them where there is none."""
+def _needed(component: Component, role: Role, vllm_config: Any) -> Iterator[Hook]:
+    """The hooks that a component needs in this configuration; all of them where there is none. See `hooks_in`."""
     hooks = component.hooks_in(role)
-    return [hook for hook in hooks if vllm_config is None or config_rules.needs_hook(vllm_config, hook.only)]
+    return (hook for hook in hooks if vllm_config is None or config_rules.needs_hook(vllm_config, hook.only))
 
 
 def _install_what_is_asked_for(vllm_config: Any, version: str) -> None:
@@ -295,7 +295,7 @@ def _group(name: str, role: Role) -> str:
     return f"{name} ({role})"
 
 
-def _install(group: str, hooks: list[Hook], version: str) -> installer.Outcome:
+def _install(group: str, hooks: Iterable[Hook], version: str) -> installer.Outcome:
     return installer.install(group, hooks, version, allow_untested=settings.current().allow_untested_vllm)
 
 

@@ -9,6 +9,7 @@ process; the table of hooks imports vLLM.
 import importlib
 from functools import cache
 
+from vllm_mmcache.base.errors import SymbolMissing
 from vllm_mmcache.base.role import ROLES, Role
 from vllm_mmcache.hooking.component import Component
 from vllm_mmcache.hooking.hook import Hook
@@ -61,8 +62,23 @@ def with_needed(component: str) -> tuple[str, ...]:
     return (needed, component) if needed else (component,)
 
 
+_EVERYTHING = (FIRST, REPORT, TRIAL, AUDIT, KV_EVENTS, *COMPONENTS.values())
+
+
 @cache
 def table() -> tuple[Hook, ...]:
-    """Every symbol of vLLM that is replaced or overridden; imports all that declares one."""
-    everything = (FIRST, REPORT, TRIAL, AUDIT, KV_EVENTS, *COMPONENTS.values())
-    return tuple(hook for component in everything for hook in component.all_hooks())
+    """Every symbol of vLLM that is replaced or overridden; imports all that declares one. Raises: SymbolMissing."""
+    return tuple(hook for component in _EVERYTHING for hook in component.all_hooks())
+
+
+def table_here() -> tuple[list[Hook], dict[str, str]]:
+    """The hooks in modules that can be imported with this vLLM; and, by component, why another module can't be."""
+    hooks: list[Hook] = []
+    missing: dict[str, str] = {}
+    for component in _EVERYTHING:
+        try:
+            for hook in component.all_hooks():
+                hooks.append(hook)  # those before an error count
+        except SymbolMissing as error:
+            missing[component.name] = str(error)
+    return hooks, missing

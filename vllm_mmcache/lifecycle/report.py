@@ -7,6 +7,7 @@ When all engines are ready, that and this process's own components are put toget
 start.
 """
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ import msgspec
 from vllm_mmcache import __version__
 from vllm_mmcache.base import status
 from vllm_mmcache.base.arguments import argument
+from vllm_mmcache.base.errors import HookError
 from vllm_mmcache.base.status import State
 from vllm_mmcache.content import image_namer
 from vllm_mmcache.hooking import installer, subclasses
@@ -136,8 +138,10 @@ def with_renderer(renderer: type, *, is_ours: bool = True) -> dict[str, State]:
     found, name = {}, renderer.__qualname__
     if renderer is not HfRenderer:
         found["image_extraction"] = State("off", f"not shown to be right with the renderer {name}")
-    hooked = [installer.resolve_owner(member.target) for member in parts("api")["identity"].hooks_in("api")]
-    methods = [attribute for owner, attribute in hooked if owner is BaseRenderer and attribute.startswith("_")]
+    methods: list[str] = []
+    with contextlib.suppress(HookError):  # with which identity is off already
+        hooked = [installer.resolve_owner(member.target) for member in parts("api")["identity"].hooks_in("api")]
+        methods = [attribute for owner, attribute in hooked if owner is BaseRenderer and attribute.startswith("_")]
     above = [one for one in renderer.__mro__ if not one.__module__.startswith("vllm.")]
     if not is_ours or any(method in vars(one) for one in above for method in methods):
         found["identity"] = State("off", f"the renderer {name} is not vLLM's and may go past it")

@@ -3,6 +3,7 @@
 
 import logging
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,6 +88,21 @@ def test_what_is_said_of_a_model_that_was_not_read(
     known = doctor.examine(None, [], with_symbols=False)["components"]
     assert known["features"]["state"] == "off"
     assert (known["metrics"]["state"] == "on") is not is_disabled
+
+
+def test_a_component_whose_module_can_not_be_imported_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All else is said as with it, also of the functions of vLLM."""
+    from vllm_mmcache.lifecycle.symbols import symbols
+
+    module = "vllm_mmcache.components.block_keys.hooks"
+    rest = [row for row in symbols() if row["group"] != "block_keys"]
+    monkeypatch.setitem(sys.modules, module, None)
+    found = preview.components(None)
+    assert found["block_keys"].reason.startswith(f"{module} can't be imported (")
+    (finding,) = doctor.component_findings(found, settings.Settings())
+    assert finding["where"] == "symbols of block_keys"
+    assert finding["seen"] == f"{found['block_keys'].reason}. Off: block_keys"
+    assert symbols() == rest
 
 
 @pytest.mark.parametrize("place", ["option", "after MODEL", "not given"])

@@ -4,6 +4,7 @@
 import copy
 import logging
 import pickle
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,58 @@ def test_a_component_needs_another_of_another_process(
         for role in ROLES:
             activation.activate(role, configurations["gemma3"])
             assert status.of(role)["metrics"] == expected
+
+
+def test_a_component_whose_hooks_can_not_be_imported_is_off(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where this vLLM lacks a name that their module imports; all others are as they are with it."""
+    monkeypatch.setattr(settings, "_current", chosen({"metrics": True}))
+    config = configurations["gemma3"]
+    activation.activate("api", config)
+    expected, foreseen = dict(status.of("api")), activation.predict(config)
+    assert expected["metrics"] == ON
+    installer.undo("metrics (api)")
+    monkeypatch.setitem(sys.modules, "vllm_mmcache.metrics.hooks", None)
+    activation.activate("api", config)
+    off = status.of("api")["metrics"]
+    assert off.state == "off"
+    assert off.reason.startswith("vllm_mmcache.metrics.hooks can't be imported (")
+    assert status.of("api") == expected | {"metrics": off}
+    assert activation.predict(config) == foreseen | {"metrics": off}
+
+
+def test_a_component_whose_extension_can_not_be_imported_is_off(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch)
+    monkeypatch.setattr(settings, "_current", chosen({"inner_checkpoints": True, "image_checkpoints": True}))
+    monkeypatch.setitem(COMPONENTS, "inner_checkpoints", replace(COMPONENTS["inner_checkpoints"], rule=""))
+    monkeypatch.setitem(sys.modules, f"{COMPONENTS['inner_checkpoints'].package}.vllm_blocks", None)
+    activation.activate("engine", configurations["gemma3"])
+    off = status.of("engine")["inner_checkpoints"]
+    assert off.state == "off"
+    assert "inner_checkpoints.vllm_blocks can't be imported (" in off.reason
+    assert status.of("engine")["image_checkpoints"] == ON
+
+
+def test_nothing_is_on_where_our_own_modules_can_not_be_imported(
+    configurations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("report", "trial_hooks", "hooks"):
+        monkeypatch.setitem(sys.modules, f"vllm_mmcache.lifecycle.{module}", None)
+    said = "vllm_mmcache.lifecycle.{} can't be imported ("
+    monkeypatch.setattr(settings, "_current", settings.Settings(attention="reference"))
+    with pytest.raises(
+        HookError, match=r"attention=reference can't be had: vllm_mmcache\.lifecycle\.trial_hooks can't"
+    ):
+        activation.activate("engine", configurations["gemma3"])
+    monkeypatch.setattr(settings, "_current", settings.Settings())
+    assert activation.why_no_trial(configurations["gemma3"]).startswith(said.format("trial_hooks"))
+    activation.activate("api", configurations["gemma3"])
+    assert all(state.reason.startswith(said.format("report")) for state in status.of("api").values())
+    assert all(state.reason.startswith(said.format("hooks")) for state in activation.predict().values())
+    assert activation.start().reason.startswith(said.format("hooks"))
 
 
 def test_what_is_foreseen_leaves_out_hooks_that_are_not_needed(

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a renderer makes of the components of an API server."""
 
+import sys
+
+import pytest
+from vllm.renderers.base import BaseRenderer
 from vllm.renderers.deepseek_v32 import DeepseekV32Renderer
 from vllm.renderers.hf import HfRenderer
 
@@ -34,3 +38,13 @@ def test_what_a_renderer_switches_off() -> None:
         "image_extraction": extraction("Bypassing"),
         "identity": identity("Bypassing"),
     }
+
+
+@pytest.mark.parametrize("is_importable", [True, False])
+def test_where_identity_does_not_fit_this_vllm(is_importable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is off for that reason, which is no mistake of the renderer."""
+    if is_importable:
+        monkeypatch.delattr(BaseRenderer, "_process_tokens")
+    else:
+        monkeypatch.setitem(sys.modules, "vllm_mmcache.components.identity.hooks", None)
+    assert with_renderer(HfRenderer) == {}
