@@ -37,9 +37,11 @@ says what will be on for it, and a server's log says what is.
 - **Tested** means run on real engines: each cached answer was compared with that of a cold run and with Transformers
   ([how](exactness.md)).
 - The other components do not depend on the class: whether they are on depends on [the
-  engine](limits.md#where-a-component-is-on). There is one exception. In some models the tokens of an image attend both
-  ways, which means that they see each other in both directions. On a CPU, [some of these models](image_attention.md)
-  are served, and all others are refused at start, PaliGemma among them.
+  engine](limits.md#where-a-component-is-on). There are two exceptions. In some models the tokens of an image attend
+  both ways, which means that they see each other in both directions. On a CPU, [some of these
+  models](image_attention.md) are served, and all others are refused at start, PaliGemma among them. And of a few
+  classes, such as DeepSeek-VL2 and Kimi-K3, images [are left to vLLM's
+  processor](processor.md#when-images-keep-their-pixels).
 
 """
 LEFT_OUT = """\

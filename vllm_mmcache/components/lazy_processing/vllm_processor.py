@@ -26,10 +26,16 @@ Processed = tuple[MultiModalKwargsItem, Sequence[ResolvedPromptUpdate]]
 
 
 def is_for_one(processor: Any) -> bool:
-    """Whether what a processor gives for an item does not depend on how many there are."""
+    """Whether a processor may run for one item in a thread of ours.
+
+    What it gives for an item must not depend on how many there are, and two threads must be able to run it at once.
+    """
     own = "_cached_apply_hf_processor"
     shares_tokens = getattr(processor.info, "is_dynamic_tiler", False)  # of Nano Nemotron VL: the images of a request
-    return getattr(type(processor), own, None) is getattr(BaseMultiModalProcessor, own) and not shares_tokens
+    # Of Kimi-K3: Numba ends the process when two threads are in it.
+    is_alone = type(getattr(processor.info, "image_processor", None)).__name__ == "KimiK25FusedVisionProcessor"
+    is_stocks = getattr(type(processor), own, None) is getattr(BaseMultiModalProcessor, own)
+    return is_stocks and not shares_tokens and not is_alone
 
 
 def inputs_of(
