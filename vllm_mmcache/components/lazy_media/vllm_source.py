@@ -8,12 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from PIL import Image, ImageFile
 from vllm.multimodal.media import MediaIO, MediaWithBytes
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 from vllm.multimodal.video import VIDEO_LOADER_REGISTRY
 
 FRAMES = "video/jpeg"  # the media type of a video that comes as frames
+
+_PILLOWS_LIMIT = 1024**3 // 4 // 3  # Image.MAX_IMAGE_PIXELS, unless somebody has set it
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,12 @@ def load(origin: MediaSource) -> MediaWithBytes[Any]:
 
 
 def source_of(loader: MediaIO[Any], content: Callable[[], bytes], is_text: bool = False) -> MediaSource | None:
-    """The origin of what `loader` opens from `content`; None for a loader that another process may not have."""
+    """The origin of what `loader` opens from `content`; None for what another process may open in another way.
+
+    That is the case of a loader that it may not have, and where somebody has set Pillow's switches in this process.
+    """
+    if ImageFile.LOAD_TRUNCATED_IMAGES or Image.MAX_IMAGE_PIXELS != _PILLOWS_LIMIT:
+        return None
     if type(loader) is ImageMediaIO:
         return MediaSource("image", _image_options(loader), content)
     if type(loader) is VideoMediaIO and type(loader.image_io) is ImageMediaIO:

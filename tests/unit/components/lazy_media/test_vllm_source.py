@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from PIL import Image, ImageFile
 
 from tests.support import files
 from tests.unit.components.lazy_media.test_hooks import OPTIONS, component, image_io, look
+from tests.unit.components.lazy_media.video.test_hooks import video_io
 from vllm_mmcache.components.lazy_media.vllm_source import MediaSource, load, source_of
 
 GOOD = files.good()
@@ -59,3 +61,22 @@ def test_errors_are_stocks() -> None:
 def test_somebody_elses_loader_has_no_origin() -> None:
     loader = type("Theirs", (type(image_io({})),), {})()
     assert source_of(loader, bytes) is None
+
+
+SWITCHES: dict[str, tuple[Any, str, Any, bytes]] = {
+    "LOAD_TRUNCATED_IMAGES": (ImageFile, "LOAD_TRUNCATED_IMAGES", True, GOOD["jpeg"][:-400]),
+    "MAX_IMAGE_PIXELS": (Image, "MAX_IMAGE_PIXELS", None, GOOD["jpeg"]),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_what_needs_pillows_switches_has_no_origin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are of this process, and not of the engine's; the control is Pillow as it is."""
+    module, switch, value, content = SWITCHES[name]
+    with component():
+        assert image_io({}).load_bytes(GOOD["png"]).origin is not None
+        assert source_of(video_io({}), bytes) is not None
+        monkeypatch.setattr(module, switch, value)
+        for _ in range(2):  # unknown, and known
+            assert image_io({}).load_bytes(content).origin is None
+        assert source_of(video_io({}), bytes) is None
