@@ -46,6 +46,17 @@ def read(source: Any) -> bytes:
     return content
 
 
+def version(source: Any) -> tuple[int, int] | None:
+    """When the file at a path was changed, in ns, and its bytes; None for any other source and for a missing file."""
+    if is_url(source) or not isinstance(source, str | os.PathLike):
+        return None
+    try:
+        found = os.stat(source)
+    except (OSError, ValueError):  # missing, or no path at all
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
 def describe(source: Any) -> str:
     """The source for an error message; never the bytes themselves, nor a URL's user, password or query."""
     if isinstance(source, bytes):

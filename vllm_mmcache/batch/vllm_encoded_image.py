@@ -11,7 +11,7 @@ from vllm.multimodal.media import MediaWithBytes
 from vllm.multimodal.media.image import ImageMediaIO
 
 from vllm_mmcache.base.tenant import SALT
-from vllm_mmcache.batch.source import Source, check, describe, describe_error, is_url, read
+from vllm_mmcache.batch.source import Source, check, describe, describe_error, is_url, read, version
 
 _RECENT: deque[MediaWithBytes[Any]] = deque(maxlen=32)
 """What vLLM without the plugin has asked for last, since it asks several times for each image of a request."""
@@ -41,6 +41,8 @@ class EncodedImage(MediaWithBytes):
         self._source = source
         self._options = {"image_mode": image_mode, "rgba_background_color": tuple(rgba_background_color)}
         self._opened: ref[MediaWithBytes[Any]] | None = None
+        self._version: tuple[int, int] | None = None
+        self._is_named = False
         self.tenant = tenant
         ImageMediaIO(**self._options)
 
@@ -74,8 +76,10 @@ class EncodedImage(MediaWithBytes):
 
     @property
     def original_bytes(self) -> bytes:
-        """The file."""
-        return bytes(self._kept().original_bytes)
+        """The file. vLLM names the image by it, and asks for the pixels that have the name afterwards."""
+        opened = self._kept(may_be_named=False)
+        self._is_named = True
+        return bytes(opened.original_bytes)
 
     @property
     def io_config(self) -> dict[str, Any] | None:
@@ -83,12 +87,16 @@ class EncodedImage(MediaWithBytes):
         options: dict[str, Any] | None = self._kept().io_config
         return options
 
-    def _kept(self) -> MediaWithBytes[Any]:
+    def _kept(self, may_be_named: bool = True) -> MediaWithBytes[Any]:
+        """The image, of the file as it is; of the one that vLLM has named, as long as it may be that one."""
         opened = self.opened
-        if opened is None:
+        if opened is not None and may_be_named and self._is_named:
+            return opened
+        version_now = version(self._source)
+        if opened is None or version_now != self._version:
             opened = self.open()
             _RECENT.append(opened)
-            self._opened = ref(opened)
+            self._opened, self._version, self._is_named = ref(opened), version_now, False
         return opened
 
     def __getattr__(self, name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from vllm_mmcache.batch.source import check, describe, describe_error, read
+from vllm_mmcache.batch.source import check, describe, describe_error, read, version
 
 CONTENT = b"the bytes of a file"
 
@@ -52,6 +52,16 @@ def test_a_url_that_nothing_opens() -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.png"):
         read(tmp_path / "none.png")
+
+
+def test_the_version_of_a_file(path: Path) -> None:
+    before = version(path)
+    assert before is not None
+    assert version(str(path)) == before
+    path.write_bytes(CONTENT * 2)
+    assert version(path) not in (before, None)
+    others: list[Any] = [CONTENT, f"file://{path}", path.read_bytes, path.parent / "none.png", "a\0b"]
+    assert [version(one) for one in others] == [None] * 5
 
 
 def test_a_function_that_gives_no_bytes() -> None:

@@ -2,6 +2,7 @@
 """An image that travels as its file is for vLLM, without the plugin, what its own loader makes of the file."""
 
 import copy
+import os
 import pickle
 import traceback
 from io import BytesIO
@@ -87,6 +88,27 @@ def test_pixels_of_many_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [image.size, image.size] == [(20, 10), (20, 10)]
     assert opened == len(images)
     assert sum(image._opened() is not None for image in images if image._opened) == 32
+
+
+def test_a_file_that_has_changed_is_another_picture(tmp_path: Path) -> None:
+    """Also to an object that was asked before; what has its name has its pixels, so that is seen with the next name."""
+    path = tmp_path / "a.png"
+    path.write_bytes(png(color=(1, 2, 3)))
+    image = EncodedImage(path)
+    assert image.media is image.media  # the control
+    path.write_bytes(png(color=(200, 9, 9)))
+    os.utime(path, ns=(1, 1))
+    assert image.media.getpixel((0, 0)) == (200, 9, 9)
+    assert image.original_bytes == path.read_bytes()
+    name = mm_hash(image)
+    path.write_bytes(png(color=(1, 2, 3)))
+    os.utime(path, ns=(2, 2))
+    assert image.media.getpixel((0, 0)) == (200, 9, 9)
+    assert mm_hash(image) == mm_hash(EncodedImage(path)) != name
+    assert image.media.getpixel((0, 0)) == (1, 2, 3)
+    path.unlink()
+    with pytest.raises(VLLMValidationError, match=r"a\.png"):
+        mm_hash(image)
 
 
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
