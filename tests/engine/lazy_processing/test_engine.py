@@ -157,7 +157,7 @@ def test_images_with_names_of_their_own(pool: EnginePool, config: EngineConfig) 
 
 
 @pytest.mark.parametrize(
-    "config", [pytest.param(takes_videos(family), id=family) for family in ("qwen3-vl", "qwen3.5")]
+    "config", [pytest.param(takes_videos(family), id=family) for family in ("qwen3-vl", "qwen3.5", "glm4v")]
 )
 @pytest.mark.parametrize("make", [file_of, frames_of], ids=["file", "frames"])
 def test_videos(pool: EnginePool, config: EngineConfig, make: Callable[..., Part]) -> None:

@@ -19,7 +19,7 @@ from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, LruTable
 from vllm_mmcache.batch.vllm_encoded_image import encoded_in, with_opened
 from vllm_mmcache.components.lazy_media.hooks import KnownImage
-from vllm_mmcache.components.lazy_media.video.vllm_video import KnownVideo
+from vllm_mmcache.components.lazy_media.video.vllm_video import KnownVideo, in_black
 from vllm_mmcache.components.lazy_processing.vllm_cache import PreparedItemCache, Ready, TokensCache
 from vllm_mmcache.components.lazy_processing.vllm_item import Arguments, defer, is_deferred
 from vllm_mmcache.components.lazy_processing.vllm_item_record import (
@@ -199,6 +199,8 @@ class ItemPreparer:
 
         Raises: ValueError where no prompt can hold them; what a model's own code raises for fields that it never made.
         """
+        if isinstance(asked.media, KnownVideo):  # some models measure the frames
+            inputs = inputs_of(*self._plain(asked._replace(media=in_black(asked.media))))
         updates = updates_of(self._processor, inputs, small)
         if not 0 < num_tokens_of(updates) <= self._max_tokens:
             raise ValueError(f"{num_tokens_of(updates)} placeholders, a prompt has {self._max_tokens} at most")

@@ -97,6 +97,15 @@ class KnownVideo(MediaWithBytes):  # type: ignore[misc]
         return MediaWithBytes, (self.media, self.original_bytes)
 
 
+def in_black(video: KnownVideo) -> KnownVideo:
+    """A video of the same shape and metadata whose frames are black, and take neither time nor memory."""
+    of = video.frames
+    black = np.broadcast_to(np.uint8(0), shape_of(of.record))
+    return KnownVideo(
+        KnownFrames(black, lambda: of.original_bytes, of.record, of.content_id, of.origin), video.metadata
+    )
+
+
 def ask_undecoded(ask: Callable[[Any], str], frames: KnownFrames) -> str:
     """The mm_hash that vLLM gives a video, without its frames if they don't count: unless they are few and small.
 

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the renderer makes ready of a request, without an engine."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.components.lazy_media.video.test_hooks import FILE, video_io, videos_component
+from tests.unit.components.lazy_processing.test_vllm_item_record import processor_of
+from vllm_mmcache.base import status
+from vllm_mmcache.components.lazy_media.video.vllm_video import KnownVideo
+from vllm_mmcache.components.lazy_processing.prepare import ItemPreparer, ItemRequest
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("zoo")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is known, and all that items go to the engine without pixels for is on."""
+    monkeypatch.setattr(status, "is_on", lambda component: True)
+    monkeypatch.setattr(status, "is_on_everywhere", lambda component: True)
+    with videos_component():
+        yield
+
+
+@pytest.fixture
+def preparer(family: str, zoo: Path) -> Iterator[ItemPreparer]:
+    """What the renderer of a family's model has."""
+    processor = processor_of(family, zoo)
+    preparer = ItemPreparer(processor, processor.info.ctx.model_config, None)
+    yield preparer
+    preparer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3-vl", "glm4v", "internvl", "minicpm-v", "gemma4"])
+@pytest.mark.usefixtures("installed")
+def test_known_videos_are_not_decoded_for_their_placeholders(preparer: ItemPreparer) -> None:
+    """Some models ask for the frames, and only count and measure them."""
+    seen = []
+    for _ in range(2):
+        video = video_io({}).load_bytes(FILE)
+        assert isinstance(video, KnownVideo)
+        assert preparer._make_ready(ItemRequest("video", video, None, {}, {}), preparer.cache) is not None
+        seen.append((video.processor, video.frames.is_decoded))
+    assert seen == [("run", True), ("deferred", False)]
