@@ -7,7 +7,7 @@ vLLM's. An item that is ready no longer is processed as it always was.
 """
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,9 +22,21 @@ from vllm_mmcache.content import tokens_alone
 from vllm_mmcache.metrics import counters, table_sizes
 
 MAX_REFUTED = 4096  # names that are remembered
+MOST_MODALITIES = 4  # of a request, for each of which vLLM asks once what is cached
 
 Ready = tuple[str, Processed]
 """An item's mm_hash, and the item."""
+
+
+class _Promised(threading.local):
+    """What this thread's vLLM was told to be cached, by its last questions; the request that lent it may be through."""
+
+    def __init__(self) -> None:
+        self.by_question: deque[dict[str, Processed]] = deque(maxlen=MOST_MODALITIES)
+
+    def get(self, mm_hash: str) -> Processed | None:
+        """The item of this name, if it was promised."""
+        return next((items[mm_hash] for items in self.by_question if mm_hash in items), None)
 
 
 class PreparedItemCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
@@ -36,6 +48,7 @@ class PreparedItemCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         self._hides_items = isinstance(cache, ShmObjectStoreSenderCache)
         self._lock = threading.Lock()
         self._registered: dict[str, tuple[int, Processed]] = {}  # mm_hash -> by how many requests, and the item
+        self._promised = _Promised()
         self._refuted: OrderedDict[str, None] = OrderedDict()
         self._show_size()
 
@@ -84,13 +97,22 @@ class PreparedItemCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         """Whether vLLM's cache has it, or it is ready."""
         return self.is_kept(mm_hash) or self.registered(mm_hash) is not None
 
+    def is_cached(self, mm_hashes: list[str]) -> list[bool]:
+        """The same for the items of one modality. What is ready can then be had until `release_sender_touches`.
+
+        vLLM does not call that where a request ends with an error; then it is until it has asked some times more.
+        """
+        ready = {name: item for name in mm_hashes if (item := self.registered(name)) is not None}
+        self._promised.by_question.append(ready)
+        return [name in ready or self.is_kept(name) for name in mm_hashes]
+
     def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
         """As vLLM's; where the caller has nothing (None), with what is ready, which goes into vLLM's cache now."""
         if mm_item is not None:
             if mm_item[1]:  # what comes ready-made from clients changes no prompt
                 counters.ITEMS_PROCESSED.add()
         elif not self.is_kept(mm_hash):
-            mm_item = self.registered(mm_hash)
+            mm_item = self._promised.get(mm_hash) or self.registered(mm_hash)
         if self._cache is None or (mm_item is not None and is_deferred(mm_item[0]) and self._hides_items):
             assert mm_item is not None, f"Expected a cached item for {mm_hash=}"
             return mm_item
@@ -102,7 +124,8 @@ class PreparedItemCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
             self._cache.touch_sender_cache_item(mm_hash)
 
     def release_sender_touches(self) -> None:
-        """Passed on to vLLM's cache, if there is one."""
+        """The items of a request are merged. Passed on to vLLM's cache, if there is one."""
+        self._promised.by_question.clear()
         if self._cache is not None:
             self._cache.release_sender_touches()
 
