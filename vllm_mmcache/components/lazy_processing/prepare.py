@@ -318,15 +318,23 @@ def _put_opened(given: dict[str, Any], opened: Sequence[Any]) -> None:
 def _asked(given: Mapping[str, Any]) -> list[ItemRequest]:
     """What can be made ready of a call of BaseRenderer._process_multimodal with these arguments."""
     found: list[ItemRequest] = []
+    arguments = given.get("mm_processor_kwargs") or {}
     for modality, data in given["mm_data"].items():
         items = data if isinstance(data, list) else [data]
+        if modality == "video" and len(items) > 1 and _are_per_video(arguments):
+            continue
         uuids = (given.get("mm_uuids") or {}).get(modality)
         uuids = uuids if isinstance(uuids, list) else [uuids] * len(items)
         found += [
-            ItemRequest(
-                modality, item, name, given.get("mm_processor_kwargs") or {}, given.get("media_io_kwargs") or {}
-            )
+            ItemRequest(modality, item, name, arguments, given.get("media_io_kwargs") or {})
             for item, name in zip(items, uuids, strict=False)
             if isinstance(item, KnownImage | KnownVideo)
         ]
     return found
+
+
+def _are_per_video(arguments: Arguments) -> bool:
+    """Whether the arguments of a request are lists with a value for each of its videos, as Qwen3-VL takes them."""
+    of_videos = arguments.get("videos_kwargs")
+    places = [arguments, of_videos] if isinstance(of_videos, Mapping) else [arguments]
+    return any(isinstance(place.get(name), list) for place in places for name in ("fps", "num_frames"))

@@ -3,14 +3,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.unit.components.lazy_media.test_hooks import image_io
+from tests.unit.components.lazy_media.test_vllm_source import GOOD
 from tests.unit.components.lazy_media.video.test_hooks import FILE, video_io, videos_component
 from tests.unit.components.lazy_processing.test_vllm_item_record import processor_of
 from vllm_mmcache.base import status
 from vllm_mmcache.components.lazy_media.video.vllm_video import KnownVideo
-from vllm_mmcache.components.lazy_processing.prepare import ItemPreparer, ItemRequest
+from vllm_mmcache.components.lazy_processing.prepare import ItemPreparer, ItemRequest, _asked
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +51,28 @@ def test_known_videos_are_not_decoded_for_their_placeholders(preparer: ItemPrepa
         assert preparer._make_ready(ItemRequest("video", video, None, {}, {}), preparer.cache) is not None
         seen.append((video.processor, video.frames.is_decoded))
     assert seen == [("run", True), ("deferred", False)]
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], int, list[int]]] = {
+    # name -> (arguments, how many videos, which of them can be prepared)
+    "none": ({}, 2, [0, 1]),
+    "one for all": ({"fps": 1.0, "videos_kwargs": {"num_frames": 4}}, 2, [0, 1]),
+    "another list": ({"size": [1, 2]}, 2, [0, 1]),
+    "no arguments of videos": ({"videos_kwargs": [1.0, 4.0]}, 2, [0, 1]),
+    "one video": ({"fps": [1.0]}, 1, [0]),
+    "fps": ({"fps": [1.0, 4.0]}, 2, []),
+    "num_frames": ({"num_frames": [2, 4]}, 2, []),
+    "in videos_kwargs": ({"videos_kwargs": {"fps": [1.0, 4.0]}}, 2, []),
+}
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_videos_with_arguments_of_their_own_are_left_to_vllm(name: str) -> None:
+    """Alone, each would be processed with those of the first one. Images of the same request are prepared."""
+    arguments, num_videos, prepared = ARGUMENTS[name]
+    videos = [video_io({}).load_bytes(FILE) for _ in range(num_videos)]
+    image = image_io({}).load_bytes(GOOD["png"])
+    data = {"video": videos, "image": [image]}
+    found = [one.media for one in _asked({"mm_data": data, "mm_processor_kwargs": arguments})]
+    assert found == [*(videos[index] for index in prepared), image]
