@@ -14,9 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from vllm_mmcache.base import background, status
+from vllm_mmcache.base import background, settings, status
 from vllm_mmcache.base.failsafe import failsafe
 from vllm_mmcache.base.lru import Budget, LruTable
+from vllm_mmcache.base.settings import Settings
+from vllm_mmcache.base.store_url import store_places
 from vllm_mmcache.batch.vllm_encoded_image import encoded_in, with_opened
 from vllm_mmcache.components.lazy_media.hooks import KnownImage
 from vllm_mmcache.components.lazy_media.video.vllm_video import KnownVideo, in_black
@@ -292,8 +294,17 @@ def item_facts(model_config: Any, processor: Any) -> dict[str, str]:
 
 
 def may_defer() -> bool:
-    """Whether images may go to the engines without pixels: wherever a tower may need them, they can be made."""
-    return status.is_on("identity") and status.is_on("features") and status.is_on_everywhere("features")
+    """Whether images may go to the engines without pixels: towers seldom need them, and they can be made there."""
+    is_on = status.is_on("identity") and status.is_on("features") and status.is_on_everywhere("features")
+    return is_on and _are_features_kept(settings.current())
+
+
+def _are_features_kept(chosen: Settings) -> bool:
+    """Whether features have a place by the settings, in RAM or beyond."""
+    if chosen.feature_ram_bytes:
+        return True
+    directory, url = store_places(chosen.store)
+    return url is not None or (directory is not None and chosen.store_disk_bytes > 0)
 
 
 def are_named_by_content(renderer: Any) -> bool:

@@ -11,9 +11,9 @@ from tests.unit.components.lazy_media.test_hooks import image_io
 from tests.unit.components.lazy_media.test_vllm_source import GOOD
 from tests.unit.components.lazy_media.video.test_hooks import FILE, video_io, videos_component
 from tests.unit.components.lazy_processing.test_vllm_item_record import processor_of
-from vllm_mmcache.base import status
+from vllm_mmcache.base import settings, status
 from vllm_mmcache.components.lazy_media.video.vllm_video import KnownVideo
-from vllm_mmcache.components.lazy_processing.prepare import ItemPreparer, ItemRequest, _asked
+from vllm_mmcache.components.lazy_processing.prepare import ItemPreparer, ItemRequest, _asked, may_defer
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +76,23 @@ def test_videos_with_arguments_of_their_own_are_left_to_vllm(name: str) -> None:
     data = {"video": videos, "image": [image]}
     found = [one.media for one in _asked({"mm_data": data, "mm_processor_kwargs": arguments})]
     assert found == [*(videos[index] for index in prepared), image]
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("chosen", "is_kept"),
+    [
+        ({}, True),
+        ({"feature_ram_bytes": 0}, False),
+        ({"feature_ram_bytes": 0, "store": "/features"}, True),
+        ({"feature_ram_bytes": 0, "store": "/features", "store_disk_bytes": 0}, False),
+        ({"feature_ram_bytes": 0, "store": "redis://cache:6379"}, True),
+        ({"feature_ram_bytes": 0, "store": "/features redis://cache:6379", "store_disk_bytes": 0}, True),
+    ],
+    ids=str,
+)
+def test_pixels_are_left_out_only_where_features_are_kept(
+    chosen: dict[str, Any], is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "_current", settings.Settings(**chosen))
+    assert may_defer() == is_kept
