@@ -9,6 +9,7 @@ good as a password, so it is taken out of the URL before the web server logs tha
 """
 
 import asyncio
+import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -55,7 +56,7 @@ class HideSalts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI call. Raises: as the application."""
-        if scope["type"] == "http" and f"{path_of(scope)}/".startswith(f"{PATH}/"):
+        if scope["type"] in ("http", "websocket") and re.sub("/+", "/", f"{path_of(scope)}/").startswith(f"{PATH}/"):
             scope["path"] = scope["path"].rstrip("/")
             fields = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
             if salts := [value for name, value in fields if name == "cache_salt"]:
@@ -204,7 +205,7 @@ class _InMemory(MultiPartParser):
 async def _form(request: Request) -> AsyncIterator[FormData]:
     """The fields of an upload, all of it in RAM, in this block. Raises: Refusal (400) for what is no such form."""
     form = FormData()
-    if request.headers.get("content-type", "").startswith("multipart/form-data"):
+    if request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         try:
             async with aclosing(request.stream()) as stream:
                 form = await _InMemory(request.headers, stream, max_files=1, max_fields=16).parse()

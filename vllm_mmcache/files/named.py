@@ -14,9 +14,12 @@ that comes with a uuid can't be saved, or its request is refused, the store has 
 
 import asyncio
 import contextlib
+import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
 
 from vllm_mmcache.base.errors import FilesUnusable
 from vllm_mmcache.base.failsafe import failsafe
@@ -75,6 +78,10 @@ class NamedImages:
         self._written: LruTable[tuple[bytes | None, str], tuple[bytes, float]] = LruTable(
             lambda: MOST_REMEMBERED, ENTRY_BYTES
         )
+        self._numbers = itertools.count(1)
+        # tenant and uuid -> number of the last save that was asked for
+        self._latest: LruTable[tuple[bytes | None, str], int] = LruTable(lambda: MOST_REMEMBERED, ENTRY_BYTES)
+        self._locks: WeakValueDictionary[tuple[bytes | None, str], asyncio.Lock] = WeakValueDictionary()
         self._num_unwritten = 0
         table_sizes.of_server("file_uuids", self.size)
 
@@ -119,63 +126,83 @@ class NamedImages:
     ) -> AsyncIterator["Saving"]:
         """Saves those images that came with their content, while their request is answered in this block.
 
-        writes: whether this request may write at all. Yields what is to be told that the request is refused.
+        writes: whether this request may write at all. Yields what is to be told that the request is refused; an
+        exception in the block says so, too.
         """
         saving = Saving()
         given = {one.uuid: one for one in images if one.url is not None}  # of several with one uuid, the last
-        tasks = [
-            asyncio.ensure_future(self._save(uuid, _content_of(one), key, writes=writes)) for uuid, one in given.items()
-        ]
+        saves: dict[str, tuple[int, asyncio.Task[bool]]] = {}
+        for uuid, one in given.items():
+            number = next(self._numbers)
+            self._latest.replace((key, uuid), number)
+            saves[uuid] = number, asyncio.create_task(self._save(uuid, _content_of(one), key, number, writes=writes))
+        tasks: list[asyncio.Task[Any]] = [task for _, task in saves.values()]
         try:
             yield saving
+        except Exception:
+            saving.is_refused = True
+            raise
         finally:
-            if saving.is_refused and writes:
-                tasks.append(asyncio.ensure_future(self._take_back(given, tasks[:], key)))
+            if saving.is_refused:
+                tasks.append(asyncio.create_task(self._take_back(saves, key)))
             if tasks:
                 await asyncio.wait(tasks, timeout=LINGER_S)
 
     async def _save(
-        self, uuid: str, image: placeholders.Payload | str | None, key: bytes | None, *, writes: bool
-    ) -> None:
-        """Save one image, None for one that came without its content; or have the store know that it has not got it."""
+        self, uuid: str, image: placeholders.Payload | str | None, key: bytes | None, number: int, *, writes: bool
+    ) -> bool:
+        """Save one image, None for one that came without its content; or have the store know that it has not got it.
+
+        Of one uuid one at a time, in the order of their requests, and none that a later one has taken the place of.
+        number: of this save. Returns whether the image was written.
+        """
         if not writes or self._num_unwritten >= MOST_UNWRITTEN:
             self._note(key, uuid, NOT_SAVED)
-            return
+            return False
         self._num_unwritten += 1
-        with failsafe("files"):
-            try:
-                await self.store.writing.wait_for_async(self._write, uuid, image, key, longest_s=LONGEST_S)
-            except FilesUnusable:
-                pass  # a replica that is asked for the uuid alone does not find it
-            finally:
-                self._num_unwritten -= 1
+        is_written = False
+        try:
+            async with self._locks.setdefault((key, uuid), asyncio.Lock()):
+                if self._is_latest(key, uuid, number):
+                    with failsafe("files"), contextlib.suppress(FilesUnusable):
+                        is_written = await self.store.writing.wait_for_async(
+                            self._write, uuid, image, key, number, longest_s=LONGEST_S
+                        )
+        finally:
+            self._num_unwritten -= 1
+        return is_written
 
-    async def _take_back(self, uuids: Iterable[str], saving: Sequence[asyncio.Future[None]], key: bytes | None) -> None:
-        """Have the store know nothing of these uuids, once their images are saved: vLLM did not take them."""
-        if saving:
-            await asyncio.wait(saving)
-        for uuid in uuids:
-            content_id, _ = self._written.get((key, uuid)) or (NOT_SAVED, 0.0)
-            if content_id != NOT_SAVED and not content_name.is_claim(uuid):
-                await self._save(uuid, None, key, writes=True)
+    async def _take_back(self, saves: Mapping[str, tuple[int, asyncio.Task[bool]]], key: bytes | None) -> None:
+        """Have the store know nothing of what a request has written that vLLM refused, but for digests of images."""
+        for uuid, (number, task) in saves.items():
+            if await task and not content_name.is_claim(uuid):
+                await self._save(uuid, None, key, number, writes=True)
 
-    def _write(self, uuid: str, image: placeholders.Payload | str | None, key: bytes | None) -> None:
+    def _is_latest(self, key: bytes | None, uuid: str, number: int) -> bool:
+        """Whether no later request has given the uuid to an image, as far as this process knows."""
+        return (self._latest.get((key, uuid)) or number) <= number
+
+    def _write(self, uuid: str, image: placeholders.Payload | str | None, key: bytes | None, number: int) -> bool:
         """Write one image, unless it was written lately. A uuid whose image can't be written is not found any more.
 
-        image: None for one that came without its content. Raises: FilesUnusable.
+        image: None for one that came without its content. Returns whether it was written. Raises: FilesUnusable.
         """
-        payload = Base64Image(image.encode("ascii", "replace"), key) if isinstance(image, str) else image
         content_id, written = self._written.get((key, uuid)) or (NOT_SAVED, 0.0)
-        is_fresh = payload is not None and content_id == payload.content_id and time.monotonic() - written < RENEW_S
-        if is_fresh and (content_name.is_claim(uuid) or self._is_saved(key, uuid, content_id)):
-            return
-        self._note(key, uuid, NOT_SAVED)
         with contextlib.suppress(QuotaExceeded, ValueError):
-            if payload is not None and self._put(uuid, payload, key):
-                self._note(key, uuid, payload.content_id)
-                return
+            payload = Base64Image(image.encode("ascii", "replace"), key) if isinstance(image, str) else image
+            if payload is not None:
+                is_fresh = content_id == payload.content_id and time.monotonic() - written < RENEW_S
+                if is_fresh and (content_name.is_claim(uuid) or self._is_saved(key, uuid, content_id)):
+                    return False
+                self._note(key, uuid, NOT_SAVED)
+                if self._put(uuid, payload, key):
+                    if self._is_latest(key, uuid, number):
+                        self._note(key, uuid, payload.content_id)
+                    return True
+        self._note(key, uuid, NOT_SAVED)
         if not content_name.is_claim(uuid):
             self.store.forget_name(key, uuid)
+        return False
 
     def _put(self, uuid: str, payload: placeholders.Payload, key: bytes | None) -> bool:
         """Write one image, unless it is too large, can't be opened, or its uuid claims to be another one's digest.

@@ -444,8 +444,9 @@ def test_an_upload_is_written_nowhere_else(tmp_path: Path, monkeypatch: pytest.M
     client = TestClient(Starlette(routes=routes, middleware=[Middleware(FindTenant, source=source)]))
     monkeypatch.setattr(tempfile.SpooledTemporaryFile, "rollover", lambda self: pytest.fail("it is on disk"))
     content = picture() + bytes(2 << 20)
-    answer = client.post("/v1/files", files={"file": ("a.png", content)}, data={"purpose": "vision"})
-    assert answer.json()["bytes"] == len(content)
+    request = client.build_request("POST", "/v1/files", files={"file": ("a.png", content)}, data={"purpose": "vision"})
+    request.headers["content-type"] = request.headers["content-type"].replace("multipart", "Multipart")
+    assert client.send(request).json()["bytes"] == len(content)
 
 
 def test_the_access_log_has_no_salt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -465,9 +466,10 @@ def test_the_access_log_has_no_salt(tmp_path: Path, caplog: pytest.LogCaptureFix
             listed = client.get(f"{url}/", params=salt, follow_redirects=True).json()
             client.put(url, params=salt)
             client.get(f"{url}/x/nothing", params=salt)
+            client.get(url.replace("/v1", "//v1"), params=salt)
         server.should_exit = True
         thread.join(10)
-    assert caplog.text.count("limit=7") == 8, "what is no secret is there"
+    assert caplog.text.count("limit=7") == 9, "what is no secret is there"
     assert [one["id"] for one in listed["data"]] == [file_id]
     assert "a-secret" not in caplog.text
 

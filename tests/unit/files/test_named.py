@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images by uuid between two replicas that share a place; the application says what it was asked."""
 
+import asyncio
 import base64
 import json
+import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from vllm_mmcache.content.content_name import MAX_UUID_CHARS, name_of
 from vllm_mmcache.files import named as named_module
 from vllm_mmcache.files.middleware import PutFilesMiddleware
 from vllm_mmcache.files.named import NamedImages
+from vllm_mmcache.files.references import NamedImage, named_images
 from vllm_mmcache.files.store import ENTRY_BYTES, FileStore
 from vllm_mmcache.storage.encryption import PLAIN
 
@@ -42,10 +46,12 @@ class Replica:
             takes_files=lambda scope, path: True,
             named_images=named,
         )
-        self.status = 200  # of what the application answers
+        self.status = 200  # of what the application answers; 0 for an exception
 
         async def answer(request: Any) -> Any:
             response = await echo(request)
+            if not self.status:
+                raise RuntimeError("the application fails, says a test")
             response.status_code = self.status
             return response
 
@@ -305,3 +311,70 @@ def test_what_is_known_to_be_kept_is_not_written_again(
     monkeypatch.setattr(named_module, "RENEW_S", 0.0)
     one.ask(image("a", picture()))
     assert {path: path.stat().st_mtime_ns for path in written} != written
+
+
+def test_a_refused_request_takes_back_what_it_has_written_alone(replicas: tuple[Replica, Replica]) -> None:
+    one, other = replicas
+    one.ask(image("a", picture()))
+    one.refuse(image("a", picture()))
+    assert other.ask(image("a", None))[1] == [picture().hex()]
+
+
+def test_a_request_that_ends_in_an_error_is_refused(replicas: tuple[Replica, Replica]) -> None:
+    one, other = replicas
+    one.ask(image("a", picture(color=1)))
+    one.status = 0
+    with pytest.raises(RuntimeError, match="says a test"):
+        one.ask(image("a", picture(color=2)))
+    assert other.ask(image("a", None))[1] == []
+
+
+def test_text_that_is_no_base64_is_no_error_of_ours(
+    replicas: tuple[Replica, Replica], caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = replicas
+    one.ask(image("a", picture()))
+    with caplog.at_level(logging.WARNING, "vllm.mmcache"):
+        one.ask({"type": "image_url", "image_url": {"url": "data:image/png;base64,?!"}, "uuid": "a"})
+    assert not caplog.records
+    assert other.ask(image("a", None))[1] == []
+
+
+def test_saves_of_one_uuid_are_made_in_the_order_of_their_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one hangs in the place of files while the others come; the second one need not be made any more."""
+    put, hangs, goes_on = FileStore.put, threading.Event(), threading.Event()
+    written: list[bytes] = []
+
+    def slow(store: FileStore, key: Any, content: bytes, **said: Any) -> Any:
+        if not written:
+            hangs.set()
+            assert goes_on.wait(60)
+        written.append(content)
+        return put(store, key, content, **said)
+
+    monkeypatch.setattr(FileStore, "put", slow)
+    store = FileStore(fsspec.filesystem("file"), str(tmp_path), codec=PLAIN, ttl_s=0, quota=10**6)
+    named = NamedImages(store, lambda uuid, salt: False, MAX_BYTES)
+
+    def parsed(color: int) -> list[NamedImage]:
+        return [*named_images({"messages": [{"content": [image("a", picture(color=color))]}]})]
+
+    async def ask(color: int) -> None:
+        async with named.saving(parsed(color), None):
+            pass
+
+    async def ask_all() -> None:
+        first = asyncio.create_task(ask(1))
+        await asyncio.to_thread(hangs.wait, 60)
+        others = [asyncio.create_task(ask(color)) for color in (2, 3)]
+        await asyncio.sleep(0.01)  # both are begun
+        goes_on.set()
+        await asyncio.gather(first, *others)
+
+    asyncio.run(ask_all())
+    assert written == [picture(color=1), picture(color=3)]
+    info = store.find_named(None, "a")
+    assert info is not None
+    assert store.read(None, info, "a") == picture(color=3)
