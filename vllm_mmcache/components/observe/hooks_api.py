@@ -41,6 +41,7 @@ MARKS_S = 2.0
 _CHAT = "mmcache_chat"
 _IMAGES = "mmcache_images"
 _MARKS = "_mmcache_marks"
+_PROBED = "_mmcache_probed"  # on a renderer: templates that are being probed, by digest
 _SALT = "_mmcache_salt"
 _processing = threading.local()
 _probing = Threads("templates", 1)
@@ -63,7 +64,10 @@ hook = Hooks(
 def note_chat(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer.render_chat(conversations, chat_params): lays digests beside each rendered prompt."""
     outcome = wrapped(*args, **kwargs)
-    _lay_chat(instance, named(wrapped, args, kwargs), outcome)
+    if status.is_on("observe"):
+        with failsafe("observe"):
+            given = named(wrapped, args, kwargs)
+            _lay_chat(given, outcome, _marks_of(instance, given["chat_params"].chat_template))
     return outcome
 
 
@@ -76,11 +80,10 @@ def note_chat(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 async def note_chat_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of BaseRenderer.render_chat_async; as note_chat."""
     outcome = await wrapped(*args, **kwargs)
-    given = named(wrapped, args, kwargs)
     if status.is_on("observe"):
         with failsafe("observe"):
-            await _find_marks_beside(instance, given["chat_params"].chat_template)
-    _lay_chat(instance, given, outcome)
+            given = named(wrapped, args, kwargs)
+            _lay_chat(given, outcome, await _marks_beside(instance, given["chat_params"].chat_template))
     return outcome
 
 
@@ -172,17 +175,14 @@ def _keep_salt(state: Any, outcome: str) -> None:
         setattr(state, _SALT, salt)
 
 
-def _lay_chat(renderer: Any, given: Mapping[str, Any], outcome: Any) -> None:
-    if not status.is_on("observe"):
-        return
-    with failsafe("observe"):
-        conversations, chat_params = given["conversations"], given["chat_params"]
-        template = chat_params.chat_template
-        marks, template_digest = _marks_of(renderer, template)
-        arguments = xxhash.xxh3_64_intdigest(_dumped(chat_params.chat_template_kwargs), template_digest)
-        for conversation, prompt in zip(conversations, outcome[1], strict=True):
-            digests, answers = _message_digests(conversation)
-            prompt[_CHAT] = marks, [arguments, *digests], answers
+def _lay_chat(given: Mapping[str, Any], outcome: Any, of_template: tuple[Marks | None, int]) -> None:
+    """Lay digests beside each rendered prompt. of_template: see `_marks_of`."""
+    conversations, chat_params = given["conversations"], given["chat_params"]
+    marks, template_digest = of_template
+    arguments = xxhash.xxh3_64_intdigest(_dumped(chat_params.chat_template_kwargs), template_digest)
+    for conversation, prompt in zip(conversations, outcome[1], strict=True):
+        digests, answers = _message_digests(conversation)
+        prompt[_CHAT] = marks, [arguments, *digests], answers
 
 
 def _keep(renderer: Any, request: Any, prompt: dict[str, Any]) -> str:
@@ -250,34 +250,50 @@ def _marks_of(renderer: Any, template: str | None) -> tuple[Marks | None, int]:
     return _find_marks(renderer, template) if known is None else known
 
 
-async def _find_marks_beside(renderer: Any, template: str | None) -> None:
-    """Have the marks of a template found that is not known yet, in a thread, and wait for it MARKS_S at most.
+async def _marks_beside(renderer: Any, template: str | None) -> tuple[Marks | None, int]:
+    """As _marks_of; those that are not known yet are found in a thread, which is waited for MARKS_S at most.
 
     A client's template can be one that takes for ever to render what it is probed with. It has no marks then.
     """
-    if _known_marks(renderer).get(_name_of(template)) is not None:
-        return
-    loop, found = asyncio.get_running_loop(), asyncio.Event()
+    known, name = _known_marks(renderer), _name_of(template)
+    if (noted := known.get(name)) is not None:
+        return noted
+    probed: dict[bytes, asyncio.Event] = renderer.__dict__.setdefault(_PROBED, {})
+    if (found := probed.get(name)) is None:
+        found = probed[name] = asyncio.Event()
+        loop = asyncio.get_running_loop()
 
-    def find() -> None:
-        try:
-            _find_marks(renderer, template)
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(found.set)
+        def end() -> None:
+            probed.pop(name, None)
+            found.set()
 
-    _note_marks(renderer, template, None)
-    if _probing.submit(find):
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(found.wait(), MARKS_S)
+        def find() -> None:
+            try:
+                with failsafe("observe"):
+                    _find_marks(renderer, template)
+            finally:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(end)
+
+        if not _probing.submit(find):
+            end()
+    try:
+        await asyncio.wait_for(found.wait(), MARKS_S)
+    except TimeoutError:
+        return _note_marks(renderer, template, None)
+    return known.get(name) or (None, _digest_of(template))
 
 
 def _find_marks(renderer: Any, template: str | None) -> tuple[Marks | None, int]:
     """As _marks_of, for a template that is not known yet. One that can't be probed is not probed with every request."""
-    _note_marks(renderer, template, None)
-    tokenizer = renderer.get_tokenizer()
-    specials = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
-    return _note_marks(renderer, template, find_marks(_renders_with(renderer, template), specials))
+    marks: Marks | None = None
+    try:
+        tokenizer = renderer.get_tokenizer()
+        specials = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
+        marks = find_marks(_renders_with(renderer, template), specials)
+    finally:
+        noted = _note_marks(renderer, template, marks)
+    return noted
 
 
 def _renders_with(renderer: Any, template: str | None) -> Callable[[Sequence[dict[str, str]], bool], list[int]]:
@@ -298,8 +314,12 @@ def _name_of(template: str | None) -> bytes:
     return b"" if template is None else blake3(template.encode(errors="surrogatepass")).digest()
 
 
+def _digest_of(template: str | None) -> int:
+    return xxhash.xxh3_64_intdigest(repr(template))
+
+
 def _note_marks(renderer: Any, template: str | None, marks: Marks | None) -> tuple[Marks | None, int]:
-    noted = marks, xxhash.xxh3_64_intdigest(repr(template))
+    noted = marks, _digest_of(template)
     _known_marks(renderer).replace(_name_of(template), noted)
     return noted
 

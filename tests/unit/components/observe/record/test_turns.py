@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from mmcache_tools.zoo import build_cached
 
+from vllm_mmcache.base import failsafe as failsafe_module
 from vllm_mmcache.base import status
 from vllm_mmcache.base.worker_threads import Threads
 from vllm_mmcache.components.observe import hooks_api
@@ -144,3 +145,45 @@ def test_a_template_that_takes_for_ever_holds_nobody_up(monkeypatch: pytest.Monk
     renderer.may_render.set()
     assert asyncio.run(ask("fine")) is not None
     assert asyncio.run(ask("slow")) is not None, "it has come to its end"
+
+
+def test_first_requests_that_come_together_all_have_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(status._is_on, "observe", True)
+    monkeypatch.setattr(hooks_api, "_probing", Threads("test", 1))
+    renderer = HangingRenderer()
+
+    async def ask_three() -> list[Any]:
+        asked = [asyncio.create_task(hooks_api._marks_beside(renderer, "a")) for _ in range(3)]
+        await asyncio.to_thread(renderer.is_rendering.wait, 60)
+        renderer.may_render.set()
+        return await asyncio.gather(*asked)
+
+    monkeypatch.setattr(hooks_api, "MARKS_S", 60.0)
+    found = asyncio.run(ask_three())
+    assert [marks for marks, _ in found] == [Marks(1, found[0][0].roles)] * 3
+
+
+def test_templates_of_clients_that_fail_fill_no_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hooks_api, "_probing", Threads("test", 1))
+    monkeypatch.setattr(failsafe_module, "_logged", set())
+
+    class Renderer:
+        def get_tokenizer(self) -> Any:
+            raise RuntimeError("no tokenizer, says a test")
+
+    renderer = Renderer()
+    for template in "abc":
+        assert asyncio.run(hooks_api._marks_beside(renderer, template))[0] is None
+    assert sum(record.exc_info is not None for record in caplog.records) == 1
+
+
+def test_a_probe_that_nobody_can_make_is_made_when_somebody_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = Threads("test", 1)
+    closed.close()
+    renderer: Any = Renderer()
+    monkeypatch.setattr(hooks_api, "_probing", closed)
+    assert asyncio.run(hooks_api._marks_beside(renderer, "a"))[0] is None
+    monkeypatch.setattr(hooks_api, "_probing", Threads("test", 1))
+    assert asyncio.run(hooks_api._marks_beside(renderer, "a"))[0] is not None
