@@ -26,7 +26,7 @@ from vllm_mmcache.lifecycle import tested_engines
 tested_engines.TABLE[:] = []
 from mmcache_tools.harness.engines import EngineConfig, EnginePool
 from vllm_mmcache.exactness.conversations import one, picture, user
-from vllm_mmcache.lifecycle.registry import COMPONENTS
+from vllm_mmcache.lifecycle.registry import COMPONENTS, REPORT
 pool = EnginePool(pathlib.Path({str(tmp_path)!r}))
 rig = pool.get(EngineConfig("qwen2-vl"))
 ask = user(picture(1), "What is it?")
@@ -34,8 +34,9 @@ answers = [one(rig, ask), one(rig, ask)]
 same = answers[0].token_ids == answers[1].token_ids
 states = {{component: state.state for component, state in status.in_force().items()}}
 proven = tested_engines.ENGINE_COMPONENTS
+others = {{hook.target for hook in REPORT.all_hooks()}}
 members = [(component, hook) for component in proven for hook in COMPONENTS[component].all_hooks()]
-replaced = [component for component, hook in members if installer.is_replaced(hook.target)]
+replaced = [c for c, hook in members if hook.target not in others and installer.is_replaced(hook.target)]
 print(json.dumps([same, answers[1].num_cached_tokens, states, rig.features is None, replaced]))
 pool.close()
 """

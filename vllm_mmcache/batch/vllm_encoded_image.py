@@ -84,7 +84,7 @@ class EncodedImage(MediaWithBytes):
     @property
     def io_config(self) -> dict[str, Any] | None:
         """How the image was changed when it was opened, as vLLM hashes it."""
-        options: dict[str, Any] | None = self._kept().io_config
+        options: dict[str, Any] | None = self._kept(may_be_named=False).io_config
         return options
 
     def _kept(self, may_be_named: bool = True) -> MediaWithBytes[Any]:

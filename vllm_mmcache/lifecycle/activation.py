@@ -8,6 +8,7 @@ does it fit (hooking/installer.py)? The answer is in base/status.py, where every
 report.py tell others.
 """
 
+import contextlib
 import logging
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 
 from vllm_mmcache import __version__
 from vllm_mmcache.base import settings, status
-from vllm_mmcache.base.errors import HookError
+from vllm_mmcache.base.errors import HookError, SymbolMissing
 from vllm_mmcache.base.role import ROLES, Role
 from vllm_mmcache.base.settings_messages import EXPOSED_CURE, why_exposed
 from vllm_mmcache.base.status import ON, State
@@ -229,7 +230,8 @@ def stop() -> None:
     """Undo every extension point and every hook."""
     for component in reversed(COMPONENTS.values()):
         for role in component.on_install:
-            component.extension_in(role).undo()
+            with contextlib.suppress(SymbolMissing):  # what can't be imported is not installed
+                component.extension_in(role).undo()
     subclasses.undo()
     vllm_registry.unregister_classes()
     installer.undo_all()

@@ -48,7 +48,11 @@ def state_in(component: Component, vllm_config: Any) -> State | None:
 
 def _foreign_scheduler(vllm_config: Any) -> str:
     """The name of a scheduler (--scheduler-cls) that only implements vLLM's interface; empty for any other."""
-    names = [f"{one.__module__}.{one.__qualname__}" for one in vllm_config.scheduler_config.get_scheduler_cls().__mro__]
+    try:
+        scheduler = vllm_config.scheduler_config.get_scheduler_cls()
+    except (ImportError, AttributeError, ValueError):
+        return ""  # perhaps it is in the engine's process alone; else vLLM says there what is wrong with it
+    names = [f"{one.__module__}.{one.__qualname__}" for one in scheduler.__mro__]
     return "" if "vllm.v1.core.sched.scheduler.Scheduler" in names else names[0]
 
 

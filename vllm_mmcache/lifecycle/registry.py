@@ -12,7 +12,7 @@ from functools import cache
 from vllm_mmcache.base.errors import SymbolMissing
 from vllm_mmcache.base.role import ROLES, Role
 from vllm_mmcache.hooking.component import Component
-from vllm_mmcache.hooking.hook import Hook
+from vllm_mmcache.hooking.hook import Hook, declared_in
 
 # In the order in which they are decided on and installed: what a component needs comes before it, and of two that
 # override one method the later is called first.
@@ -76,9 +76,10 @@ def table_here() -> tuple[list[Hook], dict[str, str]]:
     hooks: list[Hook] = []
     missing: dict[str, str] = {}
     for component in _EVERYTHING:
-        try:
-            for hook in component.all_hooks():
-                hooks.append(hook)  # those before an error count
-        except SymbolMissing as error:
-            missing[component.name] = str(error)
+        for role, names in component.hooks.items():
+            for name in names:
+                try:
+                    hooks += [hook for hook in declared_in(f"{component.package}.{name}") if hook.process == role]
+                except SymbolMissing as error:
+                    missing[component.name] = str(error)
     return hooks, missing

@@ -63,6 +63,8 @@ ALIKE = "One process or several, with all ranks alike"
 NOT_HERE = {
     "A rank does not run the plugin": "nothing but a planted fault does that to a worker of the same environment",
     "A Ray node where the plugin is not installed": "Ray is not installed, and there is no report",
+    "A head node without the plugin, and a headless node with it": "there is no report: see test_headless.py",
+    "A scheduler (`--scheduler-cls`) that is not derived from vLLM's": "there is none to serve with: see unit tests",
 }
 """Rows of the table of docs/deployments.md that are not compared, and why."""
 APART = ("A headless node without the plugin", "The Rust frontend", "`VLLM_PLUGINS` without `mmcache`")

@@ -111,6 +111,17 @@ def test_a_file_that_has_changed_is_another_picture(tmp_path: Path) -> None:
         mm_hash(image)
 
 
+def test_a_file_that_has_become_one_with_alpha_is_named_with_its_background(tmp_path: Path) -> None:
+    """In the order in which vLLM's hasher asks for what it hashes."""
+    path = tmp_path / "a.png"
+    path.write_bytes(png())
+    image = EncodedImage(path)
+    mm_hash(image)
+    content = png("RGBA", (9, 9, 9, 100))
+    path.write_bytes(content)
+    assert mm_hash(image) == mm_hash(ImageMediaIO().load_bytes(content))
+
+
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(png()[:40])
     with pytest.raises(VLLMValidationError, match=r"broken\.png.*can't be opened: ValueError: Failed to load image"):

@@ -477,6 +477,13 @@ def test_what_works_on_vllms_scheduler_is_off_with_another_one(configurations: d
     assert found["identity"] == ON
 
 
+def test_a_scheduler_that_is_only_where_the_engine_is(configurations: dict[str, Any]) -> None:
+    """vLLM looks for it in the engine's process alone."""
+    config = copy.deepcopy(configurations["gemma3"])
+    config.scheduler_config.scheduler_cls = "nowhere.Scheduler"
+    assert activation.predict(config)["image_spans"].state == "on"
+
+
 class BareScheduler(SchedulerInterface):
     """Only implements the interface; never made."""
 

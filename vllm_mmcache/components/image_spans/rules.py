@@ -55,7 +55,7 @@ def refusal(model_config: Any, images: ImageModel | None, on_cpu: bool) -> str |
 def state_in(vllm_config: Any) -> State | None:
     """Spans have nothing to do where images are causal as text is."""
     model_config = vllm_config.model_config
-    if model_config.is_mm_prefix_lm and getattr(model_config.hf_text_config, "mm_prefix_span_leading_pad_modulus", 0):
+    if model_config.is_mm_prefix_lm and getattr(model_config.hf_config, "model_type", "") == "deepseek_v4":
         return State("off", "text between an image's rows attends both ways, too, in this model")
     if model_config.is_mm_prefix_lm:
         return None

@@ -36,7 +36,7 @@ class _Promised(threading.local):
 
     def get(self, mm_hash: str) -> Processed | None:
         """The item of this name, if it was promised."""
-        return next((items[mm_hash] for items in self.by_question if mm_hash in items), None)
+        return next((items[mm_hash] for items in reversed(self.by_question) if mm_hash in items), None)
 
 
 class PreparedItemCache(BaseMultiModalProcessorCache):  # type: ignore[misc]

@@ -119,3 +119,10 @@ def test_what_is_served_or_not_marked_passes() -> None:
 def test_the_setting_lets_everything_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_current", settings.load_settings({"allow_causal_images": True}))
     check_model(model("paligemma"))
+
+
+@pytest.mark.parametrize(("model_type", "state"), [("gemma3", None), ("deepseek_v4", "off")])
+def test_a_model_whose_spans_are_others(model_type: str, state: str | None) -> None:
+    model_config = SimpleNamespace(is_mm_prefix_lm=True, hf_config=SimpleNamespace(model_type=model_type))
+    found = rules.state_in(SimpleNamespace(model_config=model_config))
+    assert (found.state if found is not None else None) == state
