@@ -126,8 +126,7 @@ class PutFilesMiddleware:
             messages = as_message(json.dumps(named.request).encode())
         with placeholders.register(named.payloads):
             async with self._saving(named.images, key, writes=path.startswith(GUARDED)) as saving:
-                answering = _answering(named, scope, path, _noting_refusal(saving, send))
-                await self.app(scope, receive_again(messages, receive), answering)
+                await self.app(scope, receive_again(messages, receive), _answering(named, saving, scope, path, send))
         if named.files:
             counters.FILE_REQUESTS.add(1, "name", "failed" if named.unreachable else "done")
 
@@ -179,12 +178,17 @@ class PutFilesMiddleware:
         )
 
 
-def _answering(named: Named, scope: Scope, path: str, send: Send) -> Send:
-    """The request's send, which answers with 503 where vLLM's answer is 400 since a file can't be reached."""
+def _answering(named: Named, saving: Saving, scope: Scope, path: str, send: Send) -> Send:
+    """The request's send, which notes whether the answer is an error.
+
+    It answers with 503 where vLLM's answer is 400 since a file can't be reached.
+    """
     is_replaced = False
 
     async def send_answer(message: Message) -> None:
         nonlocal is_replaced
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            saving.is_refused = True
         if message["type"] == "http.response.start" and message["status"] == 400 and named.unreachable:
             is_replaced = True
             await Refusal(503, named.unreachable).response(path)(scope, _nothing, send)
@@ -192,17 +196,6 @@ def _answering(named: Named, scope: Scope, path: str, send: Send) -> Send:
             await send(message)
 
     return send_answer
-
-
-def _noting_refusal(saving: Saving, send: Send) -> Send:
-    """The request's send, which notes whether the answer is an error."""
-
-    async def send_noted(message: Message) -> None:
-        if message["type"] == "http.response.start" and message["status"] >= 400:
-            saving.is_refused = True
-        await send(message)
-
-    return send_noted
 
 
 async def _nothing() -> Message:

@@ -29,10 +29,8 @@ class Reference:
 
 def references(request: Json) -> Iterator[Reference]:
     """Those in a parsed request, in its order."""
-    for message in _list(request.get("messages")):
-        for one in message if isinstance(message, list) else [message]:  # a batch holds conversations
-            if isinstance(one, dict):
-                yield from _in_parts(one.get("content"), of_user=one.get("role") == "user")
+    for message in _messages(_list(request.get("messages"))):
+        yield from _in_parts(message.get("content"), of_user=message.get("role") == "user")
     for item in _dicts(request.get("input")):
         yield from _in_parts(item.get("content"), of_user=item.get("role") == "user")
         if item.get("type") == "function_call_output":
@@ -75,11 +73,14 @@ def _is_unicode(text: str) -> bool:
 def _contents(request: Json) -> Iterator[Json]:
     """The parts of all contents of a parsed request."""
     for key in _CONTENTS:
-        value = request.get(key)
-        for message in value if isinstance(value, list) else [value]:
-            for one in message if isinstance(message, list) else [message]:  # a batch holds conversations
-                if isinstance(one, dict):
-                    yield from _dicts(one.get("content"))
+        for message in _messages(request.get(key)):
+            yield from _dicts(message.get("content"))
+
+
+def _messages(value: Any) -> Iterator[Json]:
+    """Each message of a conversation, or of the conversations of a batch; or the one that `value` is."""
+    for message in value if isinstance(value, list) else [value]:
+        yield from _dicts(message if isinstance(message, list) else [message])
 
 
 def _list(value: Any) -> list[Any]:

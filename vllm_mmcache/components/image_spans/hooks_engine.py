@@ -11,7 +11,7 @@ A request that waits for a step large enough gets one of its own now and then, s
 and 0.33 lets newer ones pass. An exception there would end the engine; so none is raised.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -61,20 +61,12 @@ def never_split_spans(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
             break
     if fits == 0 < asked and not is_blocked:
         ahead = given.get("shift_computed_tokens", 0)
-        is_blocked = any(first <= start + ahead < end > start + asked for first, end in _ranges(request))
+        # vLLM splits no item either, with disable_chunked_mm_input.
+        ends = [i.first + i.num_tokens for i in items_of(request.mm_features) if i.first <= start + ahead]
+        is_blocked = any(end > start + max(ahead, asked) for end in ends)
     if is_blocked and getattr(instance, BLOCKED, None) is None:
         setattr(instance, BLOCKED, request.request_id)
     return answer
-
-
-def _ranges(request: Any) -> Iterator[tuple[int, int]]:
-    """First token of each placeholder range of a request's images, and the one behind its last.
-
-    vLLM splits none of these either, with `disable_chunked_mm_input`.
-    """
-    for feature in request.mm_features:
-        position = feature.mm_position
-        yield position.offset, position.offset + position.length
 
 
 @hook(

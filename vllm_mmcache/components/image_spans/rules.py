@@ -55,8 +55,8 @@ def refusal(model_config: Any, images: ImageModel | None, on_cpu: bool) -> str |
 def state_in(vllm_config: Any) -> State | None:
     """Spans have nothing to do where images are causal as text is."""
     model_config = vllm_config.model_config
-    if model_config.is_mm_prefix_lm and getattr(model_config.hf_config, "model_type", "") == "deepseek_v4":
+    if not model_config.is_mm_prefix_lm:
+        return State("unneeded", "an image of this model sees what came before it, as text does")
+    if getattr(model_config.hf_config, "model_type", "") == "deepseek_v4":
         return State("off", "text between an image's rows attends both ways, too, in this model")
-    if model_config.is_mm_prefix_lm:
-        return None
-    return State("unneeded", "an image of this model sees what came before it, as text does")
+    return None
