@@ -92,7 +92,7 @@ def to_remove(places: Sequence[str]) -> tuple[list[str], list[str]]:
             found.append(MADE_KEY)
     if num_proofs := len(user_proofs.read()[0]):
         found.append(f"{num_proofs} proofs")
-    return [*found, *environment.to_take_back()], refused
+    return [*found, *environment.to_forget_written()], refused
 
 
 def remove(places: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -10,6 +10,6 @@ touched.
 """
 
 from vllm_mmcache.environment.checks import Problem, diagnose
-from vllm_mmcache.environment.repair import check, is_stamped, problems, repair, take_back, to_take_back
+from vllm_mmcache.environment.repair import check, is_stamped, problems, repair, take_back, to_forget_written
 
-__all__ = ["Problem", "check", "diagnose", "is_stamped", "problems", "repair", "take_back", "to_take_back"]
+__all__ = ["Problem", "check", "diagnose", "is_stamped", "problems", "repair", "take_back", "to_forget_written"]

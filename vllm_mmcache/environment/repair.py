@@ -106,7 +106,7 @@ def stamp() -> None:
     stamp_path().write_text(json.dumps(fingerprint(), indent=1), encoding="utf-8")
 
 
-def to_take_back() -> list[str]:
+def to_forget_written() -> list[str]:
     """What `take_back` would remove now."""
     found = ["the start-up hook for torchvision"] if any(path.exists() for path in hook_files()) else []
     return [*found, "the verdict about this environment"] if stamp_path().exists() else found
@@ -114,7 +114,7 @@ def to_take_back() -> list[str]:
 
 def take_back() -> list[str]:
     """Remove all that `repair` has written, and say what that was. Raises: EnvironmentProblem."""
-    done = to_take_back()
+    done = to_forget_written()
     try:
         remove_hook()
         stamp_path().unlink(missing_ok=True)

@@ -9,7 +9,8 @@ answers that the uuid is unknown, as it does without a shared store, and the cli
 
 A client may give a uuid to another image, on any replica. So a uuid is looked for in the store at each request, also
 where this replica knows it, unless the uuid is the digest of its image (content/content_name.py). And where the image
-that comes with a uuid can't be saved, or its request is refused, the store has nothing under the uuid any more.
+that comes with a uuid can't be saved, or its request is refused, the store forgets the uuid; unless it can't be
+reached, the request may not write, or too many saves wait. Then this replica alone knows better.
 """
 
 import asyncio
@@ -126,8 +127,8 @@ class NamedImages:
     ) -> AsyncIterator["Saving"]:
         """Saves those images that came with their content, while their request is answered in this block.
 
-        writes: whether this request may write at all. Yields what is to be told that the request is refused; an
-        exception in the block says so, too.
+        writes: whether this request may write at all. Yields a Saving, to be told if the request is refused. An
+        Exception in the block counts as a refusal, and a cancellation does not.
         """
         saving = Saving()
         given = {one.uuid: one for one in images if one.url is not None}  # of several with one uuid, the last
@@ -144,17 +145,19 @@ class NamedImages:
             raise
         finally:
             if saving.is_refused:
-                tasks.append(asyncio.create_task(self._take_back(saves, key)))
+                tasks.append(asyncio.create_task(self._forget_written(saves, key)))
             if tasks:
                 await asyncio.wait(tasks, timeout=LINGER_S)
 
     async def _save(
         self, uuid: str, image: placeholders.Payload | str | None, key: bytes | None, number: int, *, writes: bool
     ) -> bool:
-        """Save one image, None for one that came without its content; or have the store know that it has not got it.
+        """Save one image. One that can't be written is forgotten: the store has nothing under its uuid then.
 
-        Of one uuid one at a time, in the order of their requests, and none that a later one has taken the place of.
-        number: of this save. Returns whether the image was written.
+        image: None to have the uuid forgotten, since no content came or the request was refused. Where this request may
+        not write, or too many saves wait, only this process notes that the image is not saved, and the store keeps what
+        it had. Saves of one uuid are made one at a time, in the order of their requests; one is skipped if a later
+        request has given the uuid to an image. number: of this save. Returns whether the image was written.
         """
         if not writes or self._num_unwritten >= MOST_UNWRITTEN:
             self._note(key, uuid, NOT_SAVED)
@@ -172,8 +175,11 @@ class NamedImages:
             self._num_unwritten -= 1
         return is_written
 
-    async def _take_back(self, saves: Mapping[str, tuple[int, asyncio.Task[bool]]], key: bytes | None) -> None:
-        """Have the store know nothing of what a request has written that vLLM refused, but for digests of images."""
+    async def _forget_written(self, saves: Mapping[str, tuple[int, asyncio.Task[bool]]], key: bytes | None) -> None:
+        """Have the store forget the uuids that a refused request has written, but those that are digests of images.
+
+        One whose image had been saved before stays. What it stood for earlier does not come back.
+        """
         for uuid, (number, task) in saves.items():
             if await task and not content_name.is_claim(uuid):
                 await self._save(uuid, None, key, number, writes=True)

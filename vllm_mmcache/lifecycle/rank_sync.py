@@ -164,8 +164,9 @@ def of_ranks(executor: Any) -> Mapping[int, Mapping[str, State]]:
 def send_report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Wrapper of EngineCoreProc._make_ready_response: what vLLM encodes next and sends to every API server.
 
-    Of API servers that are not on this machine nothing is known, so nothing is counted to them before one is heard of.
-    With identity switched off none of them would mark a request, and nothing is waited for.
+    If any API server is on another machine, it may be without mmcache. So no statistics of ours are sent, to any of
+    them, until a marked request shows that one has it. With identity off no request is marked, and they are sent at
+    once.
     """
     is_near = all(address.startswith("ipc://") for address in instance.addresses.outputs)
     if not is_near and settings.current().identity is not False:
@@ -181,8 +182,11 @@ def send_report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     upstream="none: an engine is not told what plugins its API servers have",
     remove_when="statistics have a field for plugins",
 )
-def note_marked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wrapper of Scheduler.add_request: from the first request on that mmcache has marked, what is counted is sent."""
+def note_listener(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wrapper of Scheduler.add_request: sends our statistics from the first request with a mark of image_namer on.
+
+    It shows that an API server has mmcache.
+    """
     if not transport.is_heard() and image_namer.of(argument(wrapped, args, kwargs, "request")) is not None:
         transport.note_listener()
     return wrapped(*args, **kwargs)

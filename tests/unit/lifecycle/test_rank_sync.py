@@ -138,7 +138,7 @@ def test_an_engine_sends_nothing_to_far_servers_before_one_of_them_has_marked_a_
         return bool((metrics_hooks.send(SchedulerStats, None, (), {}).ec_connector_stats or {}).get(transport.KEY))
 
     def add(request: Any) -> None:
-        rank_sync.note_marked(lambda request: None, None, (request,), {})
+        rank_sync.note_listener(lambda request: None, None, (request,), {})
 
     add(request)
     assert sent() == address.startswith("ipc")

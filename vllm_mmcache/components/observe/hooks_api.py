@@ -36,7 +36,8 @@ MOST_TEMPLATES = 64
 """Chat templates whose marks are known at a time."""
 TEMPLATE_COST_BYTES = 4096  # its digests, and a few roles
 MARKS_S = 2.0
-"""How long the first request with a chat template waits for its marks; that of a model takes a few milliseconds."""
+"""How long a request waits for the marks of its chat template while they are found, in seconds; a model's own takes a
+few milliseconds."""
 
 _CHAT = "mmcache_chat"
 _IMAGES = "mmcache_images"
@@ -83,7 +84,7 @@ async def note_chat_async(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     if status.is_on("observe"):
         with failsafe("observe"):
             given = named(wrapped, args, kwargs)
-            _lay_chat(given, outcome, await _marks_beside(instance, given["chat_params"].chat_template))
+            _lay_chat(given, outcome, await _marks_of_async(instance, given["chat_params"].chat_template))
     return outcome
 
 
@@ -250,10 +251,11 @@ def _marks_of(renderer: Any, template: str | None) -> tuple[Marks | None, int]:
     return _find_marks(renderer, template) if known is None else known
 
 
-async def _marks_beside(renderer: Any, template: str | None) -> tuple[Marks | None, int]:
-    """As _marks_of; those that are not known yet are found in a thread, which is waited for MARKS_S at most.
+async def _marks_of_async(renderer: Any, template: str | None) -> tuple[Marks | None, int]:
+    """As _marks_of, without blocking the event loop: unknown marks are found in a thread.
 
-    A client's template can be one that takes for ever to render what it is probed with. It has no marks then.
+    A client's template can be one that takes for ever to render what it is probed with. So each request waits MARKS_S
+    at most. From then on the template counts as one without marks, until its probe ends.
     """
     known, name = _known_marks(renderer), _name_of(template)
     if (noted := known.get(name)) is not None:

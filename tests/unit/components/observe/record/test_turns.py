@@ -153,7 +153,7 @@ def test_first_requests_that_come_together_all_have_marks(monkeypatch: pytest.Mo
     renderer = HangingRenderer()
 
     async def ask_three() -> list[Any]:
-        asked = [asyncio.create_task(hooks_api._marks_beside(renderer, "a")) for _ in range(3)]
+        asked = [asyncio.create_task(hooks_api._marks_of_async(renderer, "a")) for _ in range(3)]
         await asyncio.to_thread(renderer.is_rendering.wait, 60)
         renderer.may_render.set()
         return await asyncio.gather(*asked)
@@ -175,7 +175,7 @@ def test_templates_of_clients_that_fail_fill_no_log(
 
     renderer = Renderer()
     for template in "abc":
-        assert asyncio.run(hooks_api._marks_beside(renderer, template))[0] is None
+        assert asyncio.run(hooks_api._marks_of_async(renderer, template))[0] is None
     assert sum(record.exc_info is not None for record in caplog.records) == 1
 
 
@@ -184,6 +184,6 @@ def test_a_probe_that_nobody_can_make_is_made_when_somebody_can(monkeypatch: pyt
     closed.close()
     renderer: Any = Renderer()
     monkeypatch.setattr(hooks_api, "_probing", closed)
-    assert asyncio.run(hooks_api._marks_beside(renderer, "a"))[0] is None
+    assert asyncio.run(hooks_api._marks_of_async(renderer, "a"))[0] is None
     monkeypatch.setattr(hooks_api, "_probing", Threads("test", 1))
-    assert asyncio.run(hooks_api._marks_beside(renderer, "a"))[0] is not None
+    assert asyncio.run(hooks_api._marks_of_async(renderer, "a"))[0] is not None
